@@ -1,0 +1,45 @@
+"""The pretended GPU architecture. Process-wide by nature: TransformerEngine asks one device for its capability."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+from te_fsdp.emulation._errors import EmulationError
+
+#: What ``install(arch=...)`` accepts, with the compute capability that TransformerEngine is told.
+ARCHITECTURES = {"9.0": (9, 0), "10.0": (10, 0)}
+
+_arch: Optional[Tuple[int, int]] = None
+
+
+def arch() -> Tuple[int, int]:
+    """Compute capability of the pretended GPU, such as ``(10, 0)``.
+
+    Raises:
+        EmulationError: no architecture has been set, so the emulation is not installed.
+    """
+    if _arch is None:
+        raise EmulationError(
+            "the emulation backend is not installed: call te_fsdp.emulation.install() before importing transformer_engine"
+        )
+    return _arch
+
+
+def set_arch(name: Optional[str]) -> None:
+    """Set the pretended architecture, one of :data:`ARCHITECTURES`; ``None`` forgets it.
+
+    Raises:
+        EmulationError: unknown architecture.
+    """
+    global _arch
+    if name is not None and name not in ARCHITECTURES:
+        raise EmulationError(f"unknown architecture {name!r}: expected one of {sorted(ARCHITECTURES)}")
+    _arch = None if name is None else ARCHITECTURES[name]
+
+
+def arch_name() -> Optional[str]:
+    """Name of the pretended architecture as given to :func:`set_arch`, or ``None``."""
+    return None if _arch is None else f"{_arch[0]}.{_arch[1]}"
+
+
+__all__ = ["ARCHITECTURES", "arch", "arch_name", "set_arch"]
