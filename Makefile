@@ -1,0 +1,67 @@
+# `make help` lists the targets. Each one sets up what it needs first (see scripts/setup.sh) and is quick when that is done.
+#
+#   PYTHON=python3.11   the interpreter to build the environment from (default: the first that fits)
+#   VENV=.venv          where the environment lies
+#   SETUP=none          no environment, no pip: use PYTHON (default python3) with the packages it has
+#   ARGS="..."          more options for pytest (make test) or for the example (make train)
+
+VENV ?= .venv
+SETUP ?= auto
+ARGS ?=
+export VENV SETUP PYTHON
+
+ifeq ($(SETUP),none)
+  PY := $(if $(PYTHON),$(PYTHON),python3)
+  BIN :=
+else
+  PY := $(VENV)/bin/python
+  BIN := $(VENV)/bin/
+endif
+RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
+# One thread a process: the distributed tests run several processes side by side.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format docs coverage clean clean-venv
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+train:  ## set up, train the example, save, resume on another mesh
+	@scripts/setup.sh example
+	@scripts/train.sh $(PY) $(ARGS)
+
+test:  ## set up, then run every test that this machine can run
+	@scripts/setup.sh test
+	$(PYTEST) tests $(ARGS)
+
+lint:  ## ruff (lint and format), pyrefly, import-linter, codespell
+	@scripts/setup.sh lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyrefly check
+	$(BIN)lint-imports --no-logo
+	$(PY) -m codespell_lib
+
+format:  ## rewrite the sources as ruff wants them
+	@scripts/setup.sh lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs:  ## build the documentation into docs/_build/html; a warning is an error
+	@scripts/setup.sh docs
+	$(RUN) -m sphinx -W --keep-going -E -b html docs docs/_build/html
+
+coverage:  ## run the tests and report the coverage of te_fsdp (the emulation aside); below 90 % is an error
+	@scripts/setup.sh test
+	$(PY) -m coverage erase
+	OMP_NUM_THREADS=1 $(RUN) -m coverage run -m pytest tests $(ARGS)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report
+
+clean:  ## remove what the other targets made, except the environment
+	rm -rf out build dist docs/_build .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* *.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv:  ## remove the environment
+	rm -rf "$(VENV)"

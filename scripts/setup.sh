@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that the Makefile's targets run in; does nothing when it is already as wanted.
+#
+#   usage: scripts/setup.sh [EXTRA...]       extras of pyproject.toml beyond what te_fsdp itself needs: example test lint docs
+#
+#   SETUP=auto   cpu or gpu, by whether there is an NVIDIA driver (the default)
+#   SETUP=cpu    torch's CPU build where pip knows one, TransformerEngine's plain wheel (no CUDA parts) for the emulation
+#   SETUP=gpu    a CUDA build of torch, real TransformerEngine (its PyTorch bindings are compiled: about ten minutes)
+#   SETUP=none   no environment and no pip: run with the packages that PYTHON has
+#   PYTHON=...   the interpreter to begin with (default: the first of python3, python3.12, 3.11, 3.10 that fits)
+#   VENV=...     where the environment lies (default: .venv)
+#
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf) decide where packages come from.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'set-up: %s\n' "$*"; }
+fail() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
+
+venv=${VENV:-.venv}
+setup=${SETUP:-auto}
+extras=$(printf '%s\n' "$@" | sort -u | tr '\n' ' ')
+extras=${extras%% }
+
+fits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program."
+    fits "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1); te_fsdp needs Python 3.10, 3.11 or 3.12."
+    printf '%s' "$PYTHON"
+    return
+  fi
+  local candidate
+  for candidate in python3 python3.12 python3.11 python3.10; do
+    if fits "$candidate"; then printf '%s' "$candidate"; return; fi
+  done
+  fail "no Python 3.10, 3.11 or 3.12 found (python3 is $(python3 --version 2>&1 || true)). Fix: make ... PYTHON=/path/to/python3.11"
+}
+
+has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+
+pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+make_venv() {
+  if [ -x "$venv/bin/python" ]; then
+    fits "$venv/bin/python" || fail "$venv holds $("$venv/bin/python" --version 2>&1), not 3.10 to 3.12. Fix: make clean-venv"
+    return
+  fi
+  local python
+  python=$(find_python)
+  say "creating $venv with $("$python" --version 2>&1)"
+  "$python" -m venv "$venv" || fail "$python -m venv failed (Debian and Ubuntu: install the python3-venv package)."
+}
+
+# comma,separated names for pip's brackets
+join() { local IFS=,; printf '%s' "$*"; }
+
+install_cpu() {
+  # shellcheck disable=SC2086
+  local spec; spec=".[$(join emulation $extras)]"
+  say "installing $spec with constraints/cpu.txt (TransformerEngine's Python part only, for the emulation)"
+  pip_install -c constraints/cpu.txt -e "$spec"
+}
+
+install_gpu() {
+  say "installing torch with constraints/gpu.txt"
+  pip_install -c constraints/gpu.txt torch numpy packaging setuptools wheel ninja pybind11
+  local cuda site
+  cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
+  [ -n "$cuda" ] || fail "pip chose a CPU build of torch on a machine with an NVIDIA driver. Fix: make ... SETUP=cpu, or give pip a CUDA build."
+  if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    fail "torch is built for CUDA $cuda but the driver does not run it ($(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9.]*' || echo 'nvidia-smi says nothing')). Fix: a newer driver, or a build for the driver's CUDA version through PIP_EXTRA_INDEX_URL."
+  fi
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  # The headers of cuDNN and NCCL come with torch's own packages; the compiler does not look there by itself.
+  export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu$cuda/include${CPATH:+:$CPATH}"
+  export NVTE_FRAMEWORK=pytorch MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+  say "compiling TransformerEngine's PyTorch bindings for CUDA $cuda (about ten minutes)"
+  # Without isolation, or they would be compiled against another torch than the one installed.
+  pip_install --no-build-isolation -c constraints/gpu.txt "transformer-engine[core_cu$cuda,pytorch]"
+  # shellcheck disable=SC2086
+  local names; names=$(join $extras)
+  pip_install -c constraints/gpu.txt -e ".${names:+[$names]}"
+}
+
+case $setup in
+  none)
+    python=$(find_python)
+    missing=$("$python" -c 'from importlib.util import find_spec as f
+print(*[n for n in ("torch", "transformer_engine") if f(n) is None])')
+    [ -z "$missing" ] || fail "SETUP=none, but $python has no $missing. Fix: install it, or leave SETUP=none out."
+    say "SETUP=none: using $python as it is"
+    exit 0 ;;
+  auto) if has_driver; then setup=gpu; else setup=cpu; fi ;;
+  cpu | gpu) ;;
+  *) fail "SETUP=$setup: expected auto, cpu, gpu or none." ;;
+esac
+
+# One stamp for each set of extras; it holds a digest of everything that decides what gets installed.
+digest=$(cat pyproject.toml "constraints/$setup.txt" constraints/tools.txt scripts/setup.sh | sha256sum | cut -c1-16)
+stamp="$venv/.te_fsdp/$setup-${extras// /+}"
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
+  exit 0
+fi
+
+make_venv
+start=$SECONDS
+"install_$setup"
+mkdir -p "$(dirname "$stamp")"
+printf '%s' "$digest" >"$stamp"
+say "done in $((SECONDS - start)) s"

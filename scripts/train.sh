@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# The main job, shown end to end: train on one mesh, save, resume on another. Run through `make train`.
+#
+#   usage: scripts/train.sh PYTHON [example options...]
+#
+#   OUT=...    where logs, plots and checkpoints go (default: out/train; emptied first)
+#   STEPS=...  steps of each of the two runs (default: 20 on CPU, 100 on GPUs)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$1
+shift
+out=${OUT:-out/train}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+gpus=0
+if [ -z "${TE_FSDP_EMULATION:-}" ]; then
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+fi
+
+# "processes mesh options" of the first run and of the resumed one.
+if ((gpus == 0)); then
+  echo "train: no GPU: four processes on the CPU, TransformerEngine emulated, gloo"
+  export TE_FSDP_EMULATION=${TE_FSDP_EMULATION:-10.0} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
+  first="4 --dp-shard 2 --tp 2"
+  second="4 --dp-shard 4 --tp 1"
+  steps=${STEPS:-20}
+else
+  echo "train: $gpus GPU(s), TransformerEngine as installed, NCCL"
+  steps=${STEPS:-100}
+  if ((gpus == 1)); then
+    first="1 --dp-shard 1 --tp 1"
+    second=$first
+  elif ((gpus % 2 == 0)); then
+    first="$gpus --dp-shard $((gpus / 2)) --tp 2"
+    second="$gpus --dp-shard $gpus --tp 1"
+  else
+    # An odd number of GPUs does not split into pairs: one stays idle when tensor parallelism comes in.
+    first="$gpus --dp-shard $gpus --tp 1"
+    second="$((gpus - 1)) --dp-shard $((gpus / 2)) --tp 2"
+  fi
+fi
+
+run() {
+  local processes=$1
+  shift
+  echo "+ torchrun --standalone --nproc-per-node $processes examples/fsdp2_tp/train.py $*"
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" examples/fsdp2_tp/train.py "$@"
+}
+
+rm -rf "$out"
+mkdir -p "$out"
+# shellcheck disable=SC2086
+run $first --steps "$steps" --save "$out/checkpoints" --out "$out/first" "$@"
+# shellcheck disable=SC2086
+run $second --steps "$((2 * steps))" --resume "$out/checkpoints" --out "$out/resumed" "$@"
+echo "train: done; see $out"
