@@ -40,7 +40,7 @@ find_python() {
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-pip_install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 make_venv() {
   if [ -x "$venv/bin/python" ]; then

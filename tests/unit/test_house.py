@@ -1,0 +1,239 @@
+"""The house rules that no linter checks: sizes, names, ASCII, doors to private names, what an import costs.
+
+Each rule is a function from source text to a list of offences, so that the end of this file can show, on
+made-up sources, that the rule finds what it is there for.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+# The one door to each library's private names, and the room that patches both for a living.
+TORCH_DOOR = "te_fsdp/_torch.py"
+TE_DOOR = "te_fsdp/_te.py"
+EMULATION = "te_fsdp/emulation/"
+
+
+def sources(*folders: str) -> list[str]:
+    """Paths of the Python files under `folders`, relative to the repository's root."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+EVERYWHERE = sources("te_fsdp", "tests", "examples", "benchmarks", "scripts")
+LIBRARY = [path for path in sources("te_fsdp") if not path.startswith(EMULATION)]
+
+
+# -------------------------------------------------------------------------------------------------- the rules
+
+
+def too_long(text: str) -> list[str]:
+    """Files and functions beyond the limits."""
+    lines = text.count("\n")
+    offences = [f"{lines} lines in the file, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                offences.append(
+                    f"line {node.lineno}: {node.name}() has {length} lines, at most {MAX_FUNCTION_LINES}"
+                )
+    return offences
+
+
+def not_ascii(text: str) -> list[str]:
+    """Lines with a character outside ASCII."""
+    return [f"line {n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str | None:
+    """`a.b.c` for an attribute chain on a plain name, else None."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return None if base is None else f"{base}.{node.attr}"
+    return None
+
+
+def is_private(name: str) -> bool:
+    """Whether a component of the dotted name begins with one underscore (dunders are public)."""
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_torch_names(text: str) -> list[str]:
+    """Imports of, and attribute chains to, names of torch that it keeps private."""
+    tree = ast.parse(text)
+    used = set(imported(tree))
+    used |= {(node.lineno, dotted(node) or "") for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return [
+        f"line {line}: {name}"
+        for line, name in sorted(used)
+        if name.startswith("torch.") and is_private(name)
+    ]
+
+
+def te_imports(text: str) -> list[str]:
+    """Imports of TransformerEngine, written out or through importlib."""
+    tree = ast.parse(text)
+    found = [
+        (line, name) for line, name in imported(tree) if name.split(".")[0].startswith("transformer_engine")
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and str(first.value).startswith("transformer_engine"):
+                found.append((node.lineno, str(first.value)))
+    return [f"line {line}: {name}" for line, name in sorted(found)]
+
+
+def root_imports(text: str) -> list[str]:
+    """Absolute imports of te_fsdp other than of its emulation."""
+    names = [(line, name) for line, name in imported(ast.parse(text)) if name.split(".")[0] == "te_fsdp"]
+    return [f"line {line}: {name}" for line, name in names if not f"{name}.".startswith("te_fsdp.emulation.")]
+
+
+def root_logger_uses(text: str) -> list[str]:
+    """Calls that log through, or configure, the root logger."""
+    functions = ("debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig")
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    names = [(node.lineno, dotted(node.func) or "", node.args) for node in calls]
+    return [
+        f"line {line}: {name}()"
+        for line, name, args in names
+        if name in {f"logging.{function}" for function in functions}
+        or (name == "logging.getLogger" and not args)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- the house
+
+
+def check(rule, paths: list[str]) -> None:
+    """Fails with every offence of every file, so that one run shows all there is to do."""
+    found = [
+        f"{path}: {offence}" for path in paths for offence in rule((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_there_is_something_to_check():
+    assert "te_fsdp/__init__.py" in LIBRARY
+    assert "tests/unit/test_house.py" in EVERYWHERE
+
+
+def test_files_and_functions_are_short():
+    check(too_long, EVERYWHERE)
+
+
+def test_sources_are_ascii():
+    check(not_ascii, EVERYWHERE)
+
+
+def test_no_catch_all_modules():
+    assert not [
+        path
+        for path in EVERYWHERE
+        if re.search(r"util|helpers|misc\.py$", path.replace("emulation/tex/misc.py", ""))
+    ]
+
+
+def test_private_torch_names_have_one_door():
+    check(private_torch_names, [path for path in LIBRARY if path != TORCH_DOOR])
+
+
+def test_transformer_engine_has_one_door():
+    check(te_imports, [path for path in LIBRARY if path != TE_DOOR])
+
+
+def test_the_emulation_imports_nothing_of_the_library():
+    check(root_imports, sources("te_fsdp/emulation"))
+
+
+def test_nobody_touches_the_root_logger():
+    check(root_logger_uses, sources("te_fsdp"))
+
+
+def test_the_package_is_typed():
+    assert (ROOT / "te_fsdp/py.typed").exists()
+
+
+PROBE = """
+import sys
+import te_fsdp
+from te_fsdp import errors
+names = [n for n in sys.modules if n.split(".")[0] in ("transformer_engine", "transformer_engine_torch")]
+assert not names, names
+assert not any(n.startswith("te_fsdp.emulation") for n in sys.modules), "the emulation was imported"
+torch = sys.modules.get("torch")
+assert torch is None or not torch.cuda.is_initialized(), "CUDA was initialised"
+assert "torch.distributed.fsdp" not in sys.modules, "FSDP was imported"
+missing = [n for n in te_fsdp.__all__ if not hasattr(te_fsdp, n)]
+assert not missing, missing
+"""
+
+
+def test_importing_the_package_is_light():
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TE_FSDP_EMULATION": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# --------------------------------------------------------------------- the rules find what they are there for
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "count"),
+    [
+        (too_long, "x = 1\n" * (MAX_FILE_LINES + 1), 1),
+        (too_long, "x = 1\n" * MAX_FILE_LINES, 0),
+        (too_long, LONG_FUNCTION, 1),
+        (too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0),
+        (not_ascii, "x = '\u2192'\n", 1),
+        (private_torch_names, "from torch.distributed.fsdp._fully_shard import FSDPState\n", 1),
+        (private_torch_names, "from torch.distributed.tensor import _dtensor_spec\n", 1),
+        (private_torch_names, "import torch\nx = torch.distributed.fsdp._fully_shard.FSDPState\n", 2),
+        (private_torch_names, "def f():\n    from torch._C import _x\n", 1),
+        (private_torch_names, "import torch\nx = torch.__version__\ny = self._torch\n", 0),
+        (te_imports, "import transformer_engine.pytorch as te\n", 1),
+        (te_imports, "def f():\n    from transformer_engine_torch import DType\n", 1),
+        (te_imports, "importlib.import_module('transformer_engine.pytorch')\n", 1),
+        (te_imports, "x = 'transformer_engine'\n", 0),
+        (root_imports, "from te_fsdp.mesh import Meshes\n", 1),
+        (root_imports, "import te_fsdp\n", 1),
+        (root_imports, "from te_fsdp.emulation.tex import enums\nfrom te_fsdp import emulation\n", 0),
+        (root_logger_uses, "logging.warning('x')\nlogging.getLogger().info('x')\n", 2),
+        (root_logger_uses, "logging.getLogger('te_fsdp').info('x')\n", 0),
+    ],
+)
+def test_each_rule_can_fail(rule, text, count):
+    assert len(rule(text)) == count
