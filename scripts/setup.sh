@@ -65,7 +65,7 @@ install_cpu() {
 
 install_gpu() {
   say "installing torch with constraints/gpu.txt"
-  pip_install -c constraints/gpu.txt torch numpy packaging setuptools wheel ninja pybind11
+  pip_install -c constraints/gpu.txt torch numpy packaging "setuptools<82" wheel ninja pybind11 nvidia-cudnn-frontend
   local cuda site
   cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
   [ -n "$cuda" ] || fail "pip chose a CPU build of torch on a machine with an NVIDIA driver. Fix: make ... SETUP=cpu, or give pip a CUDA build."
@@ -74,8 +74,10 @@ install_gpu() {
   fi
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   # The headers of cuDNN and NCCL come with torch's own packages; the compiler does not look there by itself.
-  export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu$cuda/include${CPATH:+:$CPATH}"
-  export NVTE_FRAMEWORK=pytorch MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+  local toolkit=${CUDA_HOME:-/usr/local/cuda}
+  export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu$cuda/include:$toolkit/include/cccl${CPATH:+:$CPATH}"
+  # NCCL_EP needs a newer NCCL than torch brings, and expert-parallel kernels are not used here.
+  export NVTE_FRAMEWORK=pytorch NVTE_WITH_NCCL_EP="${NVTE_WITH_NCCL_EP:-0}" MAX_JOBS="${MAX_JOBS:-$(nproc)}"
   say "compiling TransformerEngine's PyTorch bindings for CUDA $cuda (about ten minutes)"
   # Without isolation, or they would be compiled against another torch than the one installed.
   pip_install --no-build-isolation -c constraints/gpu.txt "transformer-engine[core_cu$cuda,pytorch]"
