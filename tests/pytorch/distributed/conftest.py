@@ -1,0 +1,170 @@
+"""Fixtures, markers and options of the distributed tests; `harness` says how to write one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that `import harness` works in every import mode of pytest
+
+from harness import WorkerPool, bodies, devices
+
+CPU_RANKS = 8
+DEFAULT_ARCHS = ("10.0",)
+_HERE = Path(__file__).parent
+_POOLS = pytest.StashKey["Pools"]()
+
+
+class Pools:
+    """The pool in use: one at a time, started when first asked for, replaced when the architecture changes."""
+
+    def __init__(self) -> None:
+        self.current: WorkerPool | None = None
+        self.timings: list = []
+        self._support: dict[str, tuple[bool, str]] | None = None
+
+    def get(self, arch: str) -> WorkerPool:
+        """The pool for an architecture."""
+        if self.current is not None and self.current.arch not in (arch, None):
+            self.close()
+        if self.current is None:
+            gpus = devices.device_type() == "cuda"
+            ranks = _gpu_count() if gpus else CPU_RANKS
+            self.current = WorkerPool(ranks, None if gpus else arch)
+        return self.current
+
+    def support(self, arch: str) -> dict[str, tuple[bool, str]]:
+        """TE's word on each recipe, asked for in a worker: this process never loads TE."""
+        pool = self.get(arch)
+        if self._support is None:
+            self._support = pool.run(bodies.recipe_support, 1, init_group=False)[0]
+        return self._support
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.current is not None:
+            self.timings += self.current.timings
+            self.current.close()
+        self.current = self._support = None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("te_fsdp distributed tests")
+    group.addoption(
+        "--device", choices=["cpu", "cuda", "auto"], default=None, help="where distributed tests run (default auto)"
+    )
+    group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--device", default=None)
+    if wanted is not None:
+        os.environ[devices.DEVICE_VARIABLE] = wanted
+    try:
+        devices.choose()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    for line in (
+        "ranks(n): the test needs n ranks; skipped where there are fewer GPUs",
+        "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
+        "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
+        "gpu: runs only on GPUs",
+        "cpu: runs only on the CPU",
+    ):
+        config.addinivalue_line("markers", line)
+    config.stash[_POOLS] = Pools()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "arch" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("arch")
+    archs = marker.args if marker else DEFAULT_ARCHS
+    if devices.device_type() == "cuda":
+        archs = (_gpu_arch(),)
+    metafunc.parametrize("arch", archs, scope="session")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests of this folder by architecture, default first: pools are then switched once."""
+    places = [place for place, item in enumerate(items) if _HERE in item.path.parents]
+    ours = sorted((items[place] for place in places), key=_arch_order)
+    for place, item in zip(places, ours):
+        items[place] = item
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    on_gpu = devices.device_type() == "cuda"
+    if item.get_closest_marker("gpu") and not on_gpu:
+        pytest.skip("needs a GPU with the real TransformerEngine")
+    if item.get_closest_marker("cpu") and on_gpu:
+        pytest.skip("tests the CPU emulation")
+    marker = item.get_closest_marker("ranks")
+    needed = max(marker.args[0] if marker else 1, _parameter(item, "world_size", int) or 1)
+    if on_gpu and needed > _gpu_count():
+        pytest.skip(f"needs {needed} GPUs, found {_gpu_count()}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    pools, wanted = config.stash.get(_POOLS, None), config.getoption("--pool-durations", default=5)
+    if pools is None or not pools.timings or not wanted:
+        return
+    total = sum(timing.seconds for timing in pools.timings)
+    terminalreporter.section(f"slowest of {len(pools.timings)} pool runs ({total:.1f} s)")
+    for timing in sorted(pools.timings, key=lambda timing: -timing.seconds)[:wanted]:
+        terminalreporter.line(
+            f"{timing.seconds:7.2f} s  {timing.world_size} ranks  {timing.test or '?'}  {timing.body}"
+        )
+
+
+@pytest.fixture(scope="session")
+def device_type() -> str:
+    """`"cpu"` or `"cuda"`."""
+    return devices.device_type()
+
+
+@pytest.fixture(scope="session")
+def _pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    pools = request.config.stash[_POOLS]
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, _pools: Pools, arch: str) -> WorkerPool:
+    """The worker pool of this test's architecture; skips for a recipe that the device does not support."""
+    marker = request.node.get_closest_marker("recipe")
+    for recipe in {marker.args[0] if marker else None, _parameter(request.node, "recipe", str)}:
+        if recipe in bodies.RECIPES:
+            supported, reason = _pools.support(arch)[recipe]
+            if not supported:
+                pytest.skip(reason)
+    return _pools.get(arch)
+
+
+def _arch_order(item: pytest.Item) -> tuple[bool, str]:
+    arch = _parameter(item, "arch", str)
+    return arch is not None and arch not in DEFAULT_ARCHS, arch or ""
+
+
+def _parameter(item: pytest.Item, name: str, kind: type):
+    callspec = getattr(item, "callspec", None)
+    value = callspec.params.get(name) if callspec else None
+    return value if isinstance(value, kind) else None
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _gpu_arch() -> str:
+    import torch
+
+    return "{}.{}".format(*torch.cuda.get_device_capability(0))

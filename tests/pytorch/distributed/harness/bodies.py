@@ -1,0 +1,19 @@
+"""Bodies that belong to the harness itself."""
+
+from __future__ import annotations
+
+RECIPES = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+"""TE's public check for each recipe name that the tests use; "none" needs no check."""
+
+
+def recipe_support() -> dict[str, tuple[bool, str]]:
+    """For each recipe, whether the device (real or pretended) runs it, and TE's reason if not."""
+    import transformer_engine.pytorch as te
+
+    return {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}

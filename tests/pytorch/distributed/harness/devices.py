@@ -1,0 +1,51 @@
+"""Which device the tests run on, known in the same way inside a pool worker, under torchrun and in pytest."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+DEVICE_VARIABLE = "TE_FSDP_TEST_DEVICE"
+"""Environment variable "cpu", "cuda" or "auto"; the pytest option --device goes first."""
+
+
+def choose(wanted: str | None = None) -> str:
+    """Resolve "auto" to "cuda" (a GPU is visible and the real TE is installed) or "cpu".
+
+    Args:
+        wanted: "cpu", "cuda", "auto", or None for what the environment says (default "auto").
+
+    Raises:
+        ValueError: unknown word, or "cuda" without a GPU.
+    """
+    wanted = wanted or os.environ.get(DEVICE_VARIABLE) or "auto"
+    if wanted == "cpu":
+        return "cpu"
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda":
+        if not gpus:
+            raise ValueError("the tests were asked to run on cuda, but torch sees no GPU")
+        return "cuda"
+    if wanted == "auto":
+        real_te = importlib.util.find_spec("transformer_engine_torch") is not None
+        return "cuda" if gpus and real_te else "cpu"
+    raise ValueError(f"unknown test device {wanted!r}: expected cpu, cuda or auto")
+
+
+def device_type() -> str:
+    """`"cpu"` or `"cuda"`: the first argument of `init_device_mesh` in a body."""
+    return choose()
+
+
+def device() -> torch.device:
+    """The device of this rank: `cpu`, or `cuda:<LOCAL_RANK>`."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def backend() -> str:
+    """The process-group backend: gloo on the CPU, NCCL beside gloo on GPUs (DCP needs the CPU one)."""
+    return "gloo" if device_type() == "cpu" else "cpu:gloo,cuda:nccl"

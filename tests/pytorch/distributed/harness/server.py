@@ -1,0 +1,71 @@
+"""Fork server of the CPU pool: imports torch, the emulation and TE once, then forks workers that share those pages.
+
+`multiprocessing`'s own fork server is one per process and preloads once; here each pool needs its own, since the
+emulated architecture is part of what is preloaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from multiprocessing.connection import Client
+from typing import Any
+
+from . import state, wire, worker
+
+
+def main(options: dict[str, Any]) -> None:
+    """Preload, report, then fork a worker for each ("fork", rank) until the pool goes away."""
+    started = time.perf_counter()
+    control = Client(options["address"], family="AF_UNIX")
+    try:
+        state.preload(options["te"], options["arch"])
+    except BaseException:  # noqa: BLE001 (whatever it was, the pool shows it)
+        wire.send(control, ("failed", traceback.format_exc()))
+        return
+    gc.collect()
+    gc.freeze()  # keeps the collector of the children from touching, and so copying, the shared pages
+    wire.send(control, ("ready", time.perf_counter() - started))
+    codes: dict[int, int] = {}
+    while True:
+        try:
+            command, argument = wire.receive(control)
+        except (EOFError, OSError):
+            os._exit(0)
+        if command == "fork":
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _become_worker(argument, options)
+            wire.send(control, pid)
+        elif command == "wait":
+            wire.send(control, _wait(argument, codes))
+
+
+def _become_worker(rank: int, options: dict[str, Any]) -> None:
+    try:
+        worker.main(rank, options)
+    except BaseException:  # noqa: BLE001 (never fall back into the server's loop)
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _wait(pid: int, codes: dict[int, int], seconds: float = 2.0) -> int | None:
+    """Exit code of a child (negative: signal), None if it still runs after a moment."""
+    deadline = time.monotonic() + seconds
+    while pid not in codes and time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+    return codes.get(pid)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

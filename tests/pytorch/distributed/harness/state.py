@@ -1,0 +1,131 @@
+"""Per-process state: what a worker loads once, and what is put back between two runs.
+
+The private torch names used here are those of caches that outlive a process group. They are looked up, never
+required, so that a torch version without one of them still works.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import sys
+from contextlib import suppress
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from . import devices
+
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""Longer than any run: the pool, which knows all ranks, is the one to notice a hang."""
+
+
+def preload(te: bool, arch: str | None) -> None:
+    """Import what every body needs.
+
+    Args:
+        te: load TransformerEngine; on the CPU through the emulation.
+        arch: pretended compute capability, "9.0" or "10.0"; unused on GPUs.
+    """
+    torch.set_num_threads(1)
+    if devices.device_type() == "cuda":
+        torch.cuda.set_device(devices.device())  # before TE is imported, lest every rank takes memory of GPU 0
+    for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(name)
+    with suppress(ImportError):
+        importlib.import_module("pytest")  # test modules import it; here it is paid for once
+    if not te:
+        return
+    if devices.device_type() == "cpu":
+        importlib.import_module("te_fsdp.emulation").install(arch=arch)
+    importlib.import_module("transformer_engine.pytorch")
+
+
+def seed_everything(seed: int = 0) -> None:
+    """Seed torch (all devices), numpy and random alike on every rank."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+def join_group(generation: int) -> None:
+    """Create the default process group from RANK, WORLD_SIZE and MASTER_* as a torchrun script would.
+
+    Args:
+        generation: number of this group in the life of the pool, for group names.
+    """
+    if devices.device_type() == "cuda":
+        torch.cuda.set_device(devices.device())
+    dist.init_process_group(devices.backend(), timeout=GROUP_TIMEOUT)
+    # torch numbers groups from 0 again after each destroy. A mesh left in some cache would then find a *different*
+    # group under its old name and silently talk to the wrong ranks; distinct numbers turn that into an error.
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if world is not None and hasattr(world, "group_count"):
+        world.group_count = 10_000 * (generation + 1)
+
+
+def leave_group() -> None:
+    """Destroy every process group of this process. Call when no rank has a collective in flight."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def reset() -> None:
+    """Return to the state before the first run: no group, no cached mesh, fresh TE globals, default torch settings."""
+    gc.collect()
+    leave_group()
+    _clear_dtensor_caches()
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    if devices.device_type() == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def restore_environment(saved: dict[str, str], updates: dict[str, str]) -> None:
+    """Make `os.environ` equal to `saved` plus `updates`."""
+    wanted = {**saved, **updates}
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
+def _clear_dtensor_caches() -> None:
+    """Forget cached sharding decisions: they hold DeviceMesh objects, and meshes of dead groups compare equal to new
+    ones. The caches are per thread, and on GPUs backward runs in a thread of its own: clear them there too."""
+    _clear_dtensor_caches_of_thread()
+    if devices.device_type() == "cuda" and torch.cuda.is_initialized():
+        leaf = torch.zeros((), device=devices.device(), requires_grad=True)
+        product = leaf * 1
+        product.register_hook(lambda grad: _clear_dtensor_caches_of_thread())
+        product.backward()
+
+
+def _clear_dtensor_caches_of_thread() -> None:
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed.tensor"):
+            continue
+        for value in list(vars(module).values()):
+            if callable(getattr(value, "cache_clear", None)):
+                value.cache_clear()
+        for function in ("clear_redistribute_planner_cache",):
+            if hasattr(module, function):
+                getattr(module, function)()
+        if hasattr(module, "_rng_tracker"):
+            module._rng_tracker = None
+    dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
+    propagator = getattr(dispatcher, "sharding_propagator", None)
+    for value in list(vars(propagator).values()) if propagator is not None else []:
+        if callable(getattr(value, "cache_clear", None)):
+            value.cache_clear()
