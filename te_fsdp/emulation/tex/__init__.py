@@ -1,0 +1,57 @@
+"""The compiled extension ``transformer_engine_torch``, in PyTorch.
+
+:func:`build` gives the module that TransformerEngine imports under that name. What is not written here is still importable, and
+raises ``NotImplementedError`` with its name when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any, Callable
+
+from te_fsdp.emulation.tex import enums
+
+#: Modules whose ``__all__`` (or ``FUNCTIONS``) make up the extension. A name defined twice is an error.
+_SOURCES = ("formats", "gemm", "norm", "activation", "softmax", "recipe", "multi_tensor", "misc")
+#: Names that TransformerEngine looks up with a default, where "not there" is the answer that it can handle.
+_OPTIONAL = ("flash_attention", "get_attention_backend")
+#: Helpers of ``formats`` that are ours and not the extension's.
+_INTERNAL = ("operand", "FLT_MAX", "dgelu_value", "gelu_value", "QUICK_GELU_ALPHA", "FUNCTIONS")
+
+
+class _Extension(types.ModuleType):
+    """Module that names what it does not have."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name in _OPTIONAL:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(f"{enums.TEX_MODULE}.{name} is not emulated on the CPU")
+
+        missing.__name__ = missing.__qualname__ = name
+        return missing
+
+
+def build() -> types.ModuleType:
+    """A new module object that stands in for the compiled extension."""
+    module = _Extension(enums.TEX_MODULE, __doc__)
+    names = module.__dict__
+    for one in enums.CLASSES + enums.ENUMS:
+        names[one.__name__] = one
+    for source in _SOURCES:
+        loaded = importlib.import_module(f"{__name__}.{source}")
+        functions = dict(getattr(loaded, "FUNCTIONS", {}))
+        functions.update({name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())})
+        for name, value in functions.items():
+            if name in _INTERNAL or not callable(value):
+                continue
+            if name in names and names[name] is not value:
+                raise ImportError(f"{enums.TEX_MODULE}.{name} is defined twice, again in {loaded.__name__}")
+            names[name] = value
+    names["__all__"] = [name for name in names if not name.startswith("_")]
+    return module
+
+
+__all__ = ["build"]

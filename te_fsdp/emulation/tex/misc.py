@@ -1,0 +1,193 @@
+"""Small functions of the extension: rotary embedding, row padding, dropout, and facts about the pretended device."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from te_fsdp.emulation._errors import EmulationError
+from te_fsdp.emulation.tex.enums import NVTE_Fused_Attn_Backend, NVTE_QKV_Format
+
+
+def get_cublasLt_version() -> int:
+    """A cuBLASLt with every feature that TransformerEngine asks about."""
+    return 130100
+
+
+def get_cudnn_version() -> int:
+    """A cuDNN with every feature that TransformerEngine asks about."""
+    return 91400
+
+
+def get_num_cublas_streams() -> int:
+    """Streams of a grouped GEMM: one, since groups run one after the other."""
+    return 1
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """No NVLink multicast."""
+    del device_id
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    """Userbuffers are not there, with MPI or without."""
+    return False
+
+
+def get_fused_attn_backend(*args: Any) -> Any:
+    """No fused attention: TransformerEngine falls back to its unfused backend.
+
+    Newer versions pass one object and expect ``(backend, reason)``, older ones pass the fields and expect the backend.
+    """
+    backend = NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return (backend, "fused attention is not emulated on the CPU") if len(args) == 1 else backend
+
+
+def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` when given."""
+    swapped = tensor.transpose(0, 1)
+    if out is None:
+        return swapped.contiguous()
+    out.copy_(swapped)
+    return out
+
+
+def _rotate(x: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
+    """``[-odd, even]`` pairs, halves or neighbours; ``back`` gives the transposed map."""
+    if interleaved:
+        pairs = x.unflatten(-1, (-1, 2))
+        first, second = pairs[..., 0], pairs[..., 1]
+        return torch.stack((second, -first) if back else (-second, first), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, -first) if back else (-second, first), dim=-1)
+
+
+def _rope(
+    input: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: Optional[torch.Tensor],
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Optional[torch.Tensor],
+    cp_size: int,
+    back: bool,
+) -> torch.Tensor:
+    """Rotate the first ``freqs.shape[-1]`` channels of each head by the angles of its position; copy the others."""
+    sequence_first = int(qkv_format) == int(NVTE_QKV_Format.NVTE_SBHD)
+    if not sequence_first and int(qkv_format) != int(NVTE_QKV_Format.NVTE_BSHD):
+        raise NotImplementedError(f"fused rotary embedding of format {qkv_format!r} is not emulated on the CPU")
+    if cp_size != 1 or cu_seqlens is not None:
+        raise NotImplementedError("fused rotary embedding with context parallelism is not emulated on the CPU")
+    x = input if sequence_first else input.transpose(0, 1)
+    length, batch, channels = x.shape[0], x.shape[1], freqs.shape[-1]
+    angles = freqs.float().reshape(freqs.shape[0], channels)
+    positions = torch.arange(length).unsqueeze(1).expand(length, batch)
+    if start_positions is not None:
+        positions = positions + start_positions.reshape(1, batch).long()
+    if int(positions.max()) >= angles.shape[0]:
+        raise EmulationError(f"rotary embedding holds {angles.shape[0]} positions, position {int(positions.max())} is asked")
+    angles = angles[positions].unsqueeze(2)
+    head = x[..., :channels].float()
+    if back:
+        rotated = head * angles.cos() + _rotate(head * angles.sin(), interleaved, True)
+    else:
+        rotated = head * angles.cos() + _rotate(head, interleaved, False) * angles.sin()
+    result = torch.cat((rotated.to(input.dtype), x[..., channels:]), dim=-1)
+    return (result if sequence_first else result.transpose(0, 1)).contiguous()
+
+
+def fused_rope_forward(
+    input: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: Optional[torch.Tensor],
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Optional[torch.Tensor],
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Rotary embedding (``common/fused_rope/fused_rope.cu``) of (s, b, h, d) or (b, s, h, d), angles ``freqs`` (s, 1, 1, d2) fp32."""
+    del cp_rank
+    return _rope(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, False)
+
+
+def fused_rope_backward(
+    output_grads: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: Optional[torch.Tensor],
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Optional[torch.Tensor],
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Backward of :func:`fused_rope_forward`: the transposed rotation."""
+    del cp_rank
+    return _rope(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, True)
+
+
+def _copy_rows(
+    input: torch.Tensor, output: torch.Tensor, input_rows: Sequence[int], output_rows: Sequence[int]
+) -> None:
+    if sum(input_rows) != input.shape[0] or sum(output_rows) != output.shape[0] or len(input_rows) != len(output_rows):
+        raise EmulationError(
+            f"row counts {list(input_rows)} -> {list(output_rows)} do not fit tensors of {input.shape[0]} and "
+            f"{output.shape[0]} rows"
+        )
+    output.zero_()
+    source = target = 0
+    for rows, new_rows in zip(input_rows, output_rows):
+        kept = min(rows, new_rows)
+        output[target : target + kept] = input[source : source + kept]
+        source, target = source + rows, target + new_rows
+
+
+def fused_multi_row_padding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: List[int], padded_input_row_list: List[int]
+) -> None:
+    """Copy groups of rows into a buffer with longer groups, the rest of each zero."""
+    _copy_rows(input, output, input_row_list, padded_input_row_list)
+
+
+def fused_multi_row_unpadding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: List[int], unpadded_input_row_list: List[int]
+) -> None:
+    """Inverse of :func:`fused_multi_row_padding`."""
+    _copy_rows(input, output, input_row_list, unpadded_input_row_list)
+
+
+def dropout_fwd(
+    input: torch.Tensor, dropout_probability: float, out: Optional[torch.Tensor] = None
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """``(output, keep mask)``; kept values are divided by the keep probability. The mask is one byte per value, not packed bits."""
+    keep = 1.0 - dropout_probability
+    mask = torch.empty(input.shape, dtype=torch.uint8, device=input.device).bernoulli_(keep)
+    result = (input.float() * mask / keep).to(input.dtype)
+    return (result if out is None else out.copy_(result)), mask
+
+
+def dropout_bwd(
+    grad_output: torch.Tensor, mask: torch.Tensor, dropout_probability: float, grad_input: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """Gradient of :func:`dropout_fwd`."""
+    result = (grad_output.float() * mask / (1.0 - dropout_probability)).to(grad_output.dtype)
+    return result if grad_input is None else grad_input.copy_(result)
+
+
+__all__ = [
+    "device_supports_multicast",
+    "dropout_bwd",
+    "dropout_fwd",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
+    "fused_rope_backward",
+    "fused_rope_forward",
+    "get_cublasLt_version",
+    "get_cudnn_version",
+    "get_fused_attn_backend",
+    "get_num_cublas_streams",
+    "swap_first_dims",
+    "ubuf_built_with_mpi",
+]

@@ -1,0 +1,89 @@
+"""Scaled softmax kernels of unfused attention: ``common/fused_softmax/*.cu``.
+
+Math in fp32, result in the input dtype, always a new tensor (TransformerEngine wraps these in custom operators, which must
+not return their inputs). Shapes are (batch, heads, queries, keys) unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: What the masked kernel writes in masked places; a row whose maximum is this value gives zeros.
+MASKED = -10000.0
+
+
+def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1).to(dtype)
+
+
+def _backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    probabilities = softmax_results.float()
+    weighted = output_grads.float() * probabilities
+    result = scale_factor * (weighted - probabilities * weighted.sum(-1, keepdim=True))
+    return result.to(output_grads.dtype)
+
+
+def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """Softmax of ``scale_factor * input`` over the last dim."""
+    return _softmax(input.float() * scale_factor, input.dtype)
+
+
+def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """Softmax with the places where ``mask`` (1 or batch, 1, queries, keys) is 1 left out; a fully masked row gives zeros."""
+    scores = (input.float() * scale_factor).masked_fill(mask.bool(), MASKED)
+    empty = scores.amax(-1, keepdim=True) == MASKED
+    return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """Causal softmax of square scores (batch, n, n): query i sees keys 0..i."""
+    keep = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device).tril()
+    return _softmax((input.float() * scale_factor).masked_fill(~keep, float("-inf")), input.dtype)
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """Causal softmax aligned at the bottom right corner: query i sees keys 0..i + keys - queries; no key gives zeros."""
+    queries, keys = input.shape[-2:]
+    keep = torch.ones(queries, keys, dtype=torch.bool, device=input.device).tril(keys - queries)
+    result = torch.softmax((input.float() * scale_factor).masked_fill(~keep, float("-inf")), dim=-1)
+    return result.masked_fill(~keep, 0.0).to(input.dtype)
+
+
+def scaled_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Gradient of the scores, ``scale * (g * p - p * sum(g * p))``, from the softmax's results."""
+    return _backward(output_grads, softmax_results, scale_factor)
+
+
+def scaled_masked_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """See :func:`scaled_softmax_backward`; masked places have probability 0 and thus gradient 0."""
+    return _backward(output_grads, softmax_results, scale_factor)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """See :func:`scaled_softmax_backward`."""
+    return _backward(output_grads, softmax_results, scale_factor)
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """See :func:`scaled_softmax_backward`."""
+    return _backward(output_grads, softmax_results, scale_factor)
+
+
+__all__ = [
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
