@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -233,7 +234,10 @@ class WorkerPool:
         for worker in workers:
             _post(worker, ("reset", self._number, None))
         answers = self._collect(workers, _scaled(RESET_TIMEOUT))
-        return all(verdict == "ok" for verdict, _ in answers.values())
+        failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
+        if failed:
+            warnings.warn(describe("the reset after a run", len(workers), failed), stacklevel=2)
+        return not failed
 
     def _end_workers(self, stuck: Collection[int] = ()) -> None:
         workers, self._workers = list(self._workers.values()), {}

@@ -113,19 +113,14 @@ def _clear_dtensor_caches_of_thread() -> None:
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("torch.distributed.tensor"):
-            continue
-        for value in list(vars(module).values()):
-            if callable(getattr(value, "cache_clear", None)):
-                value.cache_clear()
-        for function in ("clear_redistribute_planner_cache",):
-            if hasattr(module, function):
-                getattr(module, function)()
-        if hasattr(module, "_rng_tracker"):
-            module._rng_tracker = None
     dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
-    propagator = getattr(dispatcher, "sharding_propagator", None)
-    for value in list(vars(propagator).values()) if propagator is not None else []:
-        if callable(getattr(value, "cache_clear", None)):
-            value.cache_clear()
+    owners = [getattr(dispatcher, "sharding_propagator", None)]
+    owners += [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")]
+    for owner in owners:
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if name == "clear_redistribute_planner_cache":
+                value()
+            elif name == "_rng_tracker":
+                owner._rng_tracker = None
+            elif callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
+                value.cache_clear()
