@@ -5,9 +5,9 @@ and ``common/util/vectorized_pointwise.h``, ``common/cast/mxfp8/*.cuh``):
 
 * no quantizer: rounded once to the output dtype;
 * Float8, delayed scaling: one kernel quantizes the fp32 value and records the amax of the fp32 value;
-* Float8, current scaling: the value is written in the output dtype, but the amax that gives the scale is the one of the fp32
-  value before that rounding; the rounded value is quantized with it;
-* NVFP4 without the post-RHT amax: likewise (the amax of the fp32 value); with it: as the remaining formats;
+* Float8, current scaling, and NVFP4 without the post-RHT amax: the value is written in the output dtype, then quantized with an
+  amax that the first kernel found. Activations take it from the fp32 value (``fmaxf(fabsf(temp), max)`` before the store), so the
+  rounded value may exceed it; normalizations take it from the rounded value (``rmsnorm_fwd_kernels.cuh``);
 * MXFP8 (whose fused kernels round to the input dtype before they look for block maxima), Float8 blocks and everything
   else: rounded to the output dtype, then quantized like any tensor.
 """
@@ -38,7 +38,7 @@ def kind(quantizer: Any) -> str:
     return names[0]
 
 
-def _wants_fp32_amax(quantizer: Any) -> bool:
+def _takes_amax(quantizer: Any) -> bool:
     which = kind(quantizer)
     if which == "Float8CurrentScalingQuantizer":
         return True
@@ -48,7 +48,9 @@ def _wants_fp32_amax(quantizer: Any) -> bool:
     return False
 
 
-def finish(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any = None) -> Any:
+def finish(
+    value: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any = None, *, amax_of_fp32: bool = False
+) -> Any:
     """Round, quantize if asked, and write the fp32 result of a fused kernel.
 
     Args:
@@ -56,6 +58,7 @@ def finish(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any 
         dtype: nominal (unquantized) dtype of the result.
         quantizer: TransformerEngine quantizer, or ``None``.
         output: tensor to write into (quantized if ``quantizer`` is given), or ``None`` for a new one.
+        amax_of_fp32: the kernel is an activation, see above.
 
     Returns:
         ``output`` or a new tensor.
@@ -70,6 +73,8 @@ def finish(value: torch.Tensor, dtype: torch.dtype, quantizer: Any, output: Any 
             output = formats.create_empty_quantized_tensor(quantizer, list(value.shape), dtype, value.device)
         return formats.quantize(value, quantizer, output)
     rounded = value.to(dtype)
+    if amax_of_fp32 and value.numel() and _takes_amax(quantizer):
+        return formats.quantize(rounded, quantizer, output, amax=formats.cast.amax_of(value))
     return formats.quantize(rounded, quantizer, output)
 
 

@@ -100,19 +100,31 @@ def create_empty_quantized_tensor(
     return module.create(quantizer, list(shape), to_torch_dtype(dtype), cast.resolve_device(device))
 
 
-def _fill(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
+def _fill(
+    tensor: torch.Tensor,
+    quantizer: Any,
+    output: Any,
+    noop: torch.Tensor | None,
+    amax: torch.Tensor | None = None,
+) -> None:
     """Run a format's fill on plain data; nothing happens on meta."""
     _, fill = _format_of(quantizer)
     buffers = [value for value in vars(output).values() if isinstance(value, torch.Tensor)]
     if tensor.is_meta or any(buffer.is_meta for buffer in buffers):
         return
     cast.check_input(tensor, f"quantize ({type(quantizer).__name__})")
+    given = {} if amax is None else {"amax": amax}
     with torch.no_grad():
-        fill(tensor.detach().contiguous(), quantizer, output, _is_set(noop))
+        fill(tensor.detach().contiguous(), quantizer, output, _is_set(noop), **given)
 
 
 def quantize(
-    tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None
+    tensor: torch.Tensor,
+    quantizer: Any,
+    output: Any = None,
+    noop: torch.Tensor | None = None,
+    *,
+    amax: torch.Tensor | None = None,
 ) -> Any:
     """Quantize a tensor (``tex.quantize``).
 
@@ -121,6 +133,8 @@ def quantize(
         quantizer: a stock TE quantizer; with ``None`` the tensor itself is returned, or copied to ``output``.
         output: quantized tensor to update in place. Its buffers are first made to fit the quantizer's usages.
         noop: one float; if it is 1 the data of ``output`` stays as it is.
+        amax: for current scaling and NVFP4, the amax to use instead of the tensor's own (one float32). Not part of the
+            extension's function: its fused kernels call the quantizer with the amax that they computed.
 
     Returns:
         ``output``, or a new quantized tensor. On meta and for an empty input nothing is written.
@@ -144,7 +158,7 @@ def quantize(
     else:
         module.coerce(quantizer, output)
         _check_shape(tensor, output)
-    _fill(tensor, quantizer, output, noop)
+    _fill(tensor, quantizer, output, noop, amax)
     if quantizer.optimize_for_gemm:
         swizzle_scales_for_gemm_(output)
     return output

@@ -107,8 +107,10 @@ def fill_delayed(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) 
     quantizer.amax.copy_(torch.maximum(quantizer.amax, cast.amax_of(values).reshape(quantizer.amax.shape)))
 
 
-def fill_current(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
-    """Quantize with the scale of the tensor's own amax.
+def fill_current(
+    values: torch.Tensor, quantizer: Any, output: Any, noop: bool, amax: torch.Tensor | None = None
+) -> None:
+    """Quantize with the scale of the tensor's own amax, or of the given one (fused kernels bring theirs along).
 
     Collective: one MAX all-reduce of the amax over the quantizer's group when ``with_amax_reduction`` is set,
     also under ``noop``, as the extension does.
@@ -121,7 +123,10 @@ def fill_current(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) 
         return
     if output._data is None:
         _write(values, torch.ones(()), quantizer, output)  # raises before any collective, like the extension
-    amax = torch.zeros(1) if noop else cast.amax_of(values)
+    if noop:
+        amax = torch.zeros(1)
+    else:
+        amax = cast.amax_of(values) if amax is None else amax.reshape(1).clone()
     cast.reduce_max(amax, quantizer)
     if noop:
         return

@@ -261,8 +261,12 @@ def _check_two_dim(values: torch.Tensor, quantizer: Any) -> None:
         )
 
 
-def fill(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
+def fill(
+    values: torch.Tensor, quantizer: Any, output: Any, noop: bool, amax: torch.Tensor | None = None
+) -> None:
     """Quantize ``values`` (any shape, flattened to (M, K)) into the tensor's buffers.
+
+    ``amax`` replaces the amax of the values in both directions (fused kernels bring theirs along).
 
     Collective: one MAX all-reduce of the rowwise and columnwise amaxes over the quantizer's group when
     ``with_amax_reduction`` is set, also under ``noop``, as the extension does.
@@ -282,12 +286,12 @@ def fill(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
     used += [("columnwise", columnwise)] if quantizer.columnwise_usage else []
     if not noop:
         for name, source in used:
-            getattr(output, f"_amax_{name}").copy_(cast.amax_of(source))
+            getattr(output, f"_amax_{name}").copy_(cast.amax_of(source) if amax is None else amax.reshape(1))
     if quantizer.with_amax_reduction:
         amaxes = torch.cat([getattr(output, f"_amax_{name}") for name, _ in used])
         cast.reduce_max(amaxes, quantizer)
-        for (name, _), amax in zip(used, amaxes.split(1), strict=True):
-            getattr(output, f"_amax_{name}").copy_(amax)
+        for (name, _), reduced in zip(used, amaxes.split(1), strict=True):
+            getattr(output, f"_amax_{name}").copy_(reduced)
     if noop:
         return
     for name, source in used:
