@@ -1,0 +1,79 @@
+"""te_fsdp: train stock TransformerEngine models with PyTorch's FSDP2, DTensor and distributed checkpoints.
+
+Importing this package runs nothing: no TE, no CUDA, no patching. Names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from te_fsdp import checkpoint as checkpoint
+    from te_fsdp.errors import CheckpointError as CheckpointError
+    from te_fsdp.errors import InitError as InitError
+    from te_fsdp.errors import MeshError as MeshError
+    from te_fsdp.errors import OrderError as OrderError
+    from te_fsdp.errors import PlacementError as PlacementError
+    from te_fsdp.errors import PrecisionError as PrecisionError
+    from te_fsdp.errors import TeFsdpError as TeFsdpError
+    from te_fsdp.mesh import Meshes as Meshes
+    from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
+    from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
+    from te_fsdp.sharding.materialize import materialize as materialize
+    from te_fsdp.sharding.report import report as report
+
+# Where each public name lives, by role.
+_HOMES = {
+    # meshes
+    "Meshes": "te_fsdp.mesh",
+    # sharding
+    "set_device_mesh": "te_fsdp.modules.apply",
+    "fully_shard": "te_fsdp.sharding.fully_shard",
+    "materialize": "te_fsdp.sharding.materialize",
+    "report": "te_fsdp.sharding.report",
+    # errors
+    "TeFsdpError": "te_fsdp.errors",
+    "MeshError": "te_fsdp.errors",
+    "PlacementError": "te_fsdp.errors",
+    "OrderError": "te_fsdp.errors",
+    "InitError": "te_fsdp.errors",
+    "CheckpointError": "te_fsdp.errors",
+    "PrecisionError": "te_fsdp.errors",
+}
+_MODULES = (
+    "Linear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "GroupedLinear",
+    "LayerNorm",
+    "RMSNorm",
+    "DotProductAttention",
+    "MultiheadAttention",
+    "TransformerLayer",
+)
+_SUBPACKAGES = ("checkpoint",)
+
+__all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]  # noqa: PLE0604
+
+logging.getLogger("te_fsdp").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module("te_fsdp.modules.classes").mesh_class(name)
+    elif name in _SUBPACKAGES:
+        return importlib.import_module(f"te_fsdp.{name}")
+    else:
+        raise AttributeError(f"module 'te_fsdp' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,99 @@
+"""The only file with private torch names. Checked on torch 2.11 and 2.13, read on 2.15.
+
+Each function says which private name it stands for, so that a torch release that breaks one is mended here alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+__all__ = [
+    "dtensor",
+    "flatten_mesh",
+    "fsdp_reshards_after_forward",
+    "fsdp_parameter_groups",
+    "is_fsdp_module",
+    "local_of",
+    "shard_dim_of",
+    "spec_of",
+    "with_local",
+]
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """1-D flattening of ``mesh``, row-major over its axes; torch caches it on the root mesh (``DeviceMesh._flatten``)."""
+    return mesh._flatten(name)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The very local tensor object of a DTensor (``DTensor._local_tensor``), the tensor itself otherwise.
+
+    ``DTensor.to_local`` returns a view, which loses attributes that TE puts on quantized tensors after every gather.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``)."""
+    return tensor._spec
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...] | None = None) -> DTensor:
+    """DTensor around ``local`` (``DTensor.__new__``).
+
+    ``DTensor.from_local`` costs a view, a shape computation and checks; this runs in every backward.
+
+    Args:
+        local: Local tensor, of the shape that the spec gives this rank.
+        spec: From :func:`spec_of`.
+        placements: Other placements than the spec's.
+    """
+    if placements is not None and placements != spec.placements:
+        spec = replace(spec, placements=placements)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """Parameter with the spec of ``like`` around ``local``; ``local``'s own attributes are kept on the local object."""
+    parameter = torch.nn.Parameter(dtensor(local, like._spec), requires_grad=requires_grad)
+    # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
+    parameter._local_tensor = local
+    return parameter
+
+
+def shard_dim_of(placement: Placement) -> int | None:
+    """Tensor dim that a placement cuts, ``None`` if it does not (``_StridedShard`` is no subclass of ``Shard``)."""
+    if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
+        return int(placement.dim)  # type: ignore[attr-defined]
+    return None
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether FSDP2's ``fully_shard`` was applied to this very module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of an FSDP module (``FSDPState._fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def fsdp_reshards_after_forward(module: nn.Module) -> bool:
+    """Whether an FSDP module frees its gathered weights after forward (``FSDPParamGroup._reshard_after_forward``)."""
+    return any(group._reshard_after_forward for group in fsdp_parameter_groups(module))

@@ -1,0 +1,58 @@
+"""What ``set_device_mesh`` leaves on a module: its meshes, its rules and its parameters' Python attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.layout.rules import ParameterRule
+
+__all__ = ["Binding", "binding_of"]
+
+#: Key in the module's ``__dict__``.
+KEY = "_te_fsdp_binding"
+
+
+@dataclass
+class Binding:
+    """A module's tie to its meshes.
+
+    Attributes:
+        name: Name of the module in the tree that ``set_device_mesh`` was called on, for messages.
+        tp_mesh: 1-D tensor-parallel mesh, or ``None``.
+        weight_mesh: 1-D mesh of the ranks that hold pieces of one weight, or ``None``.
+        rules: Rule of each own parameter.
+        attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every object
+            that replaces the parameter.
+        under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
+    """
+
+    name: str
+    tp_mesh: DeviceMesh | None
+    weight_mesh: DeviceMesh | None
+    rules: dict[str, ParameterRule]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    under_fsdp: bool = False
+
+    def carry(self, name: str, parameter: torch.Tensor) -> None:
+        """Give ``parameter`` the attributes known for ``name`` that it lacks."""
+        have = parameter.__dict__
+        for key, value in self.attributes.get(name, {}).items():
+            if key not in have:
+                setattr(parameter, key, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """Meshes are shared by the copy: process groups cannot be copied."""
+        attributes = {name: dict(values) for name, values in self.attributes.items()}
+        return Binding(
+            self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.under_fsdp
+        )
+
+
+def binding_of(module: object) -> Binding | None:
+    """The module's binding, ``None`` where ``set_device_mesh`` was never called."""
+    return module.__dict__.get(KEY)

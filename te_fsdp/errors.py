@@ -1,0 +1,73 @@
+"""The exceptions of te_fsdp: one root, one subclass per kind of mistake.
+
+Every message follows one template, built by :func:`message`: what is wrong and in which module or parameter, what was
+expected, what was found, and the fix. The subclasses also derive from the built-in exception a Python user would catch
+(``ValueError`` for arguments, ``RuntimeError`` for order and state).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "InitError",
+    "MeshError",
+    "OrderError",
+    "PlacementError",
+    "PrecisionError",
+    "TeFsdpError",
+    "message",
+]
+
+
+class TeFsdpError(Exception):
+    """Root of everything that te_fsdp raises on purpose."""
+
+
+class MeshError(TeFsdpError, ValueError):
+    """A mesh has the wrong size, number of axes, axis names or ranks."""
+
+
+class PlacementError(TeFsdpError, ValueError):
+    """A parameter has no placement rule, or its shape contradicts the rule."""
+
+
+class OrderError(TeFsdpError, RuntimeError):
+    """Calls came in an order that would lose weights, updates or gradients."""
+
+
+class InitError(TeFsdpError, RuntimeError):
+    """A parameter or buffer was left uninitialised, or ranks initialised it differently."""
+
+
+class CheckpointError(TeFsdpError, RuntimeError):
+    """A checkpoint is missing, damaged, foreign, or cannot be loaded right onto this model and mesh."""
+
+
+class PrecisionError(TeFsdpError, ValueError):
+    """A dtype, recipe or quantization format cannot be used as asked."""
+
+
+def message(what: str, *, expected: object = None, got: object = None, why: str = "", fix: str = "") -> str:
+    """Build an error text in the house's one shape.
+
+    Args:
+        what: The problem, with the name of the module or parameter.
+        expected: What was expected; left out when ``None``.
+        got: What was found; left out when ``None``.
+        why: One clause on why it matters.
+        fix: The call or setting that cures it.
+
+    Returns:
+        The text, for example ``"layers.0.mlp: wrong tp_mesh: expected size 2, got size 4. Fix: ..."``.
+    """
+    text = what
+    if expected is not None:
+        text += f": expected {expected}"
+    if got is not None:
+        text += f"{',' if expected is not None else ':'} got {got}"
+    text = text.rstrip(".") + "."
+    if why:
+        text += f" {why.rstrip('.')}."
+    if fix:
+        text += f" Fix: {fix.rstrip('.')}."
+    return text

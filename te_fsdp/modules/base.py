@@ -1,0 +1,112 @@
+"""What a TE module gains when ``set_device_mesh`` swaps its class: the mixin in front of TE's class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import InitError, message
+from te_fsdp.modules.initialize import initialize_by_reset
+from te_fsdp.modules.unwrap import local_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ForeignModule", "MeshModule", "OpMeshModule", "ResettableModule"]
+
+
+class MeshModule(torch.nn.Module):
+    """Mixin of every bound module; stands before TE's class in the method resolution order."""
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
+        from te_fsdp.modules.apply import set_device_mesh
+
+        set_device_mesh(self, tp_mesh=tp_mesh, weight_mesh=weight_mesh)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward, on local tensors."""
+        binding = binding_of(self)
+        if binding is None:
+            return super().forward(*args, **kwargs)
+        with local_parameters(self, binding):
+            return super().forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Carry Python attributes over to whatever replaces a parameter.
+
+        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden ``__setattr__``),
+        and so do ``load_state_dict(assign=True)`` and users.
+        """
+        parameters = self.__dict__.get("_parameters")
+        if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
+            super().__setattr__(name, value)
+            return
+        binding = binding_of(self)
+        if binding is not None:
+            binding.carry(name, value)
+            if not binding.under_fsdp and isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
+                binding.under_fsdp = True
+        parameters[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy everything but process groups, which the copy shares (they cannot be copied)."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        for value in self.__dict__.values():
+            if isinstance(value, torch.distributed.ProcessGroup):
+                memo[id(value)] = value
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+class ResettableModule(MeshModule):
+    """Mixin of TE modules with parameters: TE's ``reset_parameters``, for any sharding."""
+
+    def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """TE's initialisation; every rank computes its part of one unsharded initialisation.
+
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        """
+        super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
+        binding = binding_of(self)
+        for name, parameter in self._parameters.items():
+            if binding is not None and parameter is not None:
+                binding.carry(name, parameter)
+
+
+class OpMeshModule(ResettableModule):
+    """Mixin of TE's norms, which are fusible operations: their backward reads the parameters again."""
+
+    def op_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's backward of the operation, on local tensors."""
+        binding = binding_of(self)
+        if binding is None:
+            return super().op_backward(*args, **kwargs)  # type: ignore[misc]
+        with local_parameters(self, binding, differentiable=False):
+            return super().op_backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class ForeignModule(MeshModule):
+    """Mixin of modules that TE does not know and that have a ``reset_parameters`` of their own."""
+
+    def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """The module's own initialisation, run on original-size tensors; this rank keeps its part.
+
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+
+        Raises:
+            InitError: Parameters or buffers that it left unset, by name.
+        """
+        stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
+        if binding_of(self) is None:
+            stock()
+            return
+        unset = initialize_by_reset(self, stock)
+        if unset:
+            raise InitError(message(f"{type(self).__name__}.reset_parameters left unset: {', '.join(unset)}"))

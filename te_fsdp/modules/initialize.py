@@ -1,0 +1,209 @@
+"""Initialisation of sharded parameters: every rank computes its part of one unsharded initialisation.
+
+Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its own boxes.
+With equal random state on all ranks the logical weights are those that stock TE draws in one process with that state,
+on any mesh. The price is one original tensor of temporary memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import Binding, binding_of
+from te_fsdp.errors import InitError, message
+from te_fsdp.mesh import default_device_type
+from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.quantized.amax import attach_group, quantize_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_random_state", "initialize_by_reset", "initialize_te_parameters", "target_device"]
+
+# TE raises when it finds these on a parameter that it is about to mark (``set_tensor_model_parallel_attributes``).
+_TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def initialize_te_parameters(module: nn.Module) -> None:
+    """Initialise the own parameters of a bound TE module from TE's ``init_fn`` of each.
+
+    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE holds quantized
+    are quantized once, with the scale of the whole weight.
+
+    Collective over the parameters' mesh (a check of the random state; amax of per-tensor formats).
+
+    Raises:
+        InitError: The ranks' random states differ, or an initialiser left values unset.
+    """
+    binding = binding_of(module)
+    assert binding is not None
+    _check_module_random_state(module)
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        label = f"{binding.name}.{name}" if binding.name else name
+        info = shard_info(module, name, parameter, label=label)
+        with torch.no_grad():
+            full = _sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+            _te.init_function(module, name)(full)
+            _check_filled(full, label)
+            value = _take(full, info)
+        del full
+        _store(module, name, parameter, value, binding)
+
+
+def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
+    """Initialise a module that TE does not know by running its own ``reset_parameters`` on original-size tensors.
+
+    Args:
+        module: The owner; its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device.
+        reset: Fills the module's parameters and buffers in place.
+
+    Returns:
+        Names of own parameters and floating-point buffers that ``reset`` did not fill.
+
+    Collective over the parameters' mesh (a check of the random state).
+    """
+    _check_module_random_state(module)
+    before = {name: p for name, p in module._parameters.items() if p is not None}
+    infos = {name: shard_info(module, name, p) for name, p in before.items()}
+    for name, parameter in before.items():
+        full = _sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
+        module._parameters[name] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = _sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
+    try:
+        reset()
+        filled = {name: module._parameters[name].detach() for name in before}
+    finally:
+        module._parameters.update(before)
+    unset = []
+    for name, parameter in before.items():
+        if _has_sentinel(filled[name]):
+            unset.append(name)
+        else:
+            _store(module, name, parameter, _take(filled[name], infos[name]), binding_of(module))
+    return unset + [name for name, b in module._buffers.items() if b is not None and _has_sentinel(b)]
+
+
+def target_device(tensor: torch.Tensor) -> torch.device:
+    """Device that a meta tensor shall be materialised on: its mesh's, else the machine's default one."""
+    if not tensor.is_meta:
+        return tensor.device
+    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type()
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
+    """Raise on all ranks of ``mesh`` unless all hold the same random state on ``device``.
+
+    Collective over ``mesh`` (one max all-reduce of two integers per axis).
+
+    Raises:
+        InitError: The states differ.
+    """
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+    digest = hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=7).digest()
+    mine = int.from_bytes(digest, "big")
+    seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
+    # Axis after axis, so that a difference anywhere reaches everyone, and all ranks raise together.
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if int(seen[0]) != -int(seen[1]):
+        raise InitError(
+            message(
+                f"{label}: initialisation with different random states",
+                expected="equal states on all ranks of the mesh",
+                got="differing states",
+                why="Shards of different initialisations, and replicas that disagree, would train silently wrong",
+                fix="call torch.manual_seed with one seed on all ranks before, or pass seed= to te_fsdp.materialize",
+            )
+        )
+
+
+def _check_module_random_state(module: nn.Module) -> None:
+    """Check once per module, on the mesh of its first DTensor parameter; plain parameters have no mesh to agree on."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            binding = binding_of(module)
+            label = binding.name if binding is not None and binding.name else type(module).__name__
+            check_random_state(parameter.device_mesh, f"{label} ({name})", target_device(parameter))
+            return
+
+
+def _take(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
+    """This rank's shard of an original tensor, as a tensor of its own."""
+    if info.local_shape == info.original_shape:
+        return full.detach()
+    value = torch.empty(info.local_shape, dtype=full.dtype, device=full.device)
+    for box in info.boxes:
+        value[box.local_slices()] = full[box.original_slices()]
+    return value
+
+
+def _store(module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: Binding | None) -> None:
+    """Put a shard's value into the module: into the tensor that is there, or as a new parameter in place of a meta one."""
+    local = _torch.local_of(old)
+    quantizer = _te.weight_quantizer(module, name) if binding is not None else None
+    if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):
+        with torch.no_grad():
+            if quantizer is None:
+                local.copy_(value)
+            else:
+                attach_group(local, binding)
+                local.quantize_(value)  # type: ignore[operator]
+        for mark in _TE_MARKS:
+            old.__dict__.pop(mark, None)
+        return
+    new = value if quantizer is None else quantize_shard(value, quantizer, binding)
+    if quantizer is not None and _te.keeps_high_precision_value(module):
+        _te.attach_high_precision_value(new, value.detach().cpu())
+    if isinstance(old, DTensor):
+        module._parameters[name] = _torch.with_local(new, old, requires_grad=old.requires_grad)
+    else:
+        module._parameters[name] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+
+
+def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose values no initialiser produces: NaN, or the dtype's smallest integer."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    return torch.full(shape, _sentinel_value(dtype), dtype=dtype, device=device)
+
+
+def _sentinel_value(dtype: torch.dtype) -> int | bool:
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _has_sentinel(tensor: torch.Tensor) -> bool:
+    """Whether values were left unset. Integers: only when all are (the smallest integer may be meant); bools: never."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_meta:
+        return True
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return tensor.dtype != torch.uint8 and bool((tensor == _sentinel_value(tensor.dtype)).all())
+
+
+def _check_filled(full: torch.Tensor, label: str) -> None:
+    if _has_sentinel(full):
+        raise InitError(
+            message(
+                f"{label}: never initialised",
+                expected="an init method that fills the whole tensor",
+                got="values left unset",
+                fix="pass an init_method to the TE module that fills the tensor in place",
+            )
+        )

@@ -1,0 +1,186 @@
+"""Which rules a module gets: from TE's attributes to the placement table, with every check before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from te_fsdp import _te
+from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.layout import table
+from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Planned", "plan_tree"]
+
+#: Kinds whose constructors divide sizes by ``tp_size``.
+PARALLEL_KINDS = frozenset(
+    {"Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention", "MultiheadAttention"}
+)
+_NORMS = ("layer_norm_weight", "layer_norm_bias")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One module of the tree and what it will be bound with.
+
+    Attributes:
+        name: Name in the tree (``""`` for the root).
+        module: The module.
+        kind: TE kind, or ``None`` for modules that TE does not know.
+        rules: Rule of each own parameter.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str | None
+    rules: dict[str, ParameterRule]
+
+
+def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
+    """Plan every module of the tree that has parameters, or that TE cuts by tp, or that the user constructs.
+
+    Local operation; changes nothing.
+
+    Args:
+        root: Any tree of modules.
+        tp_size: Size of the tp mesh, 1 when there is none.
+
+    Raises:
+        MeshError: A module was built for another tensor-parallel size.
+        PlacementError: A TE module without rules, or with options that te_fsdp cannot make right.
+    """
+    layouts: dict[int, Layout] = {}
+    per_head: set[int] = set()
+    planned = []
+    for name, module in root.named_modules():
+        kind = _te.kind_of(module)
+        label = name or type(module).__name__
+        if kind in PARALLEL_KINDS:
+            _check_tp_size(module, kind, label, tp_size)
+            _check_options(module, kind, label, tp_size)
+        if kind == "MultiheadAttention":
+            layouts.update(_fused_layouts(module))
+            per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if kind == "unknown":
+            if own and tp_size > 1:
+                raise PlacementError(
+                    message(
+                        f"{label}: {type(module).__name__} has no placement rule",
+                        expected=f"one of {', '.join(_te.KINDS)}",
+                        why="Its parameters would be saved and reduced wrongly under tensor parallelism",
+                        fix="use one of these modules, or no tensor parallelism",
+                    )
+                )
+            continue
+        if kind is None and not own:
+            continue
+        rules = _rules(module, kind, own, layouts.get(id(module), PLAIN), id(module) in per_head)
+        missing = sorted(own.keys() - rules.keys())
+        if missing:
+            raise PlacementError(
+                message(
+                    f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
+                    expected=f"the parameters of {kind}",
+                    fix="give parameters of your own to a module of your own",
+                )
+            )
+        planned.append(Planned(name, module, kind, {n: rules[n] for n in own}))
+    return planned
+
+
+def _rules(
+    module: nn.Module, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
+) -> dict[str, ParameterRule]:
+    """Look the module's parameters up in the table."""
+    sequence_parallel = bool(getattr(module, "sequence_parallel", False))
+    if kind in ("Linear", "LayerNormLinear"):
+        return table.linear_rules(
+            [n for n in module.weight_names if n in own],
+            [n for n in module.bias_names if n in own],
+            module.parallel_mode,
+            sequence_parallel=sequence_parallel,
+            norm_names=[n for n in _NORMS if n in own],
+            layout=layout,
+        )
+    if kind == "LayerNormMLP":
+        names = (*_NORMS, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        return table.mlp_rules(
+            [n for n in names if n in own], module.activation, sequence_parallel=sequence_parallel
+        )
+    if kind == "GroupedLinear":
+        indices = range(module.num_gemms)
+        weights, biases = [f"weight{i}" for i in indices], [f"bias{i}" for i in indices]
+        return table.grouped_linear_rules(weights, [n for n in biases if n in own], module.parallel_mode)
+    if kind in ("LayerNorm", "RMSNorm"):
+        names = [n for n in ("weight", "bias") if n in own]
+        return table.norm_rules(names, sequence_parallel=sequence_parallel, per_head=per_head)
+    if kind == "DotProductAttention":
+        return table.attention_offset_rules([n for n in ("softmax_offset",) if n in own])
+    if kind is None:
+        # TE's and Megatron's convention for parameters that see only a part of the sequence.
+        return table.replicated_rules({n: bool(getattr(p, "sequence_parallel", False)) for n, p in own.items()})
+    return {}
+
+
+def _fused_layouts(attention: nn.Module) -> Iterator[tuple[int, Layout]]:
+    """Stacked layouts of an attention's fused, non-interleaved projections, by ``id`` of the projection."""
+    if attention.qkv_weight_interleaved:
+        return
+    if attention.attention_type == "self":
+        projection = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
+        heads, groups = attention.num_attention_heads, attention.num_gqa_groups
+        blocks = (heads, groups, groups)
+    else:
+        projection, blocks = attention.key_value, (1, 1)
+    if len(projection.weight_names) == 1:  # fused; split projections are one plain parameter each
+        yield id(projection), Layout("stacked", blocks)
+
+
+def _check_tp_size(module: nn.Module, kind: str, label: str, tp_size: int) -> None:
+    """The module must have been built for this tensor-parallel size; unsplit linears may be replicated."""
+    built_for = int(module.tp_size)
+    unsplit = kind in ("Linear", "LayerNormLinear", "GroupedLinear") and module.parallel_mode is None
+    if built_for == tp_size or (unsplit and built_for == 1):
+        return
+    if tp_size == 1:
+        got, fix = f"tp_mesh=None or of size 1, but tp_size={built_for}", "pass the tensor-parallel mesh as tp_mesh"
+    else:
+        got = f"tp_size={built_for}"
+        fix = f"build the module with tp_size={tp_size} (or tp_group of that size) and its parallel mode"
+    raise MeshError(
+        message(
+            f"{label} ({kind}): tp_mesh of size {tp_size}",
+            expected=f"a module built with tp_size={tp_size}",
+            got=got,
+            why="Sizes were divided by tp_size when the module was built",
+            fix=fix,
+        )
+    )
+
+
+def _check_options(module: nn.Module, kind: str, label: str, tp_size: int) -> None:
+    """Refuse options under which gradients or outputs would be silently wrong."""
+    problem = ""
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        problem = "fuse_wgrad_accumulation=True"
+        why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"
+    elif getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute():
+        problem = "delay_wgrad_compute=True"
+        why = "TE then writes .grad itself after FSDP2 has reduced"
+    elif kind == "GroupedLinear" and getattr(module, "single_grouped_weight", False):
+        problem = "single_grouped_weight=True"
+        why = "The 3-D grouped parameter cannot be split by FSDP2"
+    elif tp_size > 1 and kind == "LayerNormMLP" and not module.set_parallel_mode:
+        problem = f"set_parallel_mode=False with tp_size={tp_size}"
+        why = "TE cuts the weights but never sums the partial outputs"
+    elif tp_size > 1 and kind == "MultiheadAttention" and module.proj.parallel_mode is None:
+        problem = f"set_parallel_mode=False with tp_size={tp_size}"
+        why = "TE divides the heads but not the projections"
+    if problem:
+        fix = "set_parallel_mode=True" if "parallel_mode" in problem else f"leave {problem.split('=')[0]} off"
+        raise PlacementError(message(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix))

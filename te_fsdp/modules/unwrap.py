@@ -1,0 +1,129 @@
+"""From DTensor parameters to the local tensors that TE's kernels read, and back for gradients.
+
+    forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
+    backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
+
+The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and TE swaps
+attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would keep stale ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+from te_fsdp import _torch
+from te_fsdp.errors import OrderError, message
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from te_fsdp.binding import Binding
+
+__all__ = ["local_parameters"]
+
+
+class _ToLocal(torch.autograd.Function):
+    """DTensor parameters -> their local tensors, one autograd node for a whole module."""
+
+    @staticmethod
+    def forward(ctx: Any, binding: Binding, names: tuple[str, ...], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Specs, not the parameters: those would form a cycle through their local tensors.
+        ctx.binding, ctx.names = binding, names
+        ctx.specs = [_torch.spec_of(p) if p.requires_grad else None for p in parameters]
+        local = tuple(_torch.local_of(p) for p in parameters)
+        frozen = [t for t, p in zip(local, parameters, strict=True) if not p.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        wrapped = [
+            None if gradient is None or spec is None else _wrap(ctx.binding, name, spec, gradient)
+            for name, spec, gradient in zip(ctx.names, ctx.specs, gradients, strict=True)
+        ]
+        return None, None, *wrapped
+
+
+def _wrap(binding: Binding, name: str, spec: DTensorSpec, gradient: torch.Tensor) -> DTensor:
+    """Local gradient -> DTensor gradient.
+
+    A partial gradient stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over data
+    parallel. Without FSDP2 nobody would, so it is all-reduced over ``tp`` here.
+    """
+    if not binding.rules[name].partial_grad or binding.tp_mesh is None or binding.tp_mesh.size() == 1:
+        return _torch.dtensor(gradient, spec)
+    if binding.under_fsdp:
+        return _torch.dtensor(gradient, spec, (Partial(),))
+    gradient = gradient.contiguous()
+    dist.all_reduce(gradient, group=binding.tp_mesh.get_group())
+    return _torch.dtensor(gradient, spec)
+
+
+@contextmanager
+def local_parameters(module: nn.Module, binding: Binding, *, differentiable: bool = True) -> Iterator[None]:
+    """Within the context the module's own DTensor parameters are their local tensors, for everyone who looks.
+
+    The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op fuser all see
+    the same objects. Local operation.
+
+    Args:
+        module: A bound module.
+        binding: Its binding.
+        differentiable: Whether gradients shall flow back to the DTensors (``False`` inside a backward).
+
+    Raises:
+        OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
+    """
+    own = module._parameters
+    names = tuple(name for name, value in own.items() if isinstance(value, DTensor))
+    if not names:
+        yield
+        return
+    parameters = tuple(own[name] for name in names)
+    _check_gathered(binding, names[0], parameters[0])
+    if differentiable and torch.is_grad_enabled():
+        local = _ToLocal.apply(binding, names, *parameters)
+    else:
+        local = tuple(_torch.local_of(p) for p in parameters)
+    own.update(zip(names, local, strict=True))
+    try:
+        yield
+    finally:
+        for name, parameter, tensor in zip(names, parameters, local, strict=True):
+            if own.get(name) is tensor:
+                own[name] = parameter
+            if tensor.requires_grad:
+                # The graph has its edges; left on the tensor, the autograd node would tie parameter and local tensor
+                # into a cycle that outlives the model.
+                tensor.detach_()
+
+
+def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
+    """Between FSDP2's gathers parameters lie on the (data parallel, tp) mesh; kernels must never see such a shard."""
+    if binding.tp_mesh is not None and parameter.device_mesh.ndim == 1 and not _foreign(binding, parameter):
+        return
+    raise OrderError(
+        message(
+            f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
+            expected="the gathered parameter",
+            got=f"a shard of it, placements {tuple(parameter.placements)}",
+            why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
+            fix="call the module that fully_shard was applied to (not .forward, not a method of it), or unshard() it first",
+        )
+    )
+
+
+def _foreign(binding: Binding, parameter: DTensor) -> bool:
+    """Whether a 1-D DTensor lies on another mesh than the module's tp mesh (FSDP2 without tensor parallelism)."""
+    mesh, tp = parameter.device_mesh, binding.tp_mesh
+    return mesh is not tp and mesh != tp

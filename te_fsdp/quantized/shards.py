@@ -1,0 +1,130 @@
+"""Quantized weights through FSDP2's ``fully_shard``: checked before, kept quantized after.
+
+FSDP2 splits parameters with tensor operations for which TE's block formats have no quantized answer: float8-block and
+NVFP4 weights come out dequantized, MXFP8 ones raise or dequantize (TE 2.20.2). te_fsdp hands FSDP2 the high-precision
+values instead and quantizes each shard afterwards, with the scale of the whole weight. Quantizing dequantized values
+gives the same bytes again: each is already a point of the format's grid under its scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.quantized.amax import quantize_shard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["BLOCK_ROWS", "check_shardable", "restore_quantized", "stash_quantized"]
+
+#: Rows (and columns) that one scale spans: a shard must hold whole blocks. Float8 has one scale per tensor.
+BLOCK_ROWS = {"float8": 1, "mxfp8": 32, "float8-block": 128, "nvfp4": 16}
+
+
+@dataclass(frozen=True)
+class Stashed:
+    """A quantized weight on its way through ``fully_shard``.
+
+    Attributes:
+        module: Owner.
+        name: Parameter name in the owner.
+        quantizer: The weight's own quantizer.
+        keep_high_precision: Whether the shard shall keep its high-precision value, as the whole weight did.
+    """
+
+    module: nn.Module
+    name: str
+    quantizer: Any
+    keep_high_precision: bool
+
+
+def check_shardable(model: nn.Module, fsdp_size: int) -> None:
+    """Raise before anything is cut if a weight that is, or will be, quantized would get shards that do not fit its format.
+
+    Local operation; every rank sees the same shapes and raises the same.
+
+    Raises:
+        PlacementError: Names the parameter, its tp-local shape, and the smallest size that fits.
+    """
+    for prefix, module in model.named_modules():
+        binding = binding_of(module)
+        if binding is None:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None or not binding.rules[name].quantizable:
+                continue
+            quantizer = _te.weight_quantizer(module, name)
+            if quantizer is not None:
+                shape = tuple(_torch.local_of(parameter).shape)
+                _check_blocks(f"{prefix}.{name}" if prefix else name, shape, _te.format_of_quantizer(quantizer), fsdp_size)
+
+
+def _check_blocks(label: str, shape: tuple[int, ...], fmt: str, fsdp_size: int) -> None:
+    """Rows must divide over the FSDP axis into whole blocks, columns must hold whole blocks."""
+    block = BLOCK_ROWS.get(fmt, 1)
+    rows, columns = shape[0], math.prod(shape[1:])
+    if rows % (fsdp_size * block) == 0 and columns % block == 0:
+        return
+    fit = math.ceil(rows / (fsdp_size * block)) * fsdp_size * block
+    raise PlacementError(
+        message(
+            f"{label}: shards of a {fmt} weight of tp-local shape {shape} over {fsdp_size} FSDP rank(s)",
+            expected=f"rows divisible by {fsdp_size} * {block} and columns divisible by {block}",
+            got=f"{rows} rows and {columns} columns",
+            why=f"One scale spans {block} row(s) and column(s); a cut through a block has no right scale"
+            if block > 1
+            else "FSDP2 cannot gather uneven shards of a quantized weight",
+            fix=f"use {fit} rows per tp rank, fewer FSDP or tp ranks, or high-precision weights",
+        )
+    )
+
+
+def stash_quantized(model: nn.Module) -> list[Stashed]:
+    """Replace quantized weights on the device by their high-precision values. Local operation.
+
+    Returns:
+        What :func:`restore_quantized` needs.
+    """
+    stashed = []
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or binding_of(module) is None:
+                continue
+            local = _torch.local_of(parameter)
+            if local.is_meta or not _te.is_quantized(local):
+                continue
+            kept = _te.high_precision_value(local)
+            value = local.dequantize() if kept is None else kept.to(local.device)
+            stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), kept is not None))
+            module._parameters[name] = _replace(parameter, value)
+    return stashed
+
+
+def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
+    """Quantize the shards of stashed weights, one scale for one weight.
+
+    Collective over the weight mesh for formats with one scale per tensor.
+    """
+    for item in stashed:
+        parameter = item.module._parameters[item.name]
+        binding = binding_of(item.module)
+        assert parameter is not None and binding is not None
+        value = _torch.local_of(parameter).detach()
+        local = quantize_shard(value, item.quantizer, binding)
+        if item.keep_high_precision:
+            _te.attach_high_precision_value(local, value.cpu())
+        item.module._parameters[item.name] = _replace(parameter, local)
+
+
+def _replace(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter like the given one around another local tensor."""
+    if hasattr(parameter, "placements"):
+        return _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)  # type: ignore[arg-type]
+    return torch.nn.Parameter(local, requires_grad=parameter.requires_grad)

@@ -1,0 +1,154 @@
+"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.modules.apply import set_device_mesh
+from te_fsdp.quantized.shards import check_shardable, restore_quantized, stash_quantized
+from te_fsdp.sharding.agree import check_replicas
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.mesh import Meshes
+
+__all__ = ["fully_shard"]
+
+_log = logging.getLogger("te_fsdp")
+
+
+def fully_shard(
+    model: nn.Module,
+    meshes: Meshes,
+    *,
+    units: Iterable[type | str] | type | str | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard a TE model over its meshes (ZeRO-3 on FSDP2; HSDP when ``dp_replicate`` > 1), with or without tp.
+
+    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
+    quantized weights quantized with one scale per weight, and keeps the parameters' Python attributes. Build the
+    optimizer afterwards.
+
+    Collective over the world: call on all ranks. Communicates checksums of parameters that live on the device, and the
+    amax of quantized ones.
+
+    Args:
+        model: A tree of TE modules (others are allowed); parameters on meta or on the device. Changed in place.
+        meshes: The job's meshes.
+        units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a trailing
+            ``.*`` means every child). By default every ``te.TransformerLayer``.
+        mp_policy: FSDP2's mixed precision policy. ``None``: compute in the parameters' own dtype.
+        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3) or keep them (ZeRO-2 traffic).
+
+    Returns:
+        ``model``.
+
+    Raises:
+        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches nothing, a
+            model that is sharded already, and quantized weights whose shards would not fit their format.
+        InitError: Ranks that must hold equal values do not.
+    """
+    _check_order(model)
+    chosen = _find_units(model, units)
+    set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    check_shardable(model, meshes.size("dp_shard"))
+    check_replicas(model, meshes)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    options: dict[str, Any] = {
+        "mesh": meshes.fsdp_with_size_one,
+        "mp_policy": policy,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    stash = stash_quantized(model)
+    # Inner units first: a parent's FSDP group takes what its units have left.
+    for unit in [*reversed(chosen), model]:
+        if not _torch.is_fsdp_module(unit):
+            fsdp2_fully_shard(unit, **options)
+    restore_quantized(model, stash)
+    _finish(model)
+    _log.debug("fully_shard: %d units over %s", len(chosen) + (model not in chosen), meshes)
+    return model
+
+
+def _check_order(model: nn.Module) -> None:
+    """FSDP2 must not have been applied to any part before."""
+    for name, module in model.named_modules():
+        if _torch.is_fsdp_module(module):
+            raise OrderError(
+                message(
+                    f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                    expected="a model without FSDP2",
+                    got=type(module).__name__,
+                    why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                    fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            raise OrderError(
+                message(
+                    f"{name}: fully_shard on a parameter that is sharded already",
+                    expected="a plain parameter or a DTensor on the tp mesh",
+                    got=f"placements {tuple(parameter.placements)}",
+                    fix="build the model anew",
+                )
+            )
+
+
+def _find_units(model: nn.Module, units: Iterable[type | str] | type | str | None) -> list[nn.Module]:
+    """Modules that become FSDP2 units, outer before inner, each once."""
+    if units is None:
+        layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
+        return [m for m in model.modules() if isinstance(m, layer) and m is not model]
+    wanted = [units] if isinstance(units, type | str) else list(units)
+    names = dict(model.named_modules())
+    chosen: dict[int, nn.Module] = {}
+    for want in wanted:
+        if isinstance(want, type):
+            found = [m for m in names.values() if isinstance(m, want)]
+        elif want.endswith(".*"):
+            prefix = want[:-1]
+            found = [m for n, m in names.items() if n.startswith(prefix) and "." not in n[len(prefix) :]]
+        else:
+            found = [names[want]] if want in names else []
+        if not found:
+            raise PlacementError(
+                message(
+                    f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+                    expected=f"a class or a name out of {_sample(names)}",
+                    fix="name modules as model.named_modules() does",
+                )
+            )
+        chosen.update((id(m), m) for m in found if m is not model)
+    order = {id(m): i for i, m in enumerate(names.values())}
+    return sorted(chosen.values(), key=lambda m: order[id(m)])
+
+
+def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
+    """The first few names of the tree, for a message."""
+    named = [n for n in names if n]
+    return ", ".join(named[:most]) + (", ..." if len(named) > most else "")
+
+
+def _finish(model: nn.Module) -> None:
+    """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``."""
+    for module in model.modules():
+        binding = binding_of(module)
+        if binding is None:
+            continue
+        binding.under_fsdp = True
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                binding.carry(name, parameter)

@@ -1,0 +1,137 @@
+"""``materialize``: from meta to the device, every shard its part of one well-defined initialisation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import InitError, message
+from te_fsdp.modules.base import ForeignModule
+from te_fsdp.modules.initialize import initialize_by_reset, target_device
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["materialize"]
+
+_log = logging.getLogger("te_fsdp")
+
+
+def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
+    """Move a model from meta to the device and initialise it, each rank its own shards.
+
+    The logical weights do not depend on the mesh: they are those that building the same model in one process on the
+    device draws from the same random state. Modules are initialised in the order of ``model.modules()``: TE modules by
+    their init methods, others by their ``reset_parameters``. Weights under ``quantized_model_init`` are quantized, with
+    one scale per weight. Modules without a tensor on meta are left alone.
+
+    Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of temporary memory.
+
+    Args:
+        model: The model, before or after :func:`te_fsdp.fully_shard`.
+        seed: Seed of the initialisation, the same on all ranks; the ranks' random states are put back afterwards.
+            ``None``: use (and advance) the current default generator, which must then be equal on all ranks.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random states.
+    """
+    owners = _owners(model)
+    pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
+    _check_initialisable(pending)
+    unset: list[str] = []
+    with _seeded(seed, model):
+        for name, module in pending:
+            before = dict(module._parameters)
+            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+            _retie(module, before, owners)
+    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if unset or left:
+        raise InitError(_never_initialised(sorted({*unset, *left})))
+    _log.debug("materialize: initialised %d modules", len(pending))
+    return model
+
+
+def _has_meta(module: nn.Module) -> bool:
+    """Whether a module itself owns a tensor on meta."""
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def _check_initialisable(pending: list[tuple[str, nn.Module]]) -> None:
+    """Name everything that no rule can initialise, before anything is touched."""
+    lost = []
+    for name, module in pending:
+        if not hasattr(module, "reset_parameters"):
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            lost += [f"{name}.{own_name}" if name else own_name for own_name, t in own if t.is_meta]
+    if lost:
+        raise InitError(_never_initialised(lost))
+
+
+def _never_initialised(names: list[str]) -> str:
+    shown = ", ".join(names)
+    return message(
+        f"{len(names)} tensor(s) were never initialised: {shown}",
+        expected="an initialiser for each",
+        got="tensors on meta, or values that reset_parameters left unset",
+        why="They would hold whatever the memory held",
+        fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
+    )
+
+
+def _initialize(module: nn.Module) -> list[str]:
+    """Initialise one module's own tensors; returns the names that were left unset."""
+    if isinstance(module, ForeignModule):
+        # Its reset_parameters would raise for this module alone; materialize reports all at once.
+        return initialize_by_reset(module, super(ForeignModule, module).reset_parameters)  # type: ignore[misc]
+    if binding_of(module) is not None or _te.kind_of(module) is not None:
+        module.reset_parameters()  # type: ignore[operator]
+        return []
+    return initialize_by_reset(module, module.reset_parameters)  # type: ignore[arg-type]
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place that a parameter object is registered at: more than one for tied parameters."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners
+
+
+def _retie(
+    module: nn.Module,
+    before: dict[str, nn.Parameter | None],
+    owners: dict[int, list[tuple[nn.Module, str]]],
+) -> None:
+    """Hand a replaced parameter to the other modules that it was tied to."""
+    for name, old in before.items():
+        new = module._parameters[name]
+        if old is None or new is old:
+            continue
+        for owner, owner_name in owners[id(old)]:
+            owner._parameters[owner_name] = new
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
+    """Run with a seed of its own and put the random states back; without a seed, run with the current state."""
+    if seed is None:
+        yield
+        return
+    devices = {target_device(p) for p in model.parameters()}
+    indices = [d.index for d in devices if d.type != "cpu"]
+    kind = next((d.type for d in devices if d.type != "cpu"), "cuda")
+    with torch.random.fork_rng(indices, device_type=kind):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,130 @@
+"""``report``: one line per parameter of what a rank holds, as a table to read and as rows to compute with."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import binding_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Report", "Row", "report"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter on this rank.
+
+    Attributes:
+        name: Name in the model.
+        shape: Logical (original) shape.
+        layout: ``plain`` or ``stacked(...)``.
+        placements: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain tensor.
+        local_shape: Shape of this rank's part.
+        dtype: Format of a quantized weight with its nominal dtype, or the dtype.
+        bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    placements: str
+    local_shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="parameters on this rank", title_justify="left")
+        for header in ("name", "shape", "layout", "placements", "local shape", "dtype / format"):
+            table.add_column(header, overflow="fold")
+        table.add_column("bytes", justify="right")
+        for row in self.rows:
+            shapes = (_times(row.shape), row.layout, row.placements, _times(row.local_shape))
+            table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}")
+        table.add_section()
+        table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
+        out = io.StringIO()
+        Console(file=out, width=150, color_system=None).print(table)
+        return out.getvalue().rstrip("\n")
+
+
+def report(model: nn.Module) -> Report:
+    """Describe every parameter as this rank holds it. Local operation; reads no values.
+
+    Args:
+        model: Any model, at any stage.
+    """
+    rows, seen = [], set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                rows.append(_row(f"{prefix}.{name}" if prefix else name, module, name, parameter))
+    return Report(tuple(rows))
+
+
+def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> Row:
+    local = _torch.local_of(parameter)
+    binding = binding_of(module)
+    layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    fmt = _te.format_of(local)
+    quantizer = _te.weight_quantizer(module, name) if fmt is None else None
+    if fmt is not None:
+        dtype = f"{fmt} ({dtype})"
+    elif quantizer is not None:
+        dtype = f"{dtype}, will be {_te.format_of_quantizer(quantizer)}"
+    if local.is_meta:
+        dtype += ", on meta"
+    return Row(
+        label, tuple(parameter.shape), layout, _placements(parameter), tuple(local.shape), dtype, _bytes(local)
+    )
+
+
+def _placements(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return "-"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+    return " ".join(f"{axis}:{p}" for axis, p in zip(names, parameter.placements, strict=True))
+
+
+def _bytes(local: torch.Tensor) -> int:
+    if local.is_meta:
+        return 0
+    if _te.is_quantized(local):
+        return sum(b.numel() * b.element_size() for b in _te.buffers_of(local))
+    return local.numel() * local.element_size()
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(s) for s in shape) or "scalar"
