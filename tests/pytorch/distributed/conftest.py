@@ -15,7 +15,6 @@ from harness import WorkerPool, bodies, devices
 
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
-_HERE = Path(__file__).parent
 _POOLS = pytest.StashKey["Pools"]()
 
 
@@ -91,8 +90,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests of this folder by architecture, default first: pools are then switched once."""
-    places = [place for place, item in enumerate(items) if _HERE in item.path.parents]
+    """Order the tests that use a pool by architecture, default first: pools are then switched once."""
+    places = [place for place, item in enumerate(items) if "pool" in getattr(item, "fixturenames", ())]
     ours = sorted((items[place] for place in places), key=_arch_order)
     for place, item in zip(places, ours):
         items[place] = item

@@ -147,20 +147,22 @@ class WorkerPool:
         workers = self._ensure(world_size)
         self._number += 1
         started = time.monotonic()
-        # a store of its own for each group: ranks that read an earlier group's keys would wait for dead peers
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Each group gets a store of its own: ranks that read an earlier group's keys would wait for dead peers. A file,
+        # since connecting to a TCPStore was seen to stall for 5 s now and then; env:// needs the latter.
+        store = None if init_group else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store_file = Path(self._processes.run_dir) / f"store-{self._number}"
         job = {
             "function": function,
             "kwargs": pickle.dumps(kwargs, protocol=pickle.HIGHEST_PROTOCOL),
             "sys_path": [path for path in sys.path if path],
             "seed": seed,
-            "init_group": init_group,
+            "store": str(store_file) if init_group else None,
             "generation": self._number,
         }
         clean, answers = False, {}
         try:
             for worker in workers:
-                rank_env = self._rank_environment(worker.rank, world_size, store.port)
+                rank_env = _rank_environment(worker.rank, world_size, store)
                 _post(worker, ("run", self._number, {**job, "env": {**rank_env, **(env or {})}}))
             answers = self._collect(workers, _scaled(timeout))
             wanted = "error" if expect_error else "ok"
@@ -169,23 +171,10 @@ class WorkerPool:
         finally:
             if not clean:  # unanswered ranks are stuck: no use in asking them to leave
                 self._end_workers({rank for rank in range(world_size) if answers.get(rank, ("stuck",))[0] == "stuck"})
+            store_file.unlink(missing_ok=True)
             test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
             self.timings.append(Timing(test, _name(fn), world_size, time.monotonic() - started))
         return answers
-
-    @staticmethod
-    def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-        """What torchrun sets, the agent's store included: it spares the workers hosting one."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
 
     def _ensure(self, world_size: int) -> list[Worker]:
         if not 1 <= world_size <= self.max_ranks:
@@ -247,6 +236,20 @@ class WorkerPool:
         for worker in workers:
             grace = 0.0 if worker.rank in stuck else max(0.0, deadline - time.monotonic())
             self._processes.end(worker, grace)
+
+
+def _rank_environment(rank: int, world_size: int, store: dist.TCPStore | None) -> dict[str, str]:
+    """What torchrun sets; with a store, that of torchrun's agent, which spares the workers hosting one."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port) if store else "29500",
+        **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if store else {}),
+    }
 
 
 def _post(worker: Worker, message: tuple[Any, ...]) -> None:

@@ -34,7 +34,13 @@ def preload(te: bool, arch: str | None) -> None:
     torch.set_num_threads(1)
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())  # before TE is imported, lest every rank takes memory of GPU 0
-    for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
+    # torch._dynamo: loaded by the first process group anyway
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ):
         importlib.import_module(name)
     with suppress(ImportError):
         importlib.import_module("pytest")  # test modules import it; here it is paid for once
@@ -52,15 +58,21 @@ def seed_everything(seed: int = 0) -> None:
     random.seed(seed)
 
 
-def join_group(generation: int) -> None:
-    """Create the default process group from RANK, WORLD_SIZE and MASTER_* as a torchrun script would.
+def join_group(generation: int, store_file: str | None = None) -> None:
+    """Create the default process group. Collective over WORLD_SIZE ranks.
 
     Args:
         generation: number of this group in the life of the pool, for group names.
+        store_file: where the ranks find each other; None for MASTER_ADDR and MASTER_PORT, as in a torchrun script.
     """
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
-    dist.init_process_group(devices.backend(), timeout=GROUP_TIMEOUT)
+    if store_file is None:
+        dist.init_process_group(devices.backend(), timeout=GROUP_TIMEOUT)
+    else:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(store_file, size)
+        dist.init_process_group(devices.backend(), store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     # torch numbers groups from 0 again after each destroy. A mesh left in some cache would then find a *different*
     # group under its old name and silently talk to the wrong ranks; distinct numbers turn that into an error.
     world = getattr(dist.distributed_c10d, "_world", None)

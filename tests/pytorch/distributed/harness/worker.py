@@ -69,8 +69,8 @@ def run_body(job: dict[str, Any]) -> bytes:
     """Prepare the process as a fresh torchrun worker (environment aside), call the body, pickle what it returns.
 
     Args:
-        job: `sys_path`, `function` (module name, file, qualified name), `kwargs` (pickled), `seed`, `init_group`,
-            `generation`.
+        job: `sys_path`, `function` (module name, file, qualified name), `kwargs` (pickled), `seed`, `store` (the
+            file of the new group's store, or None) and `generation`.
     """
     for entry in job["sys_path"]:
         if entry not in sys.path:
@@ -78,8 +78,8 @@ def run_body(job: dict[str, Any]) -> bytes:
     body = load_function(*job["function"])
     kwargs = pickle.loads(job["kwargs"])
     state.seed_everything(job["seed"])
-    if job["init_group"]:
-        state.join_group(job["generation"])
+    if job["store"] is not None:
+        state.join_group(job["generation"], job["store"])
     result = body(**kwargs)
     return pickle.dumps(wire.by_value(result), protocol=pickle.HIGHEST_PROTOCOL)
 
