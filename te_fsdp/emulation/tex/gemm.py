@@ -6,6 +6,7 @@ kernels strictly (``formats.operand``): a missing or invalid one is an error, ne
 
 from __future__ import annotations
 
+import math
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -218,7 +219,7 @@ def te_general_grouped_gemm(
             start += m_splits[index]
         else:
             out = D[index]
-        if a.numel() == 0 or b.numel() == 0:
+        if math.prod(a.size()) == 0 or math.prod(b.size()) == 0:
             if not accumulate:
                 out.zero_()
             if _given(bias[index]) and grad:
