@@ -1,0 +1,174 @@
+"""Functions of the extension one by one: activations, softmax, rotary embedding, padding, amax bookkeeping."""
+
+import pytest
+import torch
+
+from tests.unit.emulation import reference as ref
+
+ACTIVATIONS = [*ref.PLAIN, *ref.GATED, "glu", "clamped_swiglu"]
+# fp32 evaluation of a smooth function against float64: a few ulps for the function and each product. The gelu constants of the
+# kernels carry 8 digits, so 1e-7 of the value comes on top.
+ULPS = 32 * ref.FP32_UNIT
+
+
+@pytest.fixture
+def tex(te):
+    import transformer_engine_torch
+
+    return transformer_engine_torch
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_and_its_backward(tex, name):
+    x = torch.randn(16, 64) * 4
+    x64 = x.double().requires_grad_()
+    expected = ref.activation(name, x64)
+    grad = torch.randn(expected.shape)
+    expected.backward(grad.double())
+    backward = getattr(tex, "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}")
+    assert ref.distance(getattr(tex, name)(x, None), expected) <= ULPS
+    assert ref.distance(backward(grad, x, None), x64.grad) <= ULPS
+    half = getattr(tex, name)(x.bfloat16(), None)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, getattr(tex, name)(x.bfloat16().float(), None).bfloat16())  # fp32 inside, rounded once
+
+
+def test_clamped_swiglu_arguments(tex):
+    x = torch.randn(16, 64) * 4
+    x64, grad = x.double().requires_grad_(), torch.randn(16, 32)
+    expected = ref.activation("clamped_swiglu", x64, limit=2.0, alpha=1.3, offset=0.5)
+    expected.backward(grad.double())
+    assert ref.distance(tex.clamped_swiglu(x, None, 2.0, 1.3, 0.5), expected) <= ULPS
+    assert ref.distance(tex.clamped_dswiglu(grad, x, None, 2.0, 1.3, 0.5), x64.grad) <= ULPS
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "qgelu", "srelu"])
+def test_backward_with_bias_gradient(tex, name):
+    x, grad = torch.randn(16, 32), torch.randn(16, 32)
+    dbias, dx = getattr(tex, f"dbias_d{name}")(grad, x, None)
+    assert torch.equal(dx, getattr(tex, f"d{name}")(grad, x, None))
+    assert ref.distance(dbias, dx.double().sum(0)) <= 16 * ref.FP32_UNIT
+
+
+def test_relu_of_nan_is_zero_as_on_the_gpu(tex):
+    assert tex.relu(torch.tensor([[float("nan"), -1.0, 2.0]]), None).tolist() == [[0.0, 0.0, 2.0]]
+
+
+SOFTMAXES = ["scaled_softmax", "scaled_masked_softmax", "scaled_aligned_causal_masked_softmax"]
+
+
+@pytest.mark.parametrize("name", [*SOFTMAXES, "scaled_upper_triang_masked_softmax"])
+def test_softmax(tex, name):
+    queries, keys = (12, 12) if "upper" in name else (8, 12)
+    x = torch.randn(6, queries, keys) if "upper" in name else torch.randn(2, 3, queries, keys)
+    x64, extra, hidden = x.double().requires_grad_(), (), torch.zeros(queries, keys, dtype=torch.bool)
+    if name == "scaled_masked_softmax":
+        hidden = torch.rand(2, 1, queries, keys) < 0.4
+        hidden[0, 0, 3] = True  # a row without any key
+        extra = (hidden,)
+    elif name != "scaled_softmax":
+        hidden = ref.causal(queries, keys)
+    expected = torch.softmax((0.3 * x64).masked_fill(hidden, float("-inf")), -1).nan_to_num(0.0)
+    grad = torch.randn_like(x)
+    expected.backward(grad.double())
+    result = getattr(tex, f"{name}_forward")(x, *extra, 0.3)
+    assert ref.distance(result, expected) <= ULPS
+    assert not result.masked_select(hidden.expand_as(result)).any()
+    got = getattr(tex, f"{name}_backward")(grad, result, 0.3)
+    assert ref.distance(got, x64.grad.nan_to_num(0.0)) <= ULPS
+
+
+def test_aligned_causal_softmax_of_rows_without_keys_is_zero(tex):
+    result = tex.scaled_aligned_causal_masked_softmax_forward(torch.randn(1, 1, 6, 4), 1.0)
+    assert not result[0, 0, :2].any() and torch.allclose(result[0, 0, 2:].sum(-1), torch.ones(4))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_rotary_embedding_is_that_of_te_in_python(te, layout, interleaved):
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    x = torch.randn(10, 2, 3, 16) if layout == "sbhd" else torch.randn(2, 10, 3, 16)
+    freqs = te.RotaryPositionEmbedding(8, interleaved=interleaved)(10)  # only half of the channels turn
+    starts = torch.tensor([0, 0], dtype=torch.int32)
+    results = []
+    for fused in (False, True):
+        leaf = x.clone().requires_grad_()
+        options = {"start_positions": starts} if fused else {}
+        y = apply_rotary_pos_emb(leaf, freqs, layout, fused=fused, interleaved=interleaved, **options)
+        y.backward(torch.arange(y.numel()).reshape(y.shape) / y.numel())
+        results.append((y, leaf.grad))
+    for plain, fused in zip(*results):
+        assert ref.distance(fused, plain) <= ULPS
+
+
+def test_rotary_embedding_from_a_start_position(te, tex):
+    x, freqs = torch.randn(4, 2, 1, 8), te.RotaryPositionEmbedding(8)(10)
+    got = tex.fused_rope_forward(x, freqs, torch.tensor([0, 5]), 0, False, None, 1, 0)
+    late = tex.fused_rope_forward(torch.cat([torch.zeros(5, 1, 1, 8), x[:, 1:]]), freqs, None, 0, False, None, 1, 0)
+    assert torch.equal(got[:, 1:], late[5:])
+    with pytest.raises(RuntimeError, match="holds 10 positions, position 11 is asked"):
+        tex.fused_rope_forward(x, freqs, torch.tensor([0, 8]), 0, False, None, 1, 0)
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        tex.fused_rope_forward(x, freqs, None, 0, False, None, 2, 0)
+
+
+def test_row_padding(tex):
+    x, padded, back = torch.randn(5, 3), torch.full((8, 3), 7.0), torch.empty(5, 3)
+    tex.fused_multi_row_padding(x, padded, [2, 3], [4, 4])
+    assert torch.equal(padded, torch.cat([x[:2], torch.zeros(2, 3), x[2:], torch.zeros(1, 3)]))
+    tex.fused_multi_row_unpadding(padded, back, [4, 4], [2, 3])
+    assert torch.equal(back, x)
+    with pytest.raises(RuntimeError, match="row counts"):
+        tex.fused_multi_row_padding(x, padded, [2, 2], [4, 4])
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_amax_and_scale_update_is_that_of_te_in_python(te, tex, algo):
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
+    history = torch.rand(4, 3)
+    history[0] = torch.tensor([0.5, 0.0, float("inf")])
+    history[1:, 1] = 0.0
+    scale = torch.tensor([1.0, 2.0, 4.0])
+    recipe = DelayedScaling(amax_compute_algo=algo, amax_history_len=4, margin=1)
+    expected_history, expected_scale = history.clone(), scale.clone()
+    _amax_and_scale_update(expected_history, expected_scale, 448.0, recipe)
+    reduced = history[0].clone()
+    tex.fused_amax_and_scale_update_after_reduction(reduced, [history], [scale], algo, te.DType.kFloat8E4M3, 1)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(history, expected_history)
+    assert not history[0].any()
+
+
+def test_amax_and_scale_update_edges(te, tex):
+    history, scale = torch.zeros(2, 2), torch.tensor([3.0, 3.0])
+    tex.fused_amax_and_scale_update_after_reduction(
+        torch.tensor([1e-44, 2.0]), [history], [scale], "most_recent", te.DType.kFloat8E5M2, 0
+    )
+    assert scale.tolist() == [torch.finfo(torch.float32).max, 57344.0 / 2]
+    with pytest.raises(RuntimeError, match="unknown amax_compute_algo"):
+        tex.fused_amax_and_scale_update_after_reduction(history[0], [history], [scale], "mean", te.DType.kFloat8E5M2, 0)
+
+
+def test_what_is_not_emulated_raises_by_name(te, tex):
+    assert callable(tex.moe_permute_fwd)
+    with pytest.raises(NotImplementedError, match="transformer_engine_torch.moe_permute_fwd is not emulated"):
+        tex.moe_permute_fwd(1, 2)
+    for name in ("flash_attention", "get_attention_backend", "__wrapped__", "_private"):
+        assert not hasattr(tex, name)
+    with pytest.raises(NotImplementedError, match="CommOverlapP2P is not emulated"):
+        tex.CommOverlapP2P()
+    with pytest.raises(NotImplementedError, match="Triton kernel"):
+        te.parallel_cross_entropy(torch.randn(2, 1, 8), torch.zeros(2, 1, dtype=torch.long))
+    with pytest.raises(NotImplementedError, match="comm_overlap"):
+        tex.generic_gemm(*[torch.ones(2, 2)] * 16, comm_overlap=object())
+
+
+def test_enums_travel_through_pickle_under_the_extension_name(tex):
+    import pickle
+
+    stream = pickle.dumps(tex.DType.kFloat8E4M3)
+    assert b"transformer_engine_torch" in stream and b"te_fsdp" not in stream
+    assert pickle.loads(stream) is tex.DType.kFloat8E4M3
