@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.initialize import initialize_by_reset
-from te_fsdp.modules.unwrap import local_parameters
+from te_fsdp.modules.unwrap import keep_returned, local_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +35,9 @@ class MeshModule(torch.nn.Module):
         binding = binding_of(self)
         if binding is None:
             return super().forward(*args, **kwargs)
-        with local_parameters(self, binding):
-            return super().forward(*args, **kwargs)
+        with local_parameters(self, binding) as local:
+            output = super().forward(*args, **kwargs)
+            return keep_returned(output, local, copy=_torch.is_fsdp_module(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Carry Python attributes over to whatever replaces a parameter.

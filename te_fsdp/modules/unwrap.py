@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.binding import Binding
 
-__all__ = ["local_parameters"]
+__all__ = ["keep_returned", "local_parameters"]
 
 
 class _ToLocal(torch.autograd.Function):
@@ -70,7 +70,9 @@ def _wrap(binding: Binding, name: str, spec: DTensorSpec, gradient: torch.Tensor
 
 
 @contextmanager
-def local_parameters(module: nn.Module, binding: Binding, *, differentiable: bool = True) -> Iterator[None]:
+def local_parameters(
+    module: nn.Module, binding: Binding, *, differentiable: bool = True
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Within the context the module's own DTensor parameters are their local tensors, for everyone who looks.
 
     The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op fuser all see
@@ -81,13 +83,16 @@ def local_parameters(module: nn.Module, binding: Binding, *, differentiable: boo
         binding: Its binding.
         differentiable: Whether gradients shall flow back to the DTensors (``False`` inside a backward).
 
+    Yields:
+        The local tensors. A forward that returns one of them must pass its result through :func:`keep_returned`.
+
     Raises:
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
     """
     own = module._parameters
     names = tuple(name for name, value in own.items() if isinstance(value, DTensor))
     if not names:
-        yield
+        yield ()
         return
     parameters = tuple(own[name] for name in names)
     _check_gathered(binding, names[0], parameters[0])
@@ -97,7 +102,7 @@ def local_parameters(module: nn.Module, binding: Binding, *, differentiable: boo
         local = tuple(_torch.local_of(p) for p in parameters)
     own.update(zip(names, local, strict=True))
     try:
-        yield
+        yield local
     finally:
         for name, parameter, tensor in zip(names, parameters, local, strict=True):
             if own.get(name) is tensor:
@@ -106,6 +111,23 @@ def local_parameters(module: nn.Module, binding: Binding, *, differentiable: boo
                 # The graph has its edges; left on the tensor, the autograd node would tie parameter and local tensor
                 # into a cycle that outlives the model.
                 tensor.detach_()
+
+
+def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
+    """Replace local parameters among a forward's results (TE's ``return_bias=True``) by tensors that outlive the context.
+
+    Args:
+        output: What the forward returned: a tensor, or a tuple of tensors and others.
+        local: What :func:`local_parameters` yielded.
+        copy: Whether FSDP2 frees the parameter right after this forward, so that a view would dangle.
+    """
+    if not isinstance(output, tuple):
+        return output
+    inside = {id(tensor) for tensor in local}
+    return tuple(
+        (item.clone() if copy else item.view_as(item)) if isinstance(item, torch.Tensor) and id(item) in inside else item
+        for item in output
+    )
 
 
 def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
