@@ -63,13 +63,13 @@ def test_the_quickstart_runs(tmp_path):
     assert all(("te_fsdp.emulation" in command) == (gpus == 0) for command in commands), commands
 
     first, second = (run(command, tmp_path) for command in commands)
-    assert "Shard(" in first, f"no report in\n{first}"
-    assert list(losses(first)) == [0, 1, 2], first
-    assert list(losses(second)) == [3, 4, 5], second
+    assert "placements" in first, f"no report in\n{first}"
+    assert list(losses(first)) == list(range(10)), first
+    assert list(losses(second)) == list(range(10, 20)), second
     everything = [*losses(first).values(), *losses(second).values()]
     assert all(math.isfinite(loss) for loss in everything), everything
-    # The toy task is learnt quickly: a resume that lost the weights would be back where training began.
-    assert losses(second)[3] < losses(first)[0], everything
+    # Ten steps take a fifth off the toy task's loss: a resume without the weights would begin at the top.
+    assert losses(second)[10] < 0.9 * losses(first)[0], everything
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
