@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that `import harness` works in every import mode of pytest
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # so that `import harness` works in every import mode of pytest
 
 from harness import WorkerPool, bodies, devices
 
@@ -19,7 +21,7 @@ _POOLS = pytest.StashKey["Pools"]()
 
 
 class Pools:
-    """The pool in use: one at a time, started when first asked for, replaced when the architecture changes."""
+    """The pool in use: one at a time, started when asked for, replaced when the architecture changes."""
 
     def __init__(self) -> None:
         self.current: WorkerPool | None = None
@@ -54,7 +56,10 @@ class Pools:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("te_fsdp distributed tests")
     group.addoption(
-        "--device", choices=["cpu", "cuda", "auto"], default=None, help="where distributed tests run (default auto)"
+        "--device",
+        choices=["cpu", "cuda", "auto"],
+        default=None,
+        help="where distributed tests run (default auto)",
     )
     group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
 
@@ -93,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests that use a pool by architecture, default first: pools are then switched once."""
     places = [place for place, item in enumerate(items) if "pool" in getattr(item, "fixturenames", ())]
     ours = sorted((items[place] for place in places), key=_arch_order)
-    for place, item in zip(places, ours):
+    for place, item in zip(places, ours, strict=True):
         items[place] = item
 
 

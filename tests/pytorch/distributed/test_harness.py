@@ -1,4 +1,4 @@
-"""The harness itself: it must notice every way in which a rank can go wrong, and its comparisons must be able to fail."""
+"""The harness itself: it notices every way in which a rank can go wrong, and its comparisons can fail."""
 
 from __future__ import annotations
 
@@ -293,7 +293,9 @@ def test_close_can_fail():
     actual = expected.clone()
     actual[1, 2] += 1e-3
     assert harness.assert_close("g", actual, expected, 1e-3, "made so").real
-    with pytest.raises(AssertionError, match=r"g: .*by norm.*allowed 1.000e-04 \(because\); worst at \(1, 2\)"):
+    with pytest.raises(
+        AssertionError, match=r"g: .*by norm.*allowed 1.000e-04 \(because\); worst at \(1, 2\)"
+    ):
         harness.assert_close("g", actual, expected, 1e-4, "because")
     # one bad element among many hides in the norm: 5e-4 of 2 in one of 100 is 2.5e-5 by norm
     actual[1, 2] = 2.0 + 5e-4
@@ -319,4 +321,9 @@ def test_comparing_nothing_is_a_failure():
     with pytest.raises(AssertionError, match="at least 1 comparisons .* made 0 .*empty, zeros"):
         checks.require()
     checks.close("ones", torch.ones(3) * 1.25, torch.ones(3), rtol=0.5, why="wide on purpose")
-    assert checks.require(1) == {"real": 1, "vacuous": ["empty", "zeros"], "elements": 7 - 1, "worst": (0.25, "ones")}
+    assert checks.require(1) == {
+        "real": 1,
+        "vacuous": ["empty", "zeros"],
+        "elements": 7 - 1,
+        "worst": (0.25, "ones"),
+    }

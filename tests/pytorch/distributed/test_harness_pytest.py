@@ -1,4 +1,4 @@
-"""The pytest side of the harness, and its workers with TE: architectures, skips with reasons, coverage in workers."""
+"""The pytest side of the harness, and its workers with TE: architectures, skips, coverage in workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 HERE = Path(__file__).parent
 
-SAMPLE = '''
+SAMPLE = """
 import pytest, torch, harness
 
 def capability():
@@ -38,13 +38,25 @@ def test_fails(pool):
 
 def fails():
     raise ValueError("seen by pytest")
-'''
+"""
 
 
 def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **env: str) -> str:
     (folder / "test_sample.py").write_text(sample)
     path = os.pathsep.join([str(HERE), *(entry for entry in sys.path if entry)])
-    command = [sys.executable, *python, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-v", "-rs", *options]
+    command = [
+        sys.executable,
+        *python,
+        "-m",
+        "pytest",
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "-rs",
+        *options,
+    ]
     done = subprocess.run(
         [*command, "--rootdir", str(folder), "-c", os.devnull, str(folder / "test_sample.py")],
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **env},
@@ -59,7 +71,11 @@ def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **e
 @pytest.mark.cpu
 def test_architectures_are_grouped_and_unsupported_recipes_skip_with_the_reason_of_te(tmp_path):
     output = run_sample(tmp_path, SAMPLE, "--device", "cpu", "--pool-durations", "2")
-    order = [line.split(" ")[0].split("::")[1] for line in output.splitlines() if line.startswith("test_sample.py::")]
+    order = [
+        line.split(" ")[0].split("::")[1]
+        for line in output.splitlines()
+        if line.startswith("test_sample.py::")
+    ]
     assert [name for name in order if name != "test_on_gpu"] == [
         "test_recipes[10.0-none]",
         "test_recipes[10.0-mxfp8]",
@@ -90,7 +106,9 @@ def test_coverage_is_measured_in_workers(tmp_path):
     output = run_sample(tmp_path, sample, "--device", "cpu", python=measure)
     assert "1 passed" in output, output
     coverage = [sys.executable, "-m", "coverage"]
-    subprocess.run([*coverage, "combine", f"--data-file={data}", str(tmp_path)], check=True, capture_output=True)
+    subprocess.run(
+        [*coverage, "combine", f"--data-file={data}", str(tmp_path)], check=True, capture_output=True
+    )
     report = subprocess.run(
         [*coverage, "report", f"--data-file={data}", "-m"], capture_output=True, text=True, cwd=tmp_path
     ).stdout

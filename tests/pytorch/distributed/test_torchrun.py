@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
-
-import harness
 
 
 def gathered_ranks(factor: int) -> list:

@@ -1,7 +1,8 @@
-"""Distributed test bodies on a pool of worker processes: gloo + emulated TE on the CPU, NCCL + real TE on GPUs.
+"""Distributed test bodies on a pool of worker processes, the same on CPU and GPUs.
 
-Write a *body*, a function at the top level of a test module (or of a module beside it), and call it through the
-`pool` fixture. It runs on each rank, inside a fresh default process group, seeded with 0, one torch thread:
+On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE. Write a *body*, a function at the
+top level of a test module (or of a module beside it), and call it through the `pool` fixture. It runs on
+each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
 
     import harness
 
@@ -10,33 +11,36 @@ Write a *body*, a function at the top level of a test module (or of a module bes
         model = te.Linear(32, 64, device=harness.device())
         checks = harness.Comparisons()
         for name, parameter in model.named_parameters():
-            checks.close(name, parameter.grad, reference[name], rtol=1e-5, why="fp32 sums of 64 terms, another order")
-        return checks.require(2)                  # plain values or CPU-able plain tensors; use harness.full(dtensor)
+            checks.close(name, parameter.grad, expected[name], rtol=1e-5, why="fp32, 64 terms reordered")
+        return checks.require(2)       # plain values or plain tensors; harness.full(dtensor) makes one
 
-    @pytest.mark.ranks(4)                         # skipped on GPUs with "needs 4 GPUs, found 2"
-    @pytest.mark.arch("9.0", "10.0")              # default "10.0"; on GPUs both collapse into the real one
-    @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])   # skipped with TE's reason if unsupported
+    @pytest.mark.ranks(4)                                      # GPUs: skips with "needs 4 GPUs, found 2"
+    @pytest.mark.arch("9.0", "10.0")                           # default "10.0"; GPUs: the real one
+    @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])   # skips with TE's reason
     def test_something(pool, recipe):
-        results = pool.run(body, 4, dp=2, tp=2, recipe=recipe)         # list, one entry per rank
+        results = pool.run(body, 4, dp=2, tp=2, recipe=recipe)       # list, one entry per rank
 
     def test_error(pool):
-        errors = pool.run_expect_error(bad_body, 2)                    # every rank must raise
+        errors = pool.run_expect_error(bad_body, 2)                  # every rank must raise
         assert errors[0].type_name == "MeshError" and "tp_mesh" in errors[1].message
 
-`pool.run(fn, world_size, *, timeout=120, env=None, init_group=True, seed=0, **kwargs)`; the names before `kwargs` are
-reserved. `env` sets variables for this run; `init_group=False` leaves `dist.init_process_group("gloo")` to the body
-(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set as torchrun does). `pool.run_expect_error` takes the
-same and returns `RaisedError(type_name, message)` per rank. A failing, dying or hanging rank raises `BodyFailed` (an
-AssertionError) with tracebacks and stacks: hangs are noticed 15 s after the first failure, or at `timeout`; then the
-workers are replaced. Between runs workers keep only imported modules: process groups, DTensor caches, TE's
-`FP8GlobalStateManager`, os.environ, the working directory, seeds and torch defaults are put back. Undo monkeypatches yourself.
+`pool.run(fn, world_size, *, timeout=120, env=None, init_group=True, seed=0, **kwargs)`; the names before
+`kwargs` are reserved. `env` sets variables for this run; `init_group=False` leaves
+`dist.init_process_group(backend)` to the body (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are
+set as torchrun does). `pool.run_expect_error` takes the same and returns `RaisedError(type_name, message)`
+per rank.
 
-Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_type`. Markers: `ranks(n)` (a test
-parameter `world_size` counts as well), `arch(...)`, `gpu` (only on GPUs), `cpu` (only on the CPU), `recipe(name)` (a
-test parameter `recipe` counts as well; names: none, delayed, current, block, mxfp8, nvfp4).
-Options: `--device cpu|cuda|auto` (or TE_FSDP_TEST_DEVICE, which also works when pytest is started from the root),
-`--pool-durations N`. TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow machine.
-Bodies run under real torchrun, too: `torchrun --nproc-per-node 2 -m harness.torchrun module:function '{"dp": 2}'`.
+A failing, dying or hanging rank raises `BodyFailed` (an AssertionError) with tracebacks and stacks: a hang
+is noticed 15 s after the first failure, or at `timeout`; then the workers are replaced. Between runs
+workers keep only imported modules: process groups, DTensor caches, TE's `FP8GlobalStateManager`,
+os.environ, the working directory, seeds and torch defaults are put back. Undo monkeypatches yourself.
+
+Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_type`. Markers: `ranks(n)` (a
+test parameter `world_size` counts as well), `arch(...)`, `gpu` (only on GPUs), `cpu` (only on the CPU),
+`recipe(name)` (a test parameter `recipe` counts as well; names: none, delayed, current, block, mxfp8,
+nvfp4). Options, when pytest is started with this folder: `--device cpu|cuda|auto`, `--pool-durations N`.
+Started elsewhere: TE_FSDP_TEST_DEVICE. TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow
+machine. Under torchrun: `torchrun --nproc-per-node 2 -m harness.torchrun module:function '{"dp": 2}'`.
 """
 
 from __future__ import annotations

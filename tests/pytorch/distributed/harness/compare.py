@@ -23,8 +23,9 @@ class Difference(NamedTuple):
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole logical tensor in high precision on the CPU, detached, in memory of its own.
 
-    A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places): all ranks
-    of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor, are dequantized.
+    A DTensor is gathered (Partial ones are reduced, `_StridedShard` and uneven shards put in their places):
+    all ranks of its mesh must call this together. Quantized tensors, whole or as the local part of a DTensor,
+    are dequantized.
 
     Args:
         tensor: plain tensor, parameter, TE quantized tensor, or a DTensor over any of them.
@@ -51,7 +52,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     """Require equal shape, dtype and bytes: NaN payloads and the sign of zero count.
 
-    DTensors and quantized tensors go through `full()` first; to compare the bytes of quantized data, pass them.
+    DTensors and quantized tensors go through `full()` first; to compare quantized bytes, pass those.
     """
     actual, expected = full(actual), full(expected)
     _same_shape(name, actual, expected)
@@ -63,8 +64,9 @@ def assert_same_bits(name: str, actual: torch.Tensor, expected: torch.Tensor) ->
         if differs.any():
             first = int(differs.nonzero()[0])
             raise AssertionError(
-                f"{name}: {int(differs.sum())} of {actual.numel()} elements differ in bits; first at "
-                f"{_index(first, actual.shape)}: expected {_show(expected, first)}, got {_show(actual, first)}"
+                f"{name}: {int(differs.sum())} of {actual.numel()} elements differ in bits; "
+                f"first at {_index(first, actual.shape)}: "
+                f"expected {_show(expected, first)}, got {_show(actual, first)}"
             )
     return Difference(actual.numel(), 0.0, bool(actual.numel()) and bool((_bytes(expected) != 0).any()))
 
@@ -74,8 +76,8 @@ def assert_close(
 ) -> Difference:
     """Require a small relative error of the whole tensor and of each element, computed in float64.
 
-    Both must hold: ||a - e|| <= rtol * ||e||, and |a - e| <= rtol * max|e| for every element. All values must be
-    finite. Dtypes may differ.
+    Both must hold: ||a - e|| <= rtol * ||e||, and |a - e| <= rtol * max|e| for every element. All values must
+    be finite. Dtypes may differ.
 
     Args:
         name: parameter or tensor, for the error text.
@@ -83,8 +85,8 @@ def assert_close(
         expected: what it should be; likewise.
         rtol: relative tolerance.
         why: where the tolerance comes from; required, and part of the error text.
-        floor: smallest magnitude (per element) to be relative to, for tensors that are zero in exact arithmetic and
-            hold only rounding noise (the gradient of a key bias, say). Leave it 0 elsewhere.
+        floor: smallest magnitude (per element) to be relative to, for tensors that are zero in exact
+            arithmetic and hold only rounding noise (the gradient of a key bias, say). Leave it 0 elsewhere.
 
     Raises:
         AssertionError: naming the tensor, expected, got and the worst index.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
 import time
 import warnings
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Callable, Collection, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -54,7 +56,12 @@ class WorkerPool:
     """
 
     def __init__(
-        self, max_ranks: int = 8, arch: str | None = "10.0", *, device_type: str | None = None, te: bool = True
+        self,
+        max_ranks: int = 8,
+        arch: str | None = "10.0",
+        *,
+        device_type: str | None = None,
+        te: bool = True,
     ) -> None:
         self.max_ranks = max_ranks
         self.device_type = devices.choose(device_type)
@@ -83,7 +90,7 @@ class WorkerPool:
         seed: int = 0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `fn(**kwargs)` on ranks 0..world_size-1 of a fresh process group and return the results by rank.
+        """Call `fn(**kwargs)` on ranks 0..world_size-1 of a fresh process group; return the results by rank.
 
         Args:
             fn: a module-level function; the workers import it by name.
@@ -125,7 +132,9 @@ class WorkerPool:
         wrong = {rank: answer for rank, answer in answers.items() if answer[0] != "error"}
         if wrong:
             raise BodyFailed(describe(_name(fn), world_size, answers, expected_error=True), answers)
-        return [RaisedError(answers[rank][1]["type"], answers[rank][1]["message"]) for rank in range(world_size)]
+        return [
+            RaisedError(answers[rank][1]["type"], answers[rank][1]["message"]) for rank in range(world_size)
+        ]
 
     def close(self) -> None:
         """End all workers; each saves its coverage. The pool cannot be used afterwards."""
@@ -147,8 +156,8 @@ class WorkerPool:
         workers = self._ensure(world_size)
         self._number += 1
         started = time.monotonic()
-        # Each group gets a store of its own: ranks that read an earlier group's keys would wait for dead peers. A file,
-        # since connecting to a TCPStore was seen to stall for 5 s now and then; env:// needs the latter.
+        # Each group gets a store of its own: ranks that read the keys of an earlier group would wait for
+        # dead peers. A file, since connecting to a TCPStore was seen to stall for 5 s; env:// needs one.
         store = None if init_group else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store_file = Path(self._processes.run_dir) / f"store-{self._number}"
         job = {
@@ -170,7 +179,9 @@ class WorkerPool:
             clean = clean and self._reset(workers)
         finally:
             if not clean:  # unanswered ranks are stuck: no use in asking them to leave
-                self._end_workers({rank for rank in range(world_size) if answers.get(rank, ("stuck",))[0] == "stuck"})
+                self._end_workers(
+                    {rank for rank in range(world_size) if answers.get(rank, ("stuck",))[0] == "stuck"}
+                )
             store_file.unlink(missing_ok=True)
             test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
             self.timings.append(Timing(test, _name(fn), world_size, time.monotonic() - started))
@@ -253,10 +264,8 @@ def _rank_environment(rank: int, world_size: int, store: dist.TCPStore | None) -
 
 
 def _post(worker: Worker, message: tuple[Any, ...]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it has died; waiting for its answer reports that
         wire.send(worker.connection, message)
-    except OSError:
-        pass  # it has died; waiting for its answer reports that
 
 
 def _scaled(seconds: float) -> float:
@@ -270,7 +279,8 @@ def _name(fn: Callable[..., Any]) -> str:
 def _reference(fn: Callable[..., Any]) -> tuple[str, str, str]:
     if "<" in fn.__qualname__ or fn.__module__ == "__main__":
         raise TypeError(
-            f"{_name(fn)} cannot be found by name in a worker: expected a function at the top level of a module"
+            f"{_name(fn)} cannot be found by name in a worker: expected a function at the top level "
+            "of a module, not of a script or another function"
         )
     file = getattr(sys.modules[fn.__module__], "__file__", None)
     return fn.__module__, str(Path(file).resolve()) if file else "", fn.__qualname__

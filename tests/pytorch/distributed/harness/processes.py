@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from . import devices, wire
-from .worker import stack_file
 
 START_TIMEOUT = 300.0
 _PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent)
@@ -34,7 +33,7 @@ class Worker:
 
 
 class Processes:
-    """The processes of one pool: a fork server and its children on the CPU, one spawned process per GPU otherwise."""
+    """The processes of one pool: on the CPU a fork server and its children, otherwise one spawned per GPU."""
 
     def __init__(self, te: bool, arch: str | None, device_type: str) -> None:
         self.run_dir = tempfile.mkdtemp(prefix="te_fsdp_pool_")
@@ -76,7 +75,7 @@ class Processes:
         for worker in workers:
             os.kill(worker.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return {worker.rank: _read_stacks(stack_file(self.run_dir, worker.pid)) for worker in workers}
+        return {worker.rank: _read_stacks(wire.stack_file(self.run_dir, worker.pid)) for worker in workers}
 
     def end(self, worker: Worker, grace: float) -> None:
         """Wait `grace` seconds for a worker to end by itself, then kill it; returns when it is gone."""

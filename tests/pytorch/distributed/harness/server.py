@@ -1,7 +1,7 @@
-"""Fork server of the CPU pool: imports torch, the emulation and TE once, then forks workers that share those pages.
+"""Fork server of the CPU pool: imports torch, the emulation and TE once, then forks workers that share them.
 
-`multiprocessing`'s own fork server is one per process and preloads once; here each pool needs its own, since the
-emulated architecture is part of what is preloaded.
+`multiprocessing`'s own fork server is one per process and preloads once; here each pool needs its own, since
+the emulated architecture is part of what is preloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(options: dict[str, Any]) -> None:
     control = Client(options["address"], family="AF_UNIX")
     try:
         state.preload(options["te"], options["arch"])
-    except BaseException:  # noqa: BLE001 (whatever it was, the pool shows it)
+    except BaseException:
         wire.send(control, ("failed", traceback.format_exc()))
         return
     gc.collect()
@@ -49,7 +49,7 @@ def main(options: dict[str, Any]) -> None:
 def _become_worker(rank: int, options: dict[str, Any]) -> None:
     try:
         worker.main(rank, options)
-    except BaseException:  # noqa: BLE001 (never fall back into the server's loop)
+    except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(1)

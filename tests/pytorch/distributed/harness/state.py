@@ -33,7 +33,9 @@ def preload(te: bool, arch: str | None) -> None:
     """
     torch.set_num_threads(1)
     if devices.device_type() == "cuda":
-        torch.cuda.set_device(devices.device())  # before TE is imported, lest every rank takes memory of GPU 0
+        torch.cuda.set_device(
+            devices.device()
+        )  # before TE is imported, lest every rank takes memory of GPU 0
     # torch._dynamo: loaded by the first process group anyway
     for name in (
         "torch._dynamo",
@@ -63,7 +65,7 @@ def join_group(generation: int, store_file: str | None = None) -> None:
 
     Args:
         generation: number of this group in the life of the pool, for group names.
-        store_file: where the ranks find each other; None for MASTER_ADDR and MASTER_PORT, as in a torchrun script.
+        store_file: where the ranks find each other; None for MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     if devices.device_type() == "cuda":
         torch.cuda.set_device(devices.device())
@@ -72,9 +74,12 @@ def join_group(generation: int, store_file: str | None = None) -> None:
     else:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(store_file, size)
-        dist.init_process_group(devices.backend(), store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
-    # torch numbers groups from 0 again after each destroy. A mesh left in some cache would then find a *different*
-    # group under its old name and silently talk to the wrong ranks; distinct numbers turn that into an error.
+        dist.init_process_group(
+            devices.backend(), store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+        )
+    # torch numbers groups from 0 again after each destroy. A mesh left in some cache would then find a
+    # *different* group under its old name and silently talk to the wrong ranks; distinct numbers turn that
+    # into an error.
     world = getattr(dist.distributed_c10d, "_world", None)
     if world is not None and hasattr(world, "group_count"):
         world.group_count = 10_000 * (generation + 1)
@@ -87,7 +92,7 @@ def leave_group() -> None:
 
 
 def reset() -> None:
-    """Return to the state before the first run: no group, no cached mesh, fresh TE globals, default torch settings."""
+    """Return to the state before the first run: no group, no cached mesh, fresh TE and torch globals."""
     gc.collect()
     leave_group()
     _clear_dtensor_caches()
@@ -111,8 +116,10 @@ def restore_environment(saved: dict[str, str], updates: dict[str, str]) -> None:
 
 
 def _clear_dtensor_caches() -> None:
-    """Forget cached sharding decisions: they hold DeviceMesh objects, and meshes of dead groups compare equal to new
-    ones. The caches are per thread, and on GPUs backward runs in a thread of its own: clear them there too."""
+    """Forget cached sharding decisions: they hold meshes, and those of dead groups equal new ones.
+
+    The caches are per thread, and on GPUs backward runs in a thread of its own: clear them there too.
+    """
     _clear_dtensor_caches_of_thread()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():
         leaf = torch.zeros((), device=devices.device(), requires_grad=True)
@@ -127,7 +134,9 @@ def _clear_dtensor_caches_of_thread() -> None:
         clear()
     dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
     owners = [getattr(dispatcher, "sharding_propagator", None)]
-    owners += [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")]
+    owners += [
+        module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")
+    ]
     for owner in owners:
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if name == "clear_redistribute_planner_cache":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ def send(connection: Connection, message: Any) -> None:
 def receive(connection: Connection) -> Any:
     """Block until one message has arrived. Raises EOFError or OSError when the peer is gone."""
     return pickle.loads(connection.recv_bytes())
+
+
+def stack_file(run_dir: str, pid: int) -> str:
+    """Where the process `pid` writes its Python stacks on SIGUSR1."""
+    return str(Path(run_dir) / f"stacks-{pid}.txt")
 
 
 def by_value(value: Any) -> Any:

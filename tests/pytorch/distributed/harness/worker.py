@@ -1,4 +1,4 @@
-"""One rank: waits for commands of the pool, runs bodies, answers. Started by `server` (CPU) or directly (GPUs)."""
+"""One rank: waits for commands of the pool, runs bodies. Forked by `server` (CPU) or spawned (GPUs)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 from . import state, wire
 
@@ -32,7 +33,7 @@ def main(rank: int, options: dict[str, Any]) -> None:
         options: `address` of the pool's socket, `run_dir`, `coverage`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what a Ctrl-C means
-    stacks = open(stack_file(options["run_dir"], os.getpid()), "w")  # noqa: SIM115 (open as long as the process)
+    stacks = open(wire.stack_file(options["run_dir"], os.getpid()), "w")  # noqa: SIM115 (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     coverage = _start_coverage(options.get("coverage"))
     connection = Client(options["address"], family="AF_UNIX")
@@ -60,17 +61,12 @@ def main(rank: int, options: dict[str, Any]) -> None:
     os._exit(0)  # interpreter shutdown with live communication threads can abort; nothing is left to clean up
 
 
-def stack_file(run_dir: str, pid: int) -> str:
-    """Where the process `pid` writes its Python stacks on SIGUSR1."""
-    return str(Path(run_dir) / f"stacks-{pid}.txt")
-
-
 def run_body(job: dict[str, Any]) -> bytes:
-    """Prepare the process as a fresh torchrun worker (environment aside), call the body, pickle what it returns.
+    """Prepare the process as a fresh torchrun worker, call the body, pickle what it returns.
 
     Args:
-        job: `sys_path`, `function` (module name, file, qualified name), `kwargs` (pickled), `seed`, `store` (the
-            file of the new group's store, or None) and `generation`.
+        job: `sys_path`, `function` (module name, file, qualified name), `kwargs` (pickled), `seed`, `store`
+            (the file of the new group's store, or None) and `generation`.
     """
     for entry in job["sys_path"]:
         if entry not in sys.path:
@@ -112,9 +108,11 @@ def _load_module(name: str, file: str) -> ModuleType:
 def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
     try:
         return "ok", function(*arguments)
-    except BaseException as error:  # noqa: BLE001 (DCP's CheckpointException and SystemExit are no Exception)
+    except BaseException as error:
         inner = error.__traceback__
-        while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename == __file__:
+        while (
+            inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename == __file__
+        ):
             inner = inner.tb_next  # our own frames tell the reader nothing
         described = traceback.TracebackException(type(error), error, inner, limit=-TRACEBACK_FRAMES)
         lines = described.format()
@@ -122,7 +120,7 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
 
 
 def _read_commands(connection: Connection, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
-    """Runs in a thread of its own so that a worker stuck in a collective still notices that the pool is gone."""
+    """A thread of its own, so that a worker stuck in a collective still notices that the pool is gone."""
     while True:
         try:
             inbox.put(wire.receive(connection))
