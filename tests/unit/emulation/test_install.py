@@ -1,0 +1,201 @@
+"""Installation, refusals, entry points, and what user code's torch looks like afterwards."""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fsdp import emulation
+from te_fsdp.emulation import _patches
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def python(*arguments, cwd=None, path=(), **environment):
+    """Run Python with the project importable; the completed process, with output as text."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TE_FSDP_")}
+    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), *map(str, path)]), OMP_NUM_THREADS="1", **environment)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_install_twice_and_for_another_architecture():
+    name = emulation._state.arch_name()
+    emulation.install(name)
+    assert emulation.active() and emulation.arch() == emulation._state.ARCHITECTURES[name]
+    other = "9.0" if name == "10.0" else "10.0"
+    with pytest.raises(emulation.EmulationError, match=f"installed for architecture {name}, asked for {other}"):
+        emulation.install(other)
+    for function in (emulation.install, emulation.switch_arch):
+        with pytest.raises(emulation.EmulationError, match="unknown architecture '8.9': expected one of"):
+            function("8.9")
+
+
+REFUSALS = """
+import sys, types
+import torch
+before = dict(torch.Tensor.__dict__), list(sys.meta_path), set(sys.modules)
+import te_fsdp.emulation as e
+assert dict(torch.Tensor.__dict__) == before[0] and sys.meta_path == before[1]
+assert not any(name.startswith("transformer_engine") for name in sys.modules)
+assert "is_cuda" not in torch.Tensor.__dict__ and not e.active()
+
+def refused(text, **kwargs):
+    try:
+        e.install(**kwargs)
+    except e.EmulationError as error:
+        assert text in str(error), error
+        assert not e.active() and "is_cuda" not in torch.Tensor.__dict__ and sys.meta_path == before[1]
+    else:
+        raise AssertionError("not refused: " + text)
+
+try:
+    e.arch()
+except e.EmulationError as error:
+    assert "call te_fsdp.emulation.install() before" in str(error)
+refused("unknown architecture '7.0'", arch="7.0")
+for name in ("transformer_engine", "transformer_engine_torch"):
+    sys.modules[name] = types.ModuleType(name)
+    refused(name + " is already imported")
+    refused(name + " is already imported", force=True)
+    del sys.modules[name]
+torch.cuda.is_available = lambda: True
+refused("CUDA is available")
+torch.cuda.is_available = lambda: False
+sys.path.insert(0, sys.argv[1])
+refused("the real extension transformer_engine_torch is installed")
+assert e.install_from_env() is False
+e.install(force=True)
+assert e.active() and "is_cuda" in torch.Tensor.__dict__
+assert not any(name.startswith("te_fsdp.") and not name.startswith("te_fsdp.emulation") for name in sys.modules)
+print("all refused")
+"""
+
+
+def test_refusals_and_what_importing_does(tmp_path):
+    (tmp_path / "transformer_engine_torch.py").write_text("raise ImportError\n")
+    script = tmp_path / "script.py"
+    script.write_text(REFUSALS)
+    done = python(script, tmp_path)
+    assert done.returncode == 0 and "all refused" in done.stdout, done.stderr
+
+
+def test_user_code_keeps_its_torch(te):
+    x = te.Linear(16, 16, device="cpu")(torch.randn(2, 16))
+    assert torch.cuda.is_available() is False and torch.cuda.device_count() == 0
+    assert x.device.type == "cpu" and x.is_cuda is False
+    quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")(torch.randn(16, 16))
+    assert quantized.is_cuda is False and quantized.device.type == "cpu"
+    for create in (
+        lambda: torch.empty(2, device="cuda"),
+        lambda: x.to("cuda"),
+        lambda: x.to(device="cuda:0", dtype=torch.float16),
+        lambda: torch.nn.Linear(2, 2).to("cuda"),
+        lambda: x.cuda(),
+        lambda: torch.zeros(2).to(torch.device("cuda")),
+    ):
+        with pytest.raises((RuntimeError, AssertionError), match="CUDA|cuda"):
+            create()
+    assert torch.device("cuda").type == "cuda"
+    assert x.to(torch.float64).dtype == torch.float64 and x.to("meta").is_meta
+    assert torch.version.cuda is None
+    assert torch.distributed.__name__ == "torch.distributed" and type(torch) is types.ModuleType
+
+
+def test_te_code_sees_a_gpu(te, arch):
+    from transformer_engine.pytorch import utils
+
+    assert utils.get_device_compute_capability() == emulation._state.ARCHITECTURES[arch]
+    assert utils.torch is not torch and utils.torch.nn is torch.nn
+    assert utils.torch.cuda.is_available() is True
+    assert isinstance(torch.device("cpu"), utils.torch.device)
+    assert utils.torch.device("cuda", 0) == torch.device("cpu")
+    assert utils.torch.device("meta") == torch.device("meta")
+    assert utils.torch.empty(2, device="cuda").device.type == "cpu"
+    assert utils.torch.version.cuda is not None
+    for support in (te.is_mxfp8_available, te.is_nvfp4_available):
+        assert support() is (arch == "10.0")
+    assert te.is_fp8_available() is True and te.is_fp8_block_scaling_available() is True
+
+
+def test_modules_look_as_if_loaded_by_the_stock_loader(te):
+    import inspect
+
+    assert type(te.Linear.__module__) is str
+    assert inspect.getsource(te.Linear).startswith("class Linear")
+    assert te.__spec__.loader.__class__.__name__ == "SourceFileLoader"
+
+
+def test_switching_the_architecture(te):
+    emulation.switch_arch("10.0")
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    assert quantizer(torch.randn(16, 16))._transpose is None
+    emulation.switch_arch("9.0")
+    assert quantizer(torch.randn(16, 16))._transpose is not None
+    with te.autocast(enabled=True), pytest.raises(emulation.EmulationError, match="inside an autocast"):
+        emulation.switch_arch("10.0")
+
+
+@pytest.mark.parametrize("patch", _patches.PATCHES, ids=lambda patch: patch.targets[0])
+def test_a_patch_refuses_a_module_without_its_target(patch):
+    assert patch.reason.startswith(("pytorch/", "common/"))
+    empty = types.ModuleType(patch.module)
+    with pytest.raises(emulation.EmulationError, match=f"{patch.module} has no"):
+        _patches.apply(empty)
+
+
+PROGRAM = """
+import os, sys
+import transformer_engine.pytorch as te
+import torch
+from te_fsdp import emulation
+if __name__ == "__main__":
+    y = te.Linear(16, 32)(torch.randn(4, 16))
+    print(sys.argv[1:], tuple(y.shape), emulation.arch(), os.environ["TE_FSDP_EMULATION"], sys.argv[0].endswith("program.py"))
+"""
+
+
+def test_launcher_runs_scripts_and_modules(tmp_path):
+    (tmp_path / "program.py").write_text("import beside\n" + PROGRAM)
+    (tmp_path / "beside.py").write_text("")
+    done = python("-m", "te_fsdp.emulation", "--arch", "9.0", tmp_path / "program.py", "--arch", "x")
+    assert done.stdout.splitlines()[-1:] == ["['--arch', 'x'] (4, 32) (9, 0) 9.0 True"], done.stderr
+    done = python("-m", "te_fsdp.emulation", "-m", "program", "1", path=[tmp_path], cwd=tmp_path)
+    assert done.stdout.splitlines()[-1:] == ["['1'] (4, 32) (10, 0) 10.0 True"], done.stderr
+
+
+def test_launcher_under_torchrun(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import torch.distributed as d, transformer_engine.pytorch as te\n"
+        "d.init_process_group('gloo')\nprint('rank', d.get_rank(), 'of', d.get_world_size(), flush=True)\n"
+        "d.destroy_process_group()\n"
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "te_fsdp.emulation"]
+    done = python(*launch, "--arch", "10.0", script)
+    assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout, done.stderr
+
+
+def test_launcher_errors(tmp_path):
+    done = python("-m", "te_fsdp.emulation", "--arch", "8.0", "x.py")
+    assert done.returncode == 2 and "invalid choice: '8.0'" in done.stderr
+    done = python("-m", "te_fsdp.emulation", tmp_path / "missing.py")
+    assert done.returncode == 1 and "no such file" in done.stderr
+
+
+def test_pytest_plugin(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import transformer_engine.pytorch as te\nfrom te_fsdp import emulation\n"
+        "def test_arch():\n    assert emulation.arch() == (9, 0) and te.is_fp8_available()\n"
+    )
+    arguments = ["-m", "pytest", "-q", "-p", "te_fsdp.emulation.pytest_plugin", tmp_path, "--rootdir", tmp_path]
+    done = python(*arguments, "-v", TE_FSDP_EMULATION="9.0")
+    assert done.returncode == 0 and "emulated on the CPU, architecture 9.0" in done.stdout, done.stdout + done.stderr
+    done = python(*arguments, TE_FSDP_EMULATION="7.0")
+    assert done.returncode == 4 and "unknown architecture '7.0'" in done.stderr
+    done = python(*arguments, "--te-fsdp-emulation", "off", "--collect-only")
+    assert done.returncode == 2  # without the emulation TransformerEngine cannot be imported here
