@@ -180,11 +180,18 @@ def test_launcher_under_torchrun(tmp_path):
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout, done.stderr
 
 
-def test_launcher_errors(tmp_path):
-    done = python("-m", "te_fsdp.emulation", "--arch", "8.0", "x.py")
-    assert done.returncode == 2 and "invalid choice: '8.0'" in done.stderr
-    done = python("-m", "te_fsdp.emulation", tmp_path / "missing.py")
-    assert done.returncode == 1 and "no such file" in done.stderr
+def test_launcher_errors(tmp_path, capsys, monkeypatch):
+    from te_fsdp.emulation.__main__ import main
+
+    monkeypatch.setenv("TE_FSDP_EMULATION", emulation._state.arch_name())
+    with pytest.raises(SystemExit):
+        main(["--arch", "8.0", "x.py"])
+    assert "invalid choice: '8.0'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no such file"):
+        main([str(tmp_path / "missing.py")])
+    other = "9.0" if emulation._state.arch_name() == "10.0" else "10.0"
+    with pytest.raises(SystemExit, match="the emulation is installed for architecture"):
+        main(["--arch", other, "x.py"])
 
 
 def test_pytest_plugin(tmp_path):
@@ -197,5 +204,3 @@ def test_pytest_plugin(tmp_path):
     assert done.returncode == 0 and "emulated on the CPU, architecture 9.0" in done.stdout, done.stdout + done.stderr
     done = python(*arguments, TE_FSDP_EMULATION="7.0")
     assert done.returncode == 4 and "unknown architecture '7.0'" in done.stderr
-    done = python(*arguments, "--te-fsdp-emulation", "off", "--collect-only")
-    assert done.returncode == 2  # without the emulation TransformerEngine cannot be imported here

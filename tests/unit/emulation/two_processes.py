@@ -1,0 +1,171 @@
+"""What each of two gloo processes does in ``test_distributed``; results go to a file that the test reads."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from te_fsdp import emulation
+
+H, FFN, HEADS, S, B, STEPS = 128, 256, 4, 32, 4, 3
+
+
+def layer(te, dtype, width=1, **options):
+    """One layer. A shard of a block-scaled weight must hold whole multiples of 128 rows: the fused QKV weight has 3 * width * H."""
+    return te.TransformerLayer(
+        width * H,
+        width * FFN,
+        HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=dtype,
+        device=options.pop("device", "cpu"),
+        **options,
+    )
+
+
+def recipe_of(name):
+    from transformer_engine.common import recipe
+
+    return None if name == "none" else getattr(recipe, name)()
+
+
+def shard_of(full, own, rank):
+    """Rank's part of a parameter that tensor parallelism cuts along the one dim where the shapes differ."""
+    for dim, (whole, part) in enumerate(zip(full.shape, own.shape)):
+        if whole != part:
+            return full.chunk(whole // part, dim)[rank]
+    return full
+
+
+def tensor_parallel(te, name, sequence_parallel, rank):
+    """Relative distances of a tp=2 layer from the single-process one: output, input gradient, parameter gradients."""
+    recipe = recipe_of(name)
+    dtype = torch.float32 if recipe is None else torch.bfloat16
+    torch.manual_seed(0)
+    whole = layer(te, dtype)
+    part = layer(
+        te,
+        dtype,
+        set_parallel_mode=True,
+        sequence_parallel=sequence_parallel,
+        tp_group=dist.group.WORLD,
+        tp_size=2,
+    )
+    with torch.no_grad():
+        for (_, full), (_, own) in zip(whole.named_parameters(), part.named_parameters()):
+            own.copy_(shard_of(full, own, rank))
+    torch.manual_seed(1)
+    x, grad = torch.randn(S, B, H, dtype=dtype), torch.randn(S, B, H, dtype=dtype)
+    results = []
+    for module, cut in ((whole, False), (part, sequence_parallel)):
+        mine = x.chunk(2)[rank].clone() if cut else x.clone()
+        mine.requires_grad_()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(mine)
+        y.backward(grad.chunk(2)[rank] if cut else grad)
+        results.append((y.detach(), mine.grad))
+    pairs = []
+    for one, two in zip(*results):
+        pairs.append((one.chunk(2)[rank] if sequence_parallel else one, two))
+    for (key, full), (_, own) in zip(whole.named_parameters(), part.named_parameters()):
+        got = own.grad.clone()
+        if sequence_parallel and full.shape == own.shape:
+            dist.all_reduce(got)  # norms and row biases see a part of the sequence
+        if "layernorm_qkv.bias" not in key:  # holds the key bias, whose gradient is 0 up to rounding
+            pairs.append((shard_of(full.grad, own, rank), got))
+    return max(((b.double() - a.double()).norm() / a.double().norm()).item() for a, b in pairs)
+
+
+def losses(te, name, primary, mesh, meta):
+    """Losses of a few optimizer steps, sharded over ``mesh`` or in this process alone, and the sharded parameters' types."""
+    recipe = recipe_of(name)
+    dtype = torch.float32 if recipe is None else torch.bfloat16
+    width = 2 if primary else 1  # see ``layer``
+    torch.manual_seed(0)
+    with te.quantized_model_init(enabled=primary, recipe=recipe):
+        model = torch.nn.Sequential(*(layer(te, dtype, width, device="meta" if meta else "cpu") for _ in range(2)))
+    if mesh is not None:
+        for one in model:
+            fully_shard(one, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if meta:
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=dtype != torch.float32)
+    torch.manual_seed(1)
+    x, target, found = torch.randn(S, B, width * H, dtype=dtype), torch.randn(S, B, width * H), []
+    for _ in range(STEPS):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        loss = (y.float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    weight = model[0].layernorm_mlp.fc1_weight
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    return found, type(local).__name__, model
+
+
+def checkpoint(te, name, mesh, folder):
+    """Largest difference after loading a DCP checkpoint into another model, and before (control)."""
+    import torch.distributed.checkpoint as dcp
+
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        with te.quantized_model_init(enabled=name != "none", recipe=recipe_of(name)):
+            model = layer(te, torch.bfloat16, width=2)
+        models.append(fully_shard(model, mesh=mesh))
+
+    def state(model):
+        return {key: value for key, value in model.state_dict().items() if "_extra_state" not in key}
+
+    def difference():
+        values = []
+        for one, two in zip(*(state(model).values() for model in models)):
+            plain = [v.to_local() for v in (one, two)]
+            plain = [v.dequantize() if hasattr(v, "get_metadata") else v for v in plain]
+            values.append((plain[0].float() - plain[1].float()).abs().max().item() if plain[0].numel() else 0.0)
+        return max(values)
+
+    before = difference()
+    dcp.save(state(models[0]), checkpoint_id=folder)
+    loaded = state(models[1])
+    dcp.load(loaded, checkpoint_id=folder)
+    models[1].load_state_dict(loaded, strict=False)
+    return before, difference()
+
+
+def work(rank, folder):
+    """Entry point of a process."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2")
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    emulation.install("10.0")
+    import transformer_engine.pytorch as te
+
+    mesh, results = init_device_mesh("cpu", (2,)), {}
+    for arch in ("9.0", "10.0"):
+        emulation.switch_arch(arch)
+        names = ["none", "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
+        names += ["MXFP8BlockScaling", "NVFP4BlockScaling"] if arch == "10.0" else []
+        for name in names:
+            for sequence_parallel in (False, True):
+                results["tp", arch, name, sequence_parallel] = tensor_parallel(te, name, sequence_parallel, rank)
+            for primary in (False, True) if name != "none" else (False,):
+                alone, _, _ = losses(te, name, primary, None, False)
+                together, kind, _ = losses(te, name, primary, mesh, False)
+                results["fsdp", arch, name, primary] = (alone, together, kind)
+            if name not in ("DelayedScaling", "NVFP4BlockScaling"):
+                path = f"{folder}/{arch}-{name}"
+                results["dcp", arch, name] = checkpoint(te, name, mesh, path)
+        results["meta", arch] = losses(te, "Float8BlockScaling", True, mesh, True)[:2]
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
