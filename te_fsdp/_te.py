@@ -26,6 +26,7 @@ __all__ = [
     "attach_high_precision_value",
     "base_module_class",
     "format_of",
+    "forget_transpose",
     "gathering_tensor_classes",
     "high_precision_value",
     "init_function",
@@ -195,6 +196,13 @@ def needs_shared_amax(quantizer: Any) -> bool:
     Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history elsewhere.
     """
     return type(quantizer).__name__ in ("Float8CurrentScalingQuantizer", "NVFP4Quantizer", "HybridQuantizer")
+
+
+def forget_transpose(tensor: torch.Tensor) -> None:
+    """Drop a float8 tensor's cached transpose (``_transpose``, ``_transpose_invalid``); TE remakes it from the bytes."""
+    if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:
+        tensor._transpose = None  # type: ignore[attr-defined]
+        tensor._transpose_invalid = True  # type: ignore[attr-defined]
 
 
 def gathering_tensor_classes() -> list[type[torch.Tensor]]:
