@@ -83,6 +83,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOLS] = Pools()
 
 
+def pytest_report_header() -> str:
+    return f"te_fsdp distributed tests: device {devices.device_type()}, backend {devices.backend()}"
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arch" not in metafunc.fixturenames:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 
 import torch
@@ -51,7 +51,9 @@ def backend() -> str:
 
 
 def _real_te_is_installed() -> bool:
+    # by distribution: TE loads its compiled module from a folder of its own, where no import finds it
     try:
-        return importlib.util.find_spec("transformer_engine_torch") is not None
-    except ValueError:  # loaded without a spec: the emulation's module
+        importlib.metadata.version("transformer_engine_torch")
+    except importlib.metadata.PackageNotFoundError:
         return False
+    return True

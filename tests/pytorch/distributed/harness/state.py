@@ -93,15 +93,15 @@ def leave_group() -> None:
 
 def reset() -> None:
     """Return to the state before the first run: no group, no cached mesh, fresh TE and torch globals."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
     gc.collect()
     leave_group()
     _clear_dtensor_caches()
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
     gc.collect()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
