@@ -8,9 +8,8 @@ import torch
 from tests.unit.emulation import reference as ref
 from tests.unit.emulation import two_processes
 
-EVERYWHERE = ["none", "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
-CASES = [(arch, name) for arch in ("9.0", "10.0") for name in EVERYWHERE]
-CASES += [("10.0", "MXFP8BlockScaling"), ("10.0", "NVFP4BlockScaling")]
+def cases(table):
+    return [(arch, *(one if isinstance(one, tuple) else (one,))) for arch, ones in table.items() for one in ones]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("arch,name", CASES)
+@pytest.mark.parametrize("arch,name", cases(two_processes.RECIPES))
 def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequence_parallel):
     # fp32: eight chained products, sums split over two ranks. Quantized: where a rank scales its own part the same value is
     # rounded on another grid, so that both sides carry the error of one product of the backward; NVFP4 rounds stochastically.
@@ -34,34 +33,34 @@ def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequen
         assert rank["tp", arch, name, sequence_parallel] <= bound
 
 
-@pytest.mark.parametrize("primary", [False, True])
-@pytest.mark.parametrize("arch,name", CASES)
+@pytest.mark.parametrize("arch,name,primary", cases(two_processes.SHARDED))
 def test_fsdp2_trains_like_one_process(results, arch, name, primary):
-    if name == "none" and primary:
-        pytest.skip("there are no quantized weights without a recipe")
-    # Both ranks hold the same batch, so the averaged gradients are the single process's, up to rounding to bf16 in the reduction.
-    # The loss is about 2 and falls by a few percent: a per-tensor scale of a shard instead of the weight moves a weight by at most
-    # E4M3_EPS, as does an optimizer step; what that does to a loss is bounded by the measured 3e-2 of block primary weights.
-    tolerance = {"none": 1e-5}.get(name, 5e-2 if primary or name == "NVFP4BlockScaling" else 5e-3)
+    # Both ranks hold the same batch, so the mean of their gradients is the single process's gradient, bit for bit: the losses are
+    # equal. Not so where the scale depends on the sharding (delayed: a rank's amax history sees its own shard of the weights), and
+    # for block-scaled weights, whose shards TransformerEngine does not keep quantized unless they start on meta.
+    tolerance = 0.0
+    if name == "DelayedScaling":
+        # a single process of the Hopper layout reads a stale transpose after FusedAdam wrote the bytes (TransformerEngine's
+        # fused_adam.py:682-699), so there the single process is the one that is off
+        tolerance = 2e-2 if primary and arch == "9.0" else 1e-3
+    elif name == "Float8BlockScaling" and primary:
+        tolerance = 5e-2
     for rank in results:
         alone, together, kind = rank["fsdp", arch, name, primary]
-        assert together[0] == pytest.approx(alone[0], abs=tolerance)
-        assert together == pytest.approx(alone, abs=tolerance)
-        assert together[-1] < together[0] - 1e-3
-        if primary and name in ("Float8CurrentScaling", "DelayedScaling"):
-            assert kind == "Float8Tensor"
-        if primary and name == "MXFP8BlockScaling":
-            assert kind == "MXFP8Tensor"
+        assert together == pytest.approx(alone, abs=tolerance, rel=0)
+        assert together[-1] < together[0] - 1e-2
+        quantized = {"Float8CurrentScaling": "Float8Tensor", "DelayedScaling": "Float8Tensor", "MXFP8BlockScaling": "MXFP8Tensor"}
+        assert kind == (quantized.get(name, "Tensor") if primary else "Tensor")
 
 
 @pytest.mark.parametrize("arch", ["9.0", "10.0"])
 def test_meta_init_then_fully_shard_then_reset_parameters(results, arch):
     for rank in results:
         losses, kind = rank["meta", arch]
-        assert kind == "Float8BlockwiseQTensor" and losses[-1] < losses[0] - 1e-3
+        assert kind == "Float8BlockwiseQTensor" and losses[-1] < losses[0] - 1e-2
 
 
-@pytest.mark.parametrize("arch,name", [case for case in CASES if case[1] not in ("DelayedScaling", "NVFP4BlockScaling")])
+@pytest.mark.parametrize("arch,name", cases(two_processes.SAVED))
 def test_checkpoint_round_trip_is_exact(results, arch, name):
     for rank in results:
         before, after = rank["dcp", arch, name]

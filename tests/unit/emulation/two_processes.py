@@ -11,6 +11,26 @@ from te_fsdp import emulation
 
 H, FFN, HEADS, S, B, STEPS = 128, 256, 4, 32, 4, 3
 
+HOPPER = ["none", "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
+RECIPES = {"9.0": HOPPER, "10.0": [*HOPPER, "MXFP8BlockScaling", "NVFP4BlockScaling"]}
+#: (recipe, quantized weights) of the FSDP2 runs. What the architectures have in common runs on one of them.
+SHARDED = {
+    "9.0": [("Float8CurrentScaling", True), ("DelayedScaling", False), ("DelayedScaling", True)],
+    "10.0": [
+        ("none", False),
+        ("Float8CurrentScaling", False),
+        ("Float8CurrentScaling", True),
+        ("DelayedScaling", False),
+        ("DelayedScaling", True),
+        ("Float8BlockScaling", False),
+        ("Float8BlockScaling", True),
+        ("MXFP8BlockScaling", False),
+        ("MXFP8BlockScaling", True),
+        ("NVFP4BlockScaling", False),
+    ],
+}
+SAVED = {"9.0": ["Float8CurrentScaling"], "10.0": ["none", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]}
+
 
 def layer(te, dtype, width=1, **options):
     """One layer. A shard of a block-scaled weight must hold whole multiples of 128 rows: the fused QKV weight has 3 * width * H."""
@@ -109,7 +129,7 @@ def losses(te, name, primary, mesh, meta):
         found.append(loss.item())
     weight = model[0].layernorm_mlp.fc1_weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
-    return found, type(local).__name__, model
+    return found, type(local).__name__
 
 
 def checkpoint(te, name, mesh, folder):
@@ -154,18 +174,15 @@ def work(rank, folder):
     mesh, results = init_device_mesh("cpu", (2,)), {}
     for arch in ("9.0", "10.0"):
         emulation.switch_arch(arch)
-        names = ["none", "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
-        names += ["MXFP8BlockScaling", "NVFP4BlockScaling"] if arch == "10.0" else []
-        for name in names:
+        for name in RECIPES[arch]:
             for sequence_parallel in (False, True):
                 results["tp", arch, name, sequence_parallel] = tensor_parallel(te, name, sequence_parallel, rank)
-            for primary in (False, True) if name != "none" else (False,):
-                alone, _, _ = losses(te, name, primary, None, False)
-                together, kind, _ = losses(te, name, primary, mesh, False)
-                results["fsdp", arch, name, primary] = (alone, together, kind)
-            if name not in ("DelayedScaling", "NVFP4BlockScaling"):
-                path = f"{folder}/{arch}-{name}"
-                results["dcp", arch, name] = checkpoint(te, name, mesh, path)
-        results["meta", arch] = losses(te, "Float8BlockScaling", True, mesh, True)[:2]
+        for name, primary in SHARDED[arch]:
+            alone, _ = losses(te, name, primary, None, False)
+            together, kind = losses(te, name, primary, mesh, False)
+            results["fsdp", arch, name, primary] = (alone, together, kind)
+        for name in SAVED[arch]:
+            results["dcp", arch, name] = checkpoint(te, name, mesh, f"{folder}/{arch}-{name}")
+        results["meta", arch] = losses(te, "Float8BlockScaling", True, mesh, True)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
