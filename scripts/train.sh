@@ -3,7 +3,7 @@
 #
 #   usage: scripts/train.sh PYTHON [example options...]
 #
-#   OUT=...    where logs, plots and checkpoints go (default: out/train; emptied first)
+#   OUT=...    where logs, plots and checkpoints go (default: out/train); older checkpoints there are removed
 #   STEPS=...  steps of each of the two runs (default: 20 on CPU, 100 on GPUs)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,33 +13,36 @@ shift
 out=${OUT:-out/train}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-gpus=0
+# Number of GPUs, and the first one's capability without the dot (float8 begins with 89).
+gpus=0 capability=0
 if [ -z "${TE_FSDP_EMULATION:-}" ]; then
-  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+  read -r gpus capability < <("$python" -c 'import torch
+n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(n, "%d%d" % torch.cuda.get_device_capability() if n else 0)')
 fi
 
-# "processes mesh options" of the first run and of the resumed one.
+# "processes mesh options" of the first run and of the resumed one; both divide the batch.
 if ((gpus == 0)); then
-  echo "train: no GPU: four processes on the CPU, TransformerEngine emulated, gloo"
+  echo "train: no GPU in use: four processes on the CPU, TransformerEngine emulated, gloo"
   export TE_FSDP_EMULATION=${TE_FSDP_EMULATION:-10.0} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES=
-  first="4 --dp-shard 2 --tp 2"
-  second="4 --dp-shard 4 --tp 1"
-  steps=${STEPS:-20}
+  first="4 --dp-shard 2 --tp 2" second="4 --dp-shard 4 --tp 1"
+  batch=16 steps=${STEPS:-20} recipe=current
 else
   echo "train: $gpus GPU(s), TransformerEngine as installed, NCCL"
   steps=${STEPS:-100}
+  if ((capability >= 89)); then recipe=current; else recipe=none; fi
   if ((gpus == 1)); then
-    first="1 --dp-shard 1 --tp 1"
-    second=$first
+    first="1 --dp-shard 1 --tp 1" second="1 --dp-shard 1 --tp 1" batch=16
   elif ((gpus % 2 == 0)); then
-    first="$gpus --dp-shard $((gpus / 2)) --tp 2"
-    second="$gpus --dp-shard $gpus --tp 1"
+    first="$gpus --dp-shard $((gpus / 2)) --tp 2" second="$gpus --dp-shard $gpus --tp 1" batch=$((4 * gpus))
   else
     # An odd number of GPUs does not split into pairs: one stays idle when tensor parallelism comes in.
-    first="$gpus --dp-shard $gpus --tp 1"
-    second="$((gpus - 1)) --dp-shard $((gpus / 2)) --tp 2"
+    first="$gpus --dp-shard $gpus --tp 1" second="$((gpus - 1)) --dp-shard $((gpus / 2)) --tp 2"
+    batch=$((gpus * (gpus / 2) * 2))
   fi
 fi
+# gelu: the rows of a gated fc1 cannot be loaded at another tensor-parallel size in this version.
+common="--recipe $recipe --activation gelu --batch $batch --out $out"
 
 run() {
   local processes=$1
@@ -48,10 +51,10 @@ run() {
   "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" examples/fsdp2_tp/train.py "$@"
 }
 
-rm -rf "$out"
+rm -rf "$out/checkpoints"
 mkdir -p "$out"
 # shellcheck disable=SC2086
-run $first --steps "$steps" --save "$out/checkpoints" --out "$out/first" "$@"
+run $first $common --steps "$steps" --save "$out/checkpoints" "$@"
 # shellcheck disable=SC2086
-run $second --steps "$((2 * steps))" --resume "$out/checkpoints" --out "$out/resumed" "$@"
+run $second $common --steps "$((2 * steps))" --resume "$out/checkpoints" "$@"
 echo "train: done; see $out"
