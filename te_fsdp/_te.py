@@ -185,7 +185,11 @@ def format_of(tensor: torch.Tensor) -> str | None:
 
 def format_of_quantizer(quantizer: Any) -> str:
     """Format that a quantizer produces."""
-    names = {"Float8Quantizer": "float8", "Float8CurrentScalingQuantizer": "float8", "MXFP8Quantizer": "mxfp8"}
+    names = {
+        "Float8Quantizer": "float8",
+        "Float8CurrentScalingQuantizer": "float8",
+        "MXFP8Quantizer": "mxfp8",
+    }
     names |= {"Float8BlockQuantizer": "float8-block", "NVFP4Quantizer": "nvfp4", "HybridQuantizer": "hybrid"}
     return names.get(type(quantizer).__name__, type(quantizer).__name__)
 

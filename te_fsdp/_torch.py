@@ -48,7 +48,9 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...] | None = None) -> DTensor:
+def dtensor(
+    local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...] | None = None
+) -> DTensor:
     """DTensor around ``local`` (``DTensor.__new__``).
 
     ``DTensor.from_local`` costs a view, a shape computation and checks; this runs in every backward.

@@ -197,7 +197,9 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
     if mesh is None:
         return
     if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
-        raise MeshError(message(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__))
+        raise MeshError(
+            message(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
+        )
     if mesh.ndim != 1:
         raise MeshError(
             message(
@@ -232,9 +234,15 @@ def _fill(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     """Resolve one ``-1`` and check that the axes fill the world exactly."""
     text = " * ".join(f"{axis}({size})" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1 or any(isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()):
+    if len(free) > 1 or any(
+        isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()
+    ):
         raise MeshError(
-            message(f"Meshes.build: {text}", expected="positive sizes, at most one of them -1", got=tuple(sizes.values()))
+            message(
+                f"Meshes.build: {text}",
+                expected="positive sizes, at most one of them -1",
+                got=tuple(sizes.values()),
+            )
         )
     product = 1
     for size in sizes.values():
@@ -245,7 +253,11 @@ def _fill(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         return sizes
     others = product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1)
     fitting = [n for n in (world_size // others,) if n >= 1 and n * others == world_size]
-    fix = f"dp_shard={fitting[0]}, or dp_shard=-1 to use what is left" if fitting else "sizes whose product is WORLD_SIZE"
+    fix = (
+        f"dp_shard={fitting[0]}, or dp_shard=-1 to use what is left"
+        if fitting
+        else "sizes whose product is WORLD_SIZE"
+    )
     raise MeshError(
         message(
             f"Meshes.build: {text} = {product}{' * ?' if free else ''}",

@@ -104,7 +104,13 @@ def _check_item(item: Planned, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMe
                     fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard(model, meshes), which does both",
                 )
             )
-        if parameter is None or binding is not None or tp_mesh is None or tp_mesh.size() == 1 or weight_mesh is not None:
+        if (
+            parameter is None
+            or binding is not None
+            or tp_mesh is None
+            or tp_mesh.size() == 1
+            or weight_mesh is not None
+        ):
             continue
         quantizer = _te.weight_quantizer(item.module, name) if item.kind is not None else None
         if quantizer is not None and _te.needs_shared_amax(quantizer):
@@ -122,7 +128,12 @@ def _check_item(item: Planned, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMe
         have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
         if sorted(have) != sorted(want):
             raise MeshError(
-                message(f"{label}: tp_mesh", expected=f"the ranks of tp_group, {have}", got=want, fix="pass one of the two")
+                message(
+                    f"{label}: tp_mesh",
+                    expected=f"the ranks of tp_group, {have}",
+                    got=want,
+                    fix="pass one of the two",
+                )
             )
 
 
@@ -132,14 +143,21 @@ def _check_same(
     """A second call may only repeat the first."""
     same_tp = binding.tp_mesh is tp_mesh or binding.tp_mesh == tp_mesh
     same_weight = binding.weight_mesh is weight_mesh or binding.weight_mesh == weight_mesh
-    if same_tp and (same_weight or binding.weight_mesh is None or weight_mesh is None) and not binding.under_fsdp:
+    if (
+        same_tp
+        and (same_weight or binding.weight_mesh is None or weight_mesh is None)
+        and not binding.under_fsdp
+    ):
         return
     if binding.under_fsdp and not (same_tp and same_weight):
         what, fix = "set_device_mesh after fully_shard", "call set_device_mesh before fully_shard"
     elif binding.under_fsdp:
         return
     else:
-        what, fix = "set_device_mesh with other meshes than before", "bind a model once; build a new one for a new mesh"
+        what, fix = (
+            "set_device_mesh with other meshes than before",
+            "bind a model once; build a new one for a new mesh",
+        )
     raise OrderError(
         message(
             f"{label}: {what}",
@@ -175,7 +193,11 @@ def _bind(
             binding.attributes[name] = _python_attributes(parameter)
     module.__dict__[KEY] = binding
     module.__class__ = bound_class(type(module))
-    if tp_mesh is not None and hasattr(module, "set_tensor_parallel_group") and getattr(module, "tp_size", 1) > 1:
+    if (
+        tp_mesh is not None
+        and hasattr(module, "set_tensor_parallel_group")
+        and getattr(module, "tp_size", 1) > 1
+    ):
         module.set_tensor_parallel_group(tp_mesh.get_group())
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -203,7 +225,11 @@ def _place(parameter: torch.nn.Parameter, rule: ParameterRule, binding: Binding)
     if rule.shard_dim is not None:
         if rule.shard_dim >= local.ndim:
             raise PlacementError(
-                message(f"{binding.name}: shard dim {rule.shard_dim}", expected=f"{local.ndim} dims", got=tuple(shape))
+                message(
+                    f"{binding.name}: shard dim {rule.shard_dim}",
+                    expected=f"{local.ndim} dims",
+                    got=tuple(shape),
+                )
             )
         shape[rule.shard_dim] *= mesh.size()
         placement = Shard(rule.shard_dim)

@@ -24,7 +24,9 @@ __all__ = ["ForeignModule", "MeshModule", "OpMeshModule", "ResettableModule"]
 class MeshModule(torch.nn.Module):
     """Mixin of every bound module; stands before TE's class in the method resolution order."""
 
-    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+    def set_device_mesh(
+        self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None
+    ) -> None:
         """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
         from te_fsdp.modules.apply import set_device_mesh
 

@@ -101,7 +101,11 @@ def target_device(tensor: torch.Tensor) -> torch.device:
     if not tensor.is_meta:
         return tensor.device
     kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type()
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    return (
+        torch.device("cpu")
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
@@ -112,7 +116,11 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
     Raises:
         InitError: The states differ.
     """
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+    state = (
+        torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device.type).get_rng_state(device)
+    )
     digest = hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=7).digest()
     mine = int.from_bytes(digest, "big")
     seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
@@ -152,7 +160,9 @@ def _take(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     return value
 
 
-def _store(module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: Binding | None) -> None:
+def _store(
+    module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: Binding | None
+) -> None:
     """Put a shard's value into the module: into the tensor that is there, or as a new parameter in place of a meta one."""
     local = _torch.local_of(old)
     quantizer = _te.weight_quantizer(module, name) if binding is not None else None

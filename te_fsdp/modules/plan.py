@@ -18,7 +18,14 @@ __all__ = ["Planned", "plan_tree"]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
-    {"Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention", "MultiheadAttention"}
+    {
+        "Linear",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "GroupedLinear",
+        "DotProductAttention",
+        "MultiheadAttention",
+    }
 )
 _NORMS = ("layer_norm_weight", "layer_norm_bias")
 
@@ -123,7 +130,9 @@ def _rules(
         return table.attention_offset_rules([n for n in ("softmax_offset",) if n in own])
     if kind is None:
         # TE's and Megatron's convention for parameters that see only a part of the sequence.
-        return table.replicated_rules({n: bool(getattr(p, "sequence_parallel", False)) for n, p in own.items()})
+        return table.replicated_rules(
+            {n: bool(getattr(p, "sequence_parallel", False)) for n, p in own.items()}
+        )
     return {}
 
 
@@ -148,7 +157,10 @@ def _check_tp_size(module: nn.Module, kind: str, label: str, tp_size: int) -> No
     if built_for == tp_size or (unsplit and built_for == 1):
         return
     if tp_size == 1:
-        got, fix = f"tp_mesh=None or of size 1, but tp_size={built_for}", "pass the tensor-parallel mesh as tp_mesh"
+        got, fix = (
+            f"tp_mesh=None or of size 1, but tp_size={built_for}",
+            "pass the tensor-parallel mesh as tp_mesh",
+        )
     else:
         got = f"tp_size={built_for}"
         fix = f"build the module with tp_size={tp_size} (or tp_group of that size) and its parallel mode"

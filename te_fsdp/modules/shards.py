@@ -83,7 +83,11 @@ def _coordinates(parameter: DTensor, has_tp: bool, label: str) -> Coordinates:
     cuts = [i for i, p in enumerate(placements) if i != tp_axis and _torch.shard_dim_of(p) is not None]
     if len(cuts) > 1:
         raise PlacementError(
-            message(f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts))
+            message(
+                f"{label}: placements {tuple(placements)}",
+                expected="at most one FSDP shard axis",
+                got=len(cuts),
+            )
         )
     tp = (mesh.size(tp_axis), coordinate[tp_axis]) if tp_axis is not None else (1, 0)
     if not cuts:

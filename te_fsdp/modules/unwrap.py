@@ -34,7 +34,9 @@ class _ToLocal(torch.autograd.Function):
     """DTensor parameters -> their local tensors, one autograd node for a whole module."""
 
     @staticmethod
-    def forward(ctx: Any, binding: Binding, names: tuple[str, ...], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, binding: Binding, names: tuple[str, ...], *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Specs, not the parameters: those would form a cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
@@ -125,7 +127,9 @@ def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -
         return output
     inside = {id(tensor) for tensor in local}
     return tuple(
-        (item.clone() if copy else item.view_as(item)) if isinstance(item, torch.Tensor) and id(item) in inside else item
+        (item.clone() if copy else item.view_as(item))
+        if isinstance(item, torch.Tensor) and id(item) in inside
+        else item
         for item in output
     )
 

@@ -111,7 +111,9 @@ def _pack(inputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[tuple[torch.
         start += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
     flat = torch.empty(start, dtype=torch.uint8, device=inputs[0].device)
     for tensor, (offset, _, _) in zip(inputs, pieces, strict=True):
-        flat[offset : offset + tensor.numel() * tensor.element_size()].copy_(tensor.reshape(-1).view(torch.uint8))
+        flat[offset : offset + tensor.numel() * tensor.element_size()].copy_(
+            tensor.reshape(-1).view(torch.uint8)
+        )
     return (flat,), _Packed(metadata, tuple(pieces))
 
 

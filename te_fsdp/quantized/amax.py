@@ -26,7 +26,11 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
     ``Float8CurrentScalingQuantizer.update_quantized``). The attribute dies with the tensor object, so pickling and
     checkpoint staging, which work on detached copies, never meet a process group.
     """
-    if binding.weight_mesh is not None and _te.is_quantized(local) and _te.needs_shared_amax(_te.quantizer_of(local)):
+    if (
+        binding.weight_mesh is not None
+        and _te.is_quantized(local)
+        and _te.needs_shared_amax(_te.quantizer_of(local))
+    ):
         local.amax_reduction_group = binding.weight_mesh.get_group()  # type: ignore[attr-defined]
 
 

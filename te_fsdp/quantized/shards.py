@@ -63,7 +63,12 @@ def check_shardable(model: nn.Module, fsdp_size: int) -> None:
             quantizer = _te.weight_quantizer(module, name)
             if quantizer is not None:
                 shape = tuple(_torch.local_of(parameter).shape)
-                _check_blocks(f"{prefix}.{name}" if prefix else name, shape, _te.format_of_quantizer(quantizer), fsdp_size)
+                _check_blocks(
+                    f"{prefix}.{name}" if prefix else name,
+                    shape,
+                    _te.format_of_quantizer(quantizer),
+                    fsdp_size,
+                )
 
 
 def _check_blocks(label: str, shape: tuple[int, ...], fmt: str, fsdp_size: int) -> None:

@@ -106,7 +106,13 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
     if local.is_meta:
         dtype += ", on meta"
     return Row(
-        label, tuple(parameter.shape), layout, _placements(parameter), tuple(local.shape), dtype, _bytes(local)
+        label,
+        tuple(parameter.shape),
+        layout,
+        _placements(parameter),
+        tuple(local.shape),
+        dtype,
+        _bytes(local),
     )
 
 

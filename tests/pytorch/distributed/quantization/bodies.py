@@ -1,0 +1,259 @@
+"""Bodies: sharded quantized training against stock TE in one process, and the bytes of the weights themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from quantization.models import BATCH, SEQUENCE, build, recipe_of
+from torch import nn
+
+STEPS = 5
+SEED = 11
+LEARNING_RATE = 2e-3
+#: Relative rounding error (rms) of a GEMM with both operands quantized: a uniform error of one unit in the last place
+#: (2^-3 of e4m3, 2^-2 of e5m2, 3/4 of it averaged over the mantissa), times sqrt(2) for two operands. One process
+#: under the emulation measured 0.037 for e4m3.
+E4M3_ERROR = 2**-3 / math.sqrt(12) * 0.75 * math.sqrt(2)
+E5M2_ERROR = 2**-2 / math.sqrt(12) * 0.75 * math.sqrt(2)
+#: Quantized GEMMs between input and output of the deepest model, a TransformerLayer: qkv, proj, fc1, fc2.
+GEMMS = 4
+
+
+def tolerances(losses: list[float], hidden: int) -> list[float]:
+    """Bounds on the relative difference of two runs of the same quantized training that round differently.
+
+    Forward: losses are means of N squared differences of order one between outputs that carry independent relative
+    errors e = sqrt(GEMMS) * E4M3_ERROR each; two such means differ by 2 e sqrt(2 / N), one standard deviation; six are
+    allowed. Updates: a gradient with an independent relative error g = sqrt(GEMMS) * hypot(E4M3_ERROR, E5M2_ERROR) makes
+    an angle with the true one whose cosine is 1 / sqrt(1 + g^2); that share of the progress so far may be missing.
+    """
+    forward = 6 * 2 * math.sqrt(GEMMS) * E4M3_ERROR * math.sqrt(2 / (SEQUENCE * BATCH * hidden))
+    error = math.sqrt(GEMMS) * math.hypot(E4M3_ERROR, E5M2_ERROR)
+    missing = 1 - 1 / math.sqrt(1 + error**2)
+    return [forward + missing * abs(losses[0] - loss) / loss for loss in losses]
+
+
+def training(
+    kind: str,
+    recipe: str,
+    quantized: bool,
+    dp_replicate: int,
+    tp: int,
+    *,
+    hidden: int = 256,
+    sequence_parallel: bool = False,
+    reshard_after_forward: bool = True,
+    drop_shared_scale: bool = False,
+    learning_rate: float = LEARNING_RATE,
+) -> dict[str, Any]:
+    """Train a sharded model and stock TE in one process side by side for :data:`STEPS` FusedAdam steps.
+
+    Returns:
+        Losses of both, and what the weights looked like after each step.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
+    kwargs = {**meshes.te_kwargs(), "sequence_parallel": sequence_parallel}
+    model = _initialised(kind, recipe, quantized, hidden, "meta", **kwargs)
+    te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard_after_forward)
+    if drop_shared_scale:
+        _forget_weight_mesh(model)
+    te_fsdp.materialize(model, seed=SEED)
+    torch.manual_seed(SEED)
+    reference = _initialised(kind, recipe, quantized, hidden, harness.device())
+    outcome: dict[str, Any] = {"losses": [], "reference": [], "quantized": [], "scales_equal": []}
+    outcome["bytes_at_init"] = compare_with_reference(model, reference)
+    step = Stepper(model, recipe, meshes, sequence_parallel, learning_rate=learning_rate)
+    reference_step = Stepper(reference, recipe, None, False)
+    batch = _batch(hidden)
+    for _ in range(STEPS):
+        outcome["losses"].append(step(*batch))
+        outcome["reference"].append(reference_step(*batch))
+        outcome["quantized"].append(len(quantized_weights(model)))
+        outcome["scales_equal"].append(scales_agree(model))
+    outcome["tolerances"] = tolerances(outcome["reference"], hidden)
+    outcome["expected_quantized"] = len(quantized_weights(reference))
+    return outcome
+
+
+def main_weights(kind: str, recipe: str, dp_replicate: int, tp: int, *, hidden: int = 256) -> int:
+    """After init and after every step the shards are, bit for bit, the parts of the quantized gathered main weight.
+
+    Returns:
+        Number of weights compared.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
+    model = _initialised(kind, recipe, True, hidden, "meta", **meshes.te_kwargs())
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=SEED)
+    step = Stepper(model, recipe, meshes, False)
+    compared, batch = 0, _batch(hidden)
+    for _ in range(STEPS):
+        step(*batch)
+        for module, name, parameter in quantized_weights(model):
+            main = step.optimizer.state[parameter]["master_param"]
+            compared += _same_as_quantized(module, name, parameter, main)
+    return compared
+
+
+def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Owner, name and parameter of every quantized weight."""
+    from te_fsdp import _te, _torch
+
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and _te.is_quantized(_torch.local_of(parameter))
+    ]
+
+
+def scales_agree(model: nn.Module) -> bool | None:
+    """Whether all ranks hold the same per-tensor scales; None for formats without one."""
+    from te_fsdp import _torch
+
+    weights = [_torch.local_of(p) for _, _, p in quantized_weights(model)]
+    scales = [w._scale_inv.flatten()[0] for w in weights if type(w).__name__ == "Float8Tensor"]
+    if not scales:
+        return None
+    mine = torch.stack(scales)
+    extremes = torch.stack([mine, -mine])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(torch.equal(extremes[0], -extremes[1]))
+
+
+def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
+    """Compare freshly initialised quantized shards with stock TE's quantized weights, bit for bit.
+
+    Returns:
+        Number of weights compared; the ranks of an unquantized model compare none.
+    """
+    from te_fsdp import _torch
+    from te_fsdp.modules.shards import shard_info
+
+    whole = {name: p for name, p in reference.named_parameters()}
+    checks = harness.Comparisons()
+    count = 0
+    names = {id(p): n for n, p in model.named_parameters()}
+    for module, name, parameter in quantized_weights(model):
+        info = shard_info(module, name, parameter)
+        values = whole[names[id(parameter)]].dequantize(dtype=torch.float32)
+        local = _torch.local_of(parameter).dequantize(dtype=torch.float32)
+        for box in info.boxes:
+            checks.same_bits(name, local[box.local_slices()], values[box.original_slices()])
+        count += 1
+    if count:
+        checks.require(count)
+    return count
+
+
+def _same_as_quantized(module: nn.Module, name: str, parameter: torch.Tensor, main: torch.Tensor) -> int:
+    """One process' quantization of the gathered main weight equals the shard on every rank."""
+    from te_fsdp import _te, _torch
+    from te_fsdp.modules.shards import shard_info
+
+    info = shard_info(module, name, parameter)
+    gathered = torch.zeros(info.original_shape, device=harness.device())
+    local_main = _torch.local_of(main)
+    for box in info.boxes:
+        gathered[box.original_slices()] = local_main[box.local_slices()]
+    # Replicas hold the same values, so that the maximum of value and minus the minimum together put pieces in place.
+    positive, negative = gathered.clamp(min=0), (-gathered).clamp(min=0)
+    for part in (positive, negative):
+        dist.all_reduce(part, op=dist.ReduceOp.MAX)
+    quantizer = _te.quantizer_of(_torch.local_of(parameter)).copy()
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    alone = quantizer(positive - negative).dequantize(dtype=torch.float32)
+    shard = _torch.local_of(parameter).dequantize(dtype=torch.float32)
+    checks = harness.Comparisons()
+    for box in info.boxes:
+        checks.same_bits(name, shard[box.local_slices()], alone[box.original_slices()])
+    checks.require(1)
+    return 1
+
+
+class Stepper:
+    """One training step with FusedAdam and fp32 main weights: batch in, mean loss over the world out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: str,
+        meshes: Any,
+        sequence_parallel: bool,
+        *,
+        learning_rate: float = LEARNING_RATE,
+    ) -> None:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        self.model, self.recipe, self.meshes, self.sequence_parallel = (
+            model,
+            recipe,
+            meshes,
+            sequence_parallel,
+        )
+        self.optimizer = FusedAdam(
+            model.parameters(), lr=learning_rate, master_weights=True, master_weight_dtype=torch.float32
+        )
+
+    def __call__(self, x: torch.Tensor, target: torch.Tensor) -> float:
+        import transformer_engine.pytorch as te
+
+        if self.meshes is not None:
+            x, target = self._mine(x), self._mine(target)
+        with te.autocast(enabled=True, recipe=recipe_of(self.recipe)):
+            output = self.model(x)
+        output = output[0] if isinstance(output, tuple) else output
+        loss = (output.float() - target.float()).square().mean()
+        tp = self.meshes.size("tp") if self.meshes is not None and self.sequence_parallel else 1
+        # Each tp rank's mean covers its part of the sequence: their sum over tp must be the mean of the whole.
+        (loss / tp).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach().clone()
+        if self.meshes is not None:
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        return float(total)
+
+    def _mine(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a global batch: over data parallel by samples, under sequence parallelism by tokens."""
+        mesh, sizes = self.meshes.device_mesh, self.meshes.size
+        rank = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
+        x = x.chunk(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[rank]
+        if self.sequence_parallel:
+            x = x.chunk(sizes("tp"), dim=0)[mesh.get_local_rank("tp")]
+        return x.contiguous()
+
+
+def _batch(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same global batch on every rank, to be fitted: input and target."""
+    generator = torch.Generator().manual_seed(5)
+    data = torch.randn((2, SEQUENCE, BATCH, hidden), generator=generator).bfloat16().to(harness.device())
+    return data[0], data[1]
+
+
+def _initialised(
+    kind: str, recipe: str, quantized: bool, hidden: int, device: Any, **kwargs: Any
+) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    with te.quantized_model_init(enabled=quantized, recipe=recipe_of(recipe)):
+        return build(kind, hidden, device, **kwargs)
+
+
+def _forget_weight_mesh(model: nn.Module) -> None:
+    """Negative control: quantize every shard with a scale of its own."""
+    from te_fsdp.binding import binding_of
+
+    for module in model.modules():
+        binding = binding_of(module)
+        if binding is not None:
+            binding.weight_mesh = None

@@ -1,0 +1,87 @@
+"""Models for quantized training: every module kind with GEMM weights, hidden -> hidden, built anywhere.
+
+Sizes fit every format on 8 ranks: block formats need whole blocks in each shard (32 rows of MXFP8: 32 x 2 x 4 = 256).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+HEADS = 4
+SEQUENCE, BATCH = 32, 8
+
+
+def recipe_of(name: str) -> Any:
+    """TE's recipe object of a name."""
+    from transformer_engine.common import recipe
+
+    classes = {
+        "delayed": recipe.DelayedScaling,
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
+    }
+    return classes[name]()
+
+
+class LinearPair(nn.Module):
+    """Column-parallel then row-parallel linear, or norm + linear then linear."""
+
+    def __init__(self, hidden: int, *, with_norm: bool, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        first = te.LayerNormLinear if with_norm else te.Linear
+        self.first = first(hidden, 2 * hidden, parallel_mode="column", **kwargs)
+        self.second = te.Linear(2 * hidden, hidden, parallel_mode="row", **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Experts(nn.Module):
+    """One grouped linear of two experts over halves of the tokens, without tensor parallelism inside."""
+
+    def __init__(self, hidden: int, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        kwargs = {**kwargs, "bias": False, "tp_group": None, "tp_size": 1, "sequence_parallel": False}
+        self.experts = te.GroupedLinear(2, hidden, hidden, **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        half = tokens.shape[0] // 2
+        return self.experts(tokens, [half, tokens.shape[0] - half]).view(x.shape)
+
+
+def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> nn.Module:
+    """A model of one module kind with bf16 parameters, activations (sequence, batch, hidden) in and out.
+
+    Args:
+        kind: ``linear``, ``layernorm_linear``, ``mlp_gelu``, ``mlp_swiglu``, ``attention``, ``transformer``, ``grouped``.
+        hidden: Width.
+        device: Device of the parameters, ``"meta"`` included.
+        **kwargs: ``tp_group``, ``tp_size``, ``sequence_parallel``, ``bias``.
+    """
+    import transformer_engine.pytorch as te
+
+    common = {"params_dtype": torch.bfloat16, "device": device, "bias": True, **kwargs}
+    if kind in ("linear", "layernorm_linear"):
+        return LinearPair(hidden, with_norm=kind == "layernorm_linear", **common)
+    if kind == "grouped":
+        return Experts(hidden, **common)
+    if kind.startswith("mlp_"):
+        return te.LayerNormMLP(hidden, 2 * hidden, activation=kind[4:], set_parallel_mode=True, **common)
+    attention = {"attention_dropout": 0.0, "set_parallel_mode": True, "fuse_qkv_params": True}
+    if kind == "attention":
+        return te.MultiheadAttention(
+            hidden, HEADS, attn_mask_type="causal", input_layernorm=True, **attention, **common
+        )
+    return te.TransformerLayer(
+        hidden, 2 * hidden, HEADS, hidden_dropout=0.0, self_attn_mask_type="causal", **attention, **common
+    )

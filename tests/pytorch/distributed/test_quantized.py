@@ -1,0 +1,167 @@
+"""Quantized training on meshes: losses of one process to a derived tolerance, one scale for one weight, same bytes."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import bodies
+
+# (dp_replicate, tp, ranks); 2 ranks are for machines with 2 GPUs
+DP2_TP2, DP4, TP4, HSDP, HSDP_TP, DP2, TP2 = (
+    (1, 2, 4),
+    (1, 1, 4),
+    (1, 4, 4),
+    (2, 1, 4),
+    (2, 2, 8),
+    (1, 1, 2),
+    (1, 2, 2),
+)
+EVERY_MESH = [DP2_TP2, DP4, TP4, HSDP, HSDP_TP, DP2, TP2]
+KINDS = ["linear", "layernorm_linear", "mlp_gelu", "mlp_swiglu", "attention", "transformer"]
+NAMES = {
+    DP2_TP2: "dp2xtp2",
+    DP4: "dp4",
+    TP4: "tp4",
+    HSDP: "hsdp2x2",
+    HSDP_TP: "hsdp2x2xtp2",
+    DP2: "dp2",
+    TP2: "tp2",
+}
+
+
+def _cases() -> list:
+    """Every kind on two meshes, every mesh with every format, quantized and bf16 weights alternating throughout."""
+    cases = []
+    for index, kind in enumerate(KINDS):
+        for offset in (0, 2):
+            mesh = EVERY_MESH[(index + offset) % 4]
+            for recipe in ("current", "mxfp8"):
+                cases.append((kind, recipe, (index + offset // 2) % 2 == 0, mesh))
+    for mesh in EVERY_MESH:
+        for recipe in ("current", "mxfp8"):
+            cases += [("transformer", recipe, True, mesh), ("transformer", recipe, False, mesh)]
+    unique = list(dict.fromkeys(cases))
+    return [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1]}-{'quantized' if case[2] else 'bf16'}-{NAMES[case[3]]}",
+            marks=pytest.mark.ranks(case[3][2]),
+        )
+        for case in unique
+    ]
+
+
+def _meshes(*meshes: tuple[int, int, int]) -> list:
+    return [pytest.param(mesh, id=NAMES[mesh], marks=pytest.mark.ranks(mesh[2])) for mesh in meshes]
+
+
+def check(results: list[dict], recipe: str, quantized: bool) -> None:
+    """What every run must show on every rank."""
+    for outcome in results:
+        rows = zip(outcome["losses"], outcome["reference"], outcome["tolerances"], strict=True)
+        assert all(abs(loss - expected) <= bound * expected for loss, expected, bound in rows), outcome
+        wanted = outcome["expected_quantized"] if quantized else 0
+        assert (outcome["expected_quantized"] > 0) == quantized
+        assert outcome["quantized"] == [wanted] * bodies.STEPS, "weights did not stay quantized"
+        assert outcome["bytes_at_init"] == wanted
+        if quantized and recipe == "current":
+            assert outcome["scales_equal"] == [True] * bodies.STEPS
+        assert outcome["losses"][-1] < 0.97 * outcome["losses"][0], (
+            "nothing was learned, so nothing was compared"
+        )
+
+
+@pytest.mark.parametrize(("kind", "recipe", "quantized", "mesh"), _cases())
+def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(
+        bodies.training,
+        ranks,
+        kind=kind,
+        recipe=recipe,
+        quantized=quantized,
+        dp_replicate=dp_replicate,
+        tp=tp,
+    )
+    check(results, recipe, quantized)
+
+
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("mesh", _meshes(DP2_TP2, DP2, TP2))
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_hopper_layout(pool, recipe, quantized, reshard, mesh):
+    """Also without resharding, where stock TE's first backward reads a scrambled transpose."""
+    dp_replicate, tp, ranks = mesh
+    options = {
+        "kind": "mlp_gelu",
+        "recipe": recipe,
+        "quantized": quantized,
+        "dp_replicate": dp_replicate,
+        "tp": tp,
+    }
+    hidden = {"current": 128, "block": 512}[recipe]
+    results = pool.run(bodies.training, ranks, hidden=hidden, reshard_after_forward=reshard, **options)
+    check(results, recipe, quantized)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_sequence_parallel(pool, recipe, quantized):
+    options = {"kind": "transformer", "recipe": recipe, "quantized": quantized, "dp_replicate": 1, "tp": 2}
+    check(pool.run(bodies.training, 4, sequence_parallel=True, **options), recipe, quantized)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_gathered_until_backward(pool, recipe):
+    """Without resharding both directions of a weight are gathered once; with tp4 the FSDP axis has size 1."""
+    for tp in (2, 4):
+        options = {"kind": "mlp_swiglu", "recipe": recipe, "quantized": True, "dp_replicate": 1, "tp": tp}
+        check(pool.run(bodies.training, 4, reshard_after_forward=False, **options), recipe, True)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_grouped_linear(pool, quantized):
+    for recipe in ("current", "mxfp8"):
+        options = {"kind": "grouped", "recipe": recipe, "quantized": quantized, "dp_replicate": 1, "tp": 1}
+        check(pool.run(bodies.training, 4, **options), recipe, quantized)
+
+
+@pytest.mark.parametrize("mesh", _meshes(DP2_TP2, HSDP_TP, TP2))
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_shards_are_the_quantized_main_weight(pool, recipe, mesh):
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(
+        bodies.main_weights, ranks, kind="mlp_swiglu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
+    )
+    assert results == [2 * bodies.STEPS] * ranks
+
+
+@pytest.mark.ranks(4)
+def test_a_scale_per_rank_is_caught(pool):
+    """Negative control: without the weight mesh the ranks' scales differ, and te_fsdp refuses to gather them."""
+    errors = pool.run_expect_error(
+        bodies.training,
+        4,
+        kind="mlp_gelu",
+        recipe="current",
+        quantized=True,
+        dp_replicate=1,
+        tp=2,
+        drop_shared_scale=True,
+    )
+    for error in errors:
+        # Either the comparison of bytes at init, or the gather's own check of the weight mesh.
+        assert error.type_name in ("MeshError", "AssertionError", "Difference"), error
+
+
+@pytest.mark.ranks(4)
+def test_wrong_updates_are_caught(pool):
+    """Negative control: updates twice as large leave the tolerance."""
+    options = {"kind": "mlp_gelu", "recipe": "current", "quantized": True, "dp_replicate": 1, "tp": 2}
+    results = pool.run(bodies.training, 4, learning_rate=2 * bodies.LEARNING_RATE, **options)
+    with pytest.raises(AssertionError, match="losses"):
+        check(results, "current", True)
