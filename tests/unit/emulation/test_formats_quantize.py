@@ -137,7 +137,11 @@ def test_mxfp8(dtype, pattern, two_dim):
     _, _, _, mxfp8 = quantizers()
     kind = "e5m2" if pattern == "heavy" else "e4m3"
     x = make(pattern, (64, 96), dtype)
-    y = mxfp8(te_dtype(kind), with_2d_quantization=two_dim)(x)
+    quantizer = mxfp8(te_dtype(kind))
+    if two_dim and not hasattr(quantizer, "with_2d_quantization"):
+        pytest.skip("this TransformerEngine has no 2-D MXFP8")
+    quantizer.with_2d_quantization = two_dim
+    y = quantizer(x)
     check_mxfp8(y, x, kind, two_dim=two_dim)
 
 

@@ -133,8 +133,9 @@ def quantize(
         quantizer: a stock TE quantizer; with ``None`` the tensor itself is returned, or copied to ``output``.
         output: quantized tensor to update in place. Its buffers are first made to fit the quantizer's usages.
         noop: one float; if it is 1 the data of ``output`` stays as it is.
-        amax: for current scaling and NVFP4, the amax to use instead of the tensor's own (one float32). Not part of the
-            extension's function: its fused kernels call the quantizer with the amax that they computed.
+        amax: for current scaling and NVFP4, the amax to use instead of the tensor's own (one float32). Not
+            part of the extension's function: its fused kernels call the quantizer with the amax that they
+            computed.
 
     Returns:
         ``output``, or a new quantized tensor. On meta and for an empty input nothing is written.

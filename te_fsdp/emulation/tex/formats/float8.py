@@ -110,7 +110,7 @@ def fill_delayed(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) 
 def fill_current(
     values: torch.Tensor, quantizer: Any, output: Any, noop: bool, amax: torch.Tensor | None = None
 ) -> None:
-    """Quantize with the scale of the tensor's own amax, or of the given one (fused kernels bring theirs along).
+    """Quantize with the scale of the tensor's own amax, or of the given one (fused kernels bring theirs).
 
     Collective: one MAX all-reduce of the amax over the quantizer's group when ``with_amax_reduction`` is set,
     also under ``noop``, as the extension does.

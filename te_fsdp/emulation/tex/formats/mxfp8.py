@@ -151,7 +151,9 @@ def fill(
     flat = values.reshape(rows, cols).float()
     magnitude = cast.abs_values(flat)
     limit = cast.fp8_max(quantizer.dtype)
-    if quantizer.with_2d_quantization if two_dim is None else two_dim:
+    if two_dim is None:
+        two_dim = getattr(quantizer, "with_2d_quantization", False)  # since TransformerEngine 2.19
+    if two_dim:
         tiles = magnitude.view(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK).amax((1, 3))
         tile_scales = _block_scales(tiles, limit)
         row_scales = tile_scales.repeat_interleave(BLOCK, 0)
@@ -160,14 +162,12 @@ def fill(
         row_scales = _block_scales(magnitude.view(rows, cols // BLOCK, BLOCK).amax(2), limit)
         col_scales = _block_scales(magnitude.view(rows // BLOCK, BLOCK, cols).amax(1), limit)
     if output._rowwise_data is not None:
-        factor = cast.e8m0_reciprocal(row_scales).repeat_interleave(BLOCK, 1)
-        output._rowwise_data.copy_(
-            cast.cast_fp8(flat * factor, quantizer.dtype).view(output._rowwise_data.shape)
-        )
+        scaled = flat.view(rows, cols // BLOCK, BLOCK) * cast.e8m0_reciprocal(row_scales)[:, :, None]
+        output._rowwise_data.copy_(cast.cast_fp8(scaled, quantizer.dtype).view(output._rowwise_data.shape))
         _store(output, "rowwise", row_scales)
     if output._columnwise_data is not None:
-        factor = cast.e8m0_reciprocal(col_scales).repeat_interleave(BLOCK, 0)
-        data = cast.cast_fp8(flat * factor, quantizer.dtype)
+        scaled = flat.view(rows // BLOCK, BLOCK, cols) * cast.e8m0_reciprocal(col_scales)[:, None, :]
+        data = cast.cast_fp8(scaled, quantizer.dtype)
         output._columnwise_data.copy_(data.view(output._columnwise_data.shape))
         _store(output, "columnwise", col_scales)
 

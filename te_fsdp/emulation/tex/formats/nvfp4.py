@@ -23,10 +23,10 @@ BLOCK = 16
 FP4_MAX = 6.0
 _E4M3 = DType.kFloat8E4M3
 
-# Magnitudes of the codes 0..7, and between neighbours the midpoints; a midpoint goes to the code with even
-# mantissa.
+# Magnitudes of the codes 0..7; code 8 + i is the negative of code i.
 _GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+# The two values in each byte, the low half first.
+_PAIRS = torch.cartesian_prod(torch.cat((_GRID, -_GRID)), torch.cat((_GRID, -_GRID))).flip(1)
 
 
 def check_variant(quantizer: Any) -> None:
@@ -150,40 +150,34 @@ def coerce(quantizer: Any, output: Any) -> None:
 
 def round_to_nearest(values: torch.Tensor) -> torch.Tensor:
     """E2M1 codes 0..15 (uint8) of float32 values: nearest, ties to even, saturating at 6; NaN gives +6."""
-    magnitude = values.abs()
-    # right=False counts the midpoints below, right=True those below or equal: they differ exactly on a tie,
-    # where the even one of the two candidate codes is due.
-    low = torch.bucketize(magnitude, _MIDPOINTS, right=False)
-    high = torch.bucketize(magnitude, _MIDPOINTS, right=True)
-    code = torch.where(low % 2 == 0, low, high)
-    return _with_sign(code, values)
+    magnitude = torch.nan_to_num(values.abs(), nan=FP4_MAX).clamp_(max=FP4_MAX)
+    inverse_step, first = _region(magnitude)
+    # In a region the codes count steps, and an even count is an even code: torch.round goes to even on ties.
+    return _with_sign(torch.round(magnitude * inverse_step) + first, values)
 
 
 def round_stochastically(values: torch.Tensor) -> torch.Tensor:
     """E2M1 codes of float32 values, rounded up or down at random in proportion to the distance.
 
-    Takes 8 random bits a value. Draws from torch's default CPU generator, as the extension draws from the
-    GPU's.
+    Takes 8 random bits a value from torch's default CPU generator, as the extension does from the GPU's.
     """
-    magnitude = values.abs()
-    noise = torch.randint(0, 256, values.shape, dtype=torch.int32).float() / 256.0
-    jittered = magnitude + noise * _step(magnitude)
-    step = _step(jittered)
-    rounded = (torch.floor(jittered / step) * step).clamp(max=FP4_MAX)
-    return _with_sign(torch.bucketize(rounded, _GRID, right=False), values)
+    magnitude = torch.nan_to_num(values.abs(), nan=FP4_MAX).clamp_(max=FP4_MAX)
+    noise = torch.randint(0, 256, values.shape, dtype=torch.uint8).float() / 256.0
+    jittered = magnitude + noise / _region(magnitude)[0]
+    inverse_step, first = _region(jittered)  # the jitter may have carried the value into the next region
+    return _with_sign((torch.floor(jittered * inverse_step) + first).clamp_(max=7.0), values)
 
 
-def _step(magnitude: torch.Tensor) -> torch.Tensor:
-    """Distance between neighbouring E2M1 values at ``magnitude``."""
-    step = torch.where(magnitude >= 2.0, 1.0, 0.5)
-    return torch.where(magnitude >= 4.0, 2.0, step)
+def _region(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E2M1 grid at ``magnitude``: 1 / step (2 below 2.0, 1 below 4.0, then 1/2), and code - count of steps."""
+    middle, upper = (magnitude >= 2.0).float(), (magnitude >= 4.0).float()
+    return 2.0 - middle - 0.5 * upper, 2.0 * (middle + upper)
 
 
 def _with_sign(code: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    nan = torch.isnan(values)
-    code = torch.where(nan, torch.full_like(code, 7), code.clamp(max=7))
-    negative = torch.signbit(values) & ~nan
-    return (code + 8 * negative.to(code.dtype)).to(torch.uint8)
+    """Codes 0..7 with the sign bit of ``values``; a NaN counts as positive."""
+    negative = torch.signbit(values) & ~torch.isnan(values)
+    return code.to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -213,7 +207,7 @@ def _quantize_lines(
     factor = (
         (cast.decode_fp8(scale_bytes, _E4M3) * encode.reciprocal()).reciprocal().clamp(max=cast.FLOAT32_MAX)
     )
-    scaled = lines * factor.repeat_interleave(BLOCK, 1)
+    scaled = (lines.view(len(lines), -1, BLOCK) * factor[:, :, None]).view(lines.shape)
     codes = round_stochastically(scaled) if stochastic else round_to_nearest(scaled)
     return pack(codes), scale_bytes
 
@@ -329,9 +323,8 @@ def _values(tensor: Any, name: str) -> torch.Tensor:
     scales = scales[:lines, : length // BLOCK]
     factor_inv = torch.tensor(1.0 / (FP4_MAX * 448.0), dtype=torch.float32)
     factor = cast.decode_fp8(scales, _E4M3) * getattr(tensor, f"_amax_{name}").reshape(()) * factor_inv
-    codes = unpack(data.reshape(lines, length // 2)).long()
-    signed = torch.cat((_GRID, -_GRID))[codes]
-    return signed * factor.repeat_interleave(BLOCK, 1)
+    signed = _PAIRS[data.reshape(lines, length // BLOCK, BLOCK // 2).int()].flatten(2)
+    return (signed * factor[:, :, None]).view(lines, length)
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
