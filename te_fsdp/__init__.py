@@ -57,7 +57,7 @@ _MODULES = (
 )
 _SUBPACKAGES = ("checkpoint",)
 
-__all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]
 
 logging.getLogger("te_fsdp").addHandler(logging.NullHandler())
 

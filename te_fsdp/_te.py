@@ -1,9 +1,9 @@
-"""The only file that imports TransformerEngine, and that knows its private names. Checked on TE 2.18, 2.19 and 2.20.2.
+"""The only file that imports TransformerEngine and knows its private names; checked on TE 2.18 to 2.20.2.
 
-TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's ``param_init_meta``,
-``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``, ``preserve_high_precision_init_val``,
-``wgrad_store``, a quantized tensor's ``_quantizer``, ``_dtype`` and ``amax_reduction_group``, and the buffers that
-``get_metadata()`` lists.
+TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's
+``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``, ``preserve_high_precision_init_val``,
+``wgrad_store``, a quantized tensor's ``_quantizer``, ``_dtype`` and ``amax_reduction_group``, and the buffers
+that ``get_metadata()`` lists.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def te() -> ModuleType:
     """``transformer_engine.pytorch``, imported on first call.
 
     Raises:
-        ImportError: TE is not installed, or its compiled part does not load; says how to get it or the emulation.
+        ImportError: TE is not installed, or its compiled part does not load; says how to get it or the
+            emulation.
     """
     try:
         return importlib.import_module("transformer_engine.pytorch")
@@ -97,13 +98,15 @@ def kind_of(module: nn.Module) -> str | None:
     return "unknown" if from_te else None
 
 
-# --- parameters ---------------------------------------------------------------------------------------------------
+# --- parameters
+# ---------------------------------------------------------------------------------------------------
 
 
 def init_function(module: nn.Module, name: str) -> Callable[[torch.Tensor], Any]:
     """TE's initialiser of a parameter, to be run on the original (unsharded) tensor.
 
-    ``softmax_offset`` is registered without one; its constructor value is zero (``DotProductAttention.__init__``).
+    ``softmax_offset`` is registered without one; its constructor value is zero
+    (``DotProductAttention.__init__``).
     """
     if name == "softmax_offset":
         return torch.nn.init.zeros_
@@ -111,7 +114,7 @@ def init_function(module: nn.Module, name: str) -> Callable[[torch.Tensor], Any]
 
 
 def weight_quantizer(module: nn.Module, name: str) -> Any | None:
-    """A quantizer for a weight that TE holds quantized, set up as TE sets it up; ``None`` for high-precision ones.
+    """A quantizer for a weight that TE holds quantized, set up as TE does; ``None`` for high-precision ones.
 
     The quantizer is the module's own: callers that put an amax group on it must take it off again.
     """
@@ -150,7 +153,8 @@ def attach_high_precision_value(tensor: torch.Tensor, value: torch.Tensor) -> No
     tensor.clear_high_precision_init_val = MethodType(clear, tensor)  # type: ignore[attr-defined]
 
 
-# --- quantized tensors --------------------------------------------------------------------------------------------
+# --- quantized tensors
+# --------------------------------------------------------------------------------------------
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -197,13 +201,14 @@ def format_of_quantizer(quantizer: Any) -> str:
 def needs_shared_amax(quantizer: Any) -> bool:
     """Whether a quantizer derives one scale from the amax of the whole tensor at quantization time.
 
-    Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history elsewhere.
+    Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history
+    elsewhere.
     """
     return type(quantizer).__name__ in ("Float8CurrentScalingQuantizer", "NVFP4Quantizer", "HybridQuantizer")
 
 
 def forget_transpose(tensor: torch.Tensor) -> None:
-    """Drop a float8 tensor's cached transpose (``_transpose``, ``_transpose_invalid``); TE remakes it from the bytes."""
+    """Drop a float8 tensor's cached transpose (``_transpose``); TE remakes it from the bytes."""
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:
         tensor._transpose = None  # type: ignore[attr-defined]
         tensor._transpose_invalid = True  # type: ignore[attr-defined]
@@ -218,4 +223,4 @@ def gathering_tensor_classes() -> list[type[torch.Tensor]]:
 
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors that hold a quantized tensor's data: bytes, scales, transposes."""
-    return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
+    return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr - defined]

@@ -1,6 +1,7 @@
 """The only file with private torch names. Checked on torch 2.11 and 2.13, read on 2.15.
 
-Each function says which private name it stands for, so that a torch release that breaks one is mended here alone.
+Each function says which private name it stands for, so that a torch release that breaks one is mended here
+alone.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ __all__ = [
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """1-D flattening of ``mesh``, row-major over its axes; torch caches it on the root mesh (``DeviceMesh._flatten``)."""
+    """1-D flattening of ``mesh``, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``)."""
     return mesh._flatten(name)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The very local tensor object of a DTensor (``DTensor._local_tensor``), the tensor itself otherwise.
 
-    ``DTensor.to_local`` returns a view, which loses attributes that TE puts on quantized tensors after every gather.
+    ``DTensor.to_local`` returns a view, which loses attributes that TE puts on quantized tensors after every
+    gather.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -88,7 +90,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of an FSDP module (``FSDPState._fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
+    """FSDP2's parameter groups of an FSDP module (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

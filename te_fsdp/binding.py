@@ -26,8 +26,8 @@ class Binding:
         tp_mesh: 1-D tensor-parallel mesh, or ``None``.
         weight_mesh: 1-D mesh of the ranks that hold pieces of one weight, or ``None``.
         rules: Rule of each own parameter.
-        attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every object
-            that replaces the parameter.
+        attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every
+            object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
     """
 

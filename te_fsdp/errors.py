@@ -1,8 +1,8 @@
 """The exceptions of te_fsdp: one root, one subclass per kind of mistake.
 
-Every message follows one template, built by :func:`message`: what is wrong and in which module or parameter, what was
-expected, what was found, and the fix. The subclasses also derive from the built-in exception a Python user would catch
-(``ValueError`` for arguments, ``RuntimeError`` for order and state).
+Every message follows one template, built by :func:`message`: what is wrong and in which module or parameter,
+what was expected, what was found, and the fix. The subclasses also derive from the built-in exception a
+Python user would catch (``ValueError`` for arguments, ``RuntimeError`` for order and state).
 """
 
 from __future__ import annotations

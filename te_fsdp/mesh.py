@@ -3,7 +3,8 @@
     axes        dp_replicate   dp_shard   tp
     .fsdp       [------------------]               (or dp_shard alone): what FSDP2 shards and replicates over
     .tp                                   [--]     what TE's tensor parallelism cuts weights over
-    .weight                    [-------------]     all axes that cut one weight: the amax group of per-tensor recipes
+    .weight                    [-------------]     all axes that cut one weight: the amax group of per-tensor
+    recipes
 
 Axes are bound by name, never by position, and always used in the order above.
 """
@@ -57,8 +58,8 @@ class Meshes:
     ) -> Meshes:
         """Arrange all ranks of the job on named axes.
 
-        Collective over the world: call on all ranks. Starts ``torch.distributed`` when it is not running: from
-        torchrun's environment, or as a job of one process when there is none.
+        Collective over the world: call on all ranks. Starts ``torch.distributed`` when it is not running:
+        from torchrun's environment, or as a job of one process when there is none.
 
         Args:
             dp_replicate: Copies of the whole sharded model (HSDP's outer axis).
@@ -92,8 +93,8 @@ class Meshes:
     def from_device_mesh(cls, mesh: DeviceMesh) -> Meshes:
         """Adopt a mesh that exists already; its axes are found by name, in any order.
 
-        Collective over the mesh's ranks when the axes must be reordered or an axis is missing (new process groups are
-        made then); otherwise local.
+        Collective over the mesh's ranks when the axes must be reordered or an axis is missing (new process
+        groups are made then); otherwise local.
 
         Raises:
             MeshError: Unnamed axes, unknown names, or cp/ep axes larger than 1.
@@ -155,9 +156,10 @@ class Meshes:
 
     @property
     def weight(self) -> DeviceMesh | None:
-        """1-D flattening of the axes that cut one weight (``dp_shard`` x ``tp``); ``None`` when nothing is cut.
+        """1-D flattening of the axes that cut a weight (``dp_shard`` x ``tp``); ``None`` when nothing is cut.
 
-        Collective over the world on first use when both axes are larger than 1 (a process group is made), cached later.
+        Collective over the world on first use when both axes are larger than 1 (a process group is made),
+        cached later.
         """
         if self.size("tp") == 1:
             return self.device_mesh["dp_shard"] if self.size("dp_shard") > 1 else None

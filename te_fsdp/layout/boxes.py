@@ -1,10 +1,12 @@
 """Which rectangle of the original tensor each piece of a local shard is.
 
-One arithmetic serves initialisation and checkpoints: a rank's local shard is cut first over ``tp`` (following the
-parameter's layout), then over the FSDP shard axis (even ceil-chunks of the tp-local tensor, as torch's FSDP2 does it).
+One arithmetic serves initialisation and checkpoints: a rank's local shard is cut first over ``tp`` (following
+the parameter's layout), then over the FSDP shard axis (even ceil-chunks of the tp-local tensor, as torch's
+FSDP2 does it).
 
-Example, gated fc1 ``[gate; up]`` with 8 rows, tp = 2, 2 FSDP ranks: tp rank 0 holds original rows 0-1 (gate) and 4-5 (up);
-FSDP rank 0 of it keeps local rows 0-1 = original rows 0-1, FSDP rank 1 local rows 2-3 = original rows 4-5.
+Example, gated fc1 ``[gate; up]`` with 8 rows, tp = 2, 2 FSDP ranks: tp rank 0 holds original rows 0-1 (gate)
+and 4-5 (up); FSDP rank 0 of it keeps local rows 0-1 = original rows 0-1, FSDP rank 1 local rows 2-3 =
+original rows 4-5.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What te_fsdp knows about one parameter of a TE module before any tensor moves.
 
-Words (see docs/concepts): *original* is the parameter as one process would hold it (tp size 1); *tp-local* is one
-tensor-parallel rank's part of it.
+Words (see docs/concepts): *original* is the parameter as one process would hold it (tp size 1); *tp-local* is
+one tensor-parallel rank's part of it.
 
     plain                     stacked, two blocks (gated fc1), tp = 2
     original   tp-local 0     original    tp-local 0   tp-local 1
@@ -13,9 +13,9 @@ tensor-parallel rank's part of it.
                               | U_1  |
                               +------+
 
-A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it only as long as the
-tensor-parallel size does not change. The layout travels with the parameter so that initialisation, reports and
-checkpoints can be exact, or refuse.
+A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it only as long as
+the tensor-parallel size does not change. The layout travels with the parameter so that initialisation,
+reports and checkpoints can be exact, or refuse.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Layout:
 
     Attributes:
         kind: ``"plain"`` (one block) or ``"stacked"`` (blocks one under the other along dim 0).
-        blocks: For ``"stacked"``: the relative heights of the blocks, for example ``(1, 1)`` for ``[gate; up]`` and
-            ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng`` key-value groups.
+        blocks: For ``"stacked"``: the relative heights of the blocks, for example ``(1, 1)`` for ``[gate;
+            up]`` and ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng``
+            key-value groups.
     """
 
     kind: str = "plain"
@@ -62,8 +63,9 @@ class ParameterRule:
     Attributes:
         shard_dim: Tensor dim that the ``tp`` axis cuts, or ``None`` for a parameter replicated over ``tp``.
         layout: How the tp-local rows lie in the original.
-        partial_grad: Whether each ``tp`` rank computes only its own contribution to the gradient of this replicated
-            parameter, so that contributions must be summed over ``tp`` (sequence parallelism, q/k norms).
+        partial_grad: Whether each ``tp`` rank computes only its own contribution to the gradient of this
+            replicated parameter, so that contributions must be summed over ``tp`` (sequence parallelism, q/k
+            norms).
         quantizable: Whether TE may hold this parameter in a quantized format (weights of GEMMs).
     """
 

@@ -1,12 +1,13 @@
 """The placement table: module kind and parallel mode -> rule of each parameter.
 
-Source of every row: facts of TransformerEngine 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py``, ``pytorch/attention``), the same in 2.18 and 2.19. Which replicated parameters have partial gradients:
+Source of every row: facts of TransformerEngine 2.20.2
+(``pytorch/module/{linear,layernorm_linear,layernorm_mlp, grouped_linear}.py``, ``pytorch/attention``), the
+same in 2.18 and 2.19. Which replicated parameters have partial gradients:
 
 - under sequence parallelism each rank sees its own tokens, hence norm weights and row biases sum over ``tp``;
 - q/k norms see only the rank's own heads, hence they always sum;
-- without sequence parallelism TE all-reduces the input gradient before it reaches the norm, and every rank adds the
-  same row bias, hence nothing is summed.
+- without sequence parallelism TE all-reduces the input gradient before it reaches the norm, and every rank
+  adds the same row bias, hence nothing is summed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = [
     "replicated_rules",
 ]
 
-#: Activations whose fc1 produces two stacked halves ``[gate; up]`` (TE 2.20.2 ``pytorch/module/layernorm_mlp.py``).
+#: Activations whose fc1 produces two stacked halves ``[gate; up]`` (TE 2.20.2
+#: ``pytorch/module/layernorm_mlp.py``).
 GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
 
 _GATED = Layout("stacked", (1, 1))
@@ -58,16 +60,16 @@ def linear_rules(
         bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
     norm = ParameterRule(None, partial_grad=sequence_parallel)
     return {
-        **{name: norm for name in norm_names},
-        **{name: weight for name in weight_names},
-        **{name: bias for name in bias_names},
+        **dict.fromkeys(norm_names, norm),
+        **dict.fromkeys(weight_names, weight),
+        **dict.fromkeys(bias_names, bias),
     }
 
 
 def mlp_rules(
     parameter_names: Iterable[str], activation: str, *, sequence_parallel: bool = False
 ) -> dict[str, ParameterRule]:
-    """Rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, norms and fc2 bias replicated."""
+    """Rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, the rest replicated."""
     layout = _GATED if activation in GATED_ACTIVATIONS else PLAIN
     shared = ParameterRule(None, partial_grad=sequence_parallel)
     table = {
@@ -97,7 +99,7 @@ def norm_rules(
 ) -> dict[str, ParameterRule]:
     """Rules of LayerNorm and RMSNorm; ``per_head`` marks q/k norms inside attention."""
     rule = ParameterRule(None, partial_grad=sequence_parallel or per_head)
-    return {name: rule for name in parameter_names}
+    return dict.fromkeys(parameter_names, rule)
 
 
 def attention_offset_rules(parameter_names: Iterable[str]) -> dict[str, ParameterRule]:

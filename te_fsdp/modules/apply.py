@@ -32,25 +32,27 @@ _log = logging.getLogger("te_fsdp")
 def set_device_mesh(
     model: nn.Module, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None
 ) -> None:
-    """Bind a tree of TE modules to meshes, in place: parameters become correctly placed DTensors on the tp axis.
+    """Bind a tree of TE modules to meshes, in place: parameters become DTensors, rightly placed over tp.
 
-    Call it once, before FSDP2's ``fully_shard``, on parameters made on the device or on meta. Each module's class
-    becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys stay. Modules that TE
-    does not know are replicated over tp; mark a parameter ``sequence_parallel = True`` if each tp rank computes only its
-    part of that parameter's gradient. Calling again with the same meshes changes nothing.
+    Call it once, before FSDP2's ``fully_shard``, on parameters made on the device or on meta. Each module's
+    class becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys
+    stay. Modules that TE does not know are replicated over tp; mark a parameter ``sequence_parallel = True``
+    if each tp rank computes only its part of that parameter's gradient. Calling again with the same meshes
+    changes nothing.
 
-    Local for high-precision parameters and meta ones. For quantized weights on the device with one scale per tensor it is
-    collective over ``weight_mesh``: they are requantized with the scale of the whole weight.
+    Local for high-precision parameters and meta ones. For quantized weights on the device with one scale per
+    tensor it is collective over ``weight_mesh``: they are requantized with the scale of the whole weight.
 
     Args:
         model: A TE module, or any tree that contains some.
         tp_mesh: 1-D tensor-parallel mesh, or ``None`` for no tensor parallelism. A parameter of local shape
             ``(out / tp, in)`` becomes a DTensor of global shape ``(out, in)``, and so on.
-        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight: FSDP shard x tp, flattened, without replicas.
-            Needed for weights with one scale per tensor under tensor parallelism.
+        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight: FSDP shard x tp, flattened, without
+            replicas. Needed for weights with one scale per tensor under tensor parallelism.
 
     Raises:
-        MeshError: A mesh is not 1-D, contradicts a module's ``tp_size`` or ``tp_group``, or the two do not fit together.
+        MeshError: A mesh is not 1-D, contradicts a module's ``tp_size`` or ``tp_group``, or the two do not
+            fit together.
         OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
         PlacementError: A module or option for which there is no right placement.
 
@@ -101,7 +103,7 @@ def _check_item(item: Planned, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMe
                     expected="a plain parameter, as TE makes it",
                     got=f"DTensor with placements {tuple(parameter.placements)}",
                     why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
-                    fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard(model, meshes), which does both",
+                    fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
                 )
             )
         if (
@@ -179,7 +181,8 @@ def _bind(
     module = item.module
     known = binding_of(module)
     if known is not None:
-        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier ones.
+        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier
+        # ones.
         known.rules.update(item.rules)
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name

@@ -39,13 +39,15 @@ class MeshModule(torch.nn.Module):
             return super().forward(*args, **kwargs)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
-            return keep_returned(output, local, copy=_torch.is_fsdp_module(self))
+            own = local or tuple(p for p in self._parameters.values() if p is not None)
+            # The FSDP unit that frees the parameter may be this module or any ancestor.
+            return keep_returned(output, own, copy=binding.under_fsdp)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Carry Python attributes over to whatever replaces a parameter.
 
-        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden ``__setattr__``),
-        and so do ``load_state_dict(assign=True)`` and users.
+        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden
+        ``__setattr__``), and so do ``load_state_dict(assign=True)`` and users.
         """
         parameters = self.__dict__.get("_parameters")
         if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
@@ -75,7 +77,8 @@ class ResettableModule(MeshModule):
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
         """TE's initialisation; every rank computes its part of one unsharded initialisation.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random
+        state.
         """
         super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
         binding = binding_of(self)
@@ -102,7 +105,8 @@ class ForeignModule(MeshModule):
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
         """The module's own initialisation, run on original-size tensors; this rank keeps its part.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random
+        state.
 
         Raises:
             InitError: Parameters or buffers that it left unset, by name.

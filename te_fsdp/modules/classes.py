@@ -2,8 +2,8 @@
 
     te_fsdp.Linear  =  MeshModule  +  te.Linear  +  ShardedInit  +  TransformerEngineBaseModule
 
-``ShardedInit`` stands between TE's class and TE's base class, so that TE's own ``reset_parameters`` of the class runs, and
-only the generic part, which knows neither shards nor foreign axis names, is replaced.
+``ShardedInit`` stands between TE's class and TE's base class, so that TE's own ``reset_parameters`` of the
+class runs, and only the generic part, which knows neither shards nor foreign axis names, is replaced.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 def bound_class(cls: type) -> type:
     """The class that an instance of ``cls`` gets when it is bound.
 
-    TE's own classes become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``); a user's subclass, and a module that TE does
-    not know, keep their code and name behind the mixin.
+    TE's own classes become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``); a user's subclass, and a module
+    that TE does not know, keep their code and name behind the mixin.
     """
     if issubclass(cls, MeshModule):
         return cls

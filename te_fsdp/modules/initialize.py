@@ -1,8 +1,8 @@
 """Initialisation of sharded parameters: every rank computes its part of one unsharded initialisation.
 
-Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its own boxes.
-With equal random state on all ranks the logical weights are those that stock TE draws in one process with that state,
-on any mesh. The price is one original tensor of temporary memory.
+Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its
+own boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one
+process with that state, on any mesh. The price is one original tensor of temporary memory.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["check_random_state", "initialize_by_reset", "initialize_te_parameters", "target_device"]
 
-# TE raises when it finds these on a parameter that it is about to mark (``set_tensor_model_parallel_attributes``).
+# TE raises when it finds these on a parameter that it is about to mark
+# (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def initialize_te_parameters(module: nn.Module) -> None:
     """Initialise the own parameters of a bound TE module from TE's ``init_fn`` of each.
 
-    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE holds quantized
-    are quantized once, with the scale of the whole weight.
+    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE
+    holds quantized are quantized once, with the scale of the whole weight.
 
     Collective over the parameters' mesh (a check of the random state; amax of per-tensor formats).
 
@@ -62,10 +63,11 @@ def initialize_te_parameters(module: nn.Module) -> None:
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
-    """Initialise a module that TE does not know by running its own ``reset_parameters`` on original-size tensors.
+    """Initialise a module that TE does not know: its own ``reset_parameters`` on original-size tensors.
 
     Args:
-        module: The owner; its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device.
+        module: The owner; its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the
+            device.
         reset: Fills the module's parameters and buffers in place.
 
     Returns:
@@ -163,7 +165,7 @@ def _take(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
 def _store(
     module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: Binding | None
 ) -> None:
-    """Put a shard's value into the module: into the tensor that is there, or as a new parameter in place of a meta one."""
+    """Put a shard's value into the tensor that is there, or into a new parameter in place of a meta one."""
     local = _torch.local_of(old)
     quantizer = _te.weight_quantizer(module, name) if binding is not None else None
     if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):

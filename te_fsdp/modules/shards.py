@@ -74,7 +74,7 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
 
 
 def _coordinates(parameter: DTensor, has_tp: bool, label: str) -> Coordinates:
-    """Coordinates from a DTensor's mesh and placements: tp is the last axis of a bound parameter, FSDP2's come before."""
+    """Coordinates from a DTensor's placements: tp is the last axis of a bound parameter, FSDP2's come before."""
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:

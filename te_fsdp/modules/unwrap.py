@@ -3,8 +3,9 @@
     forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
     backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
 
-The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and TE swaps
-attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would keep stale ones.
+The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and
+TE swaps attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would
+keep stale ones.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _ToLocal(torch.autograd.Function):
 def _wrap(binding: Binding, name: str, spec: DTensorSpec, gradient: torch.Tensor) -> DTensor:
     """Local gradient -> DTensor gradient.
 
-    A partial gradient stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over data
-    parallel. Without FSDP2 nobody would, so it is all-reduced over ``tp`` here.
+    A partial gradient stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over
+    data parallel. Without FSDP2 nobody would, so it is all-reduced over ``tp`` here.
     """
     if not binding.rules[name].partial_grad or binding.tp_mesh is None or binding.tp_mesh.size() == 1:
         return _torch.dtensor(gradient, spec)
@@ -77,8 +78,8 @@ def local_parameters(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Within the context the module's own DTensor parameters are their local tensors, for everyone who looks.
 
-    The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op fuser all see
-    the same objects. Local operation.
+    The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op
+    fuser all see the same objects. Local operation.
 
     Args:
         module: A bound module.
@@ -86,7 +87,8 @@ def local_parameters(
         differentiable: Whether gradients shall flow back to the DTensors (``False`` inside a backward).
 
     Yields:
-        The local tensors. A forward that returns one of them must pass its result through :func:`keep_returned`.
+        The local tensors. A forward that returns one of them must pass its result through
+        :func:`keep_returned`.
 
     Raises:
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
@@ -110,18 +112,18 @@ def local_parameters(
             if own.get(name) is tensor:
                 own[name] = parameter
             if tensor.requires_grad:
-                # The graph has its edges; left on the tensor, the autograd node would tie parameter and local tensor
-                # into a cycle that outlives the model.
+                # The graph has its edges; left on the tensor, the autograd node would tie parameter and local
+                # tensor into a cycle that outlives the model.
                 tensor.detach_()
 
 
 def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
-    """Replace local parameters among a forward's results (TE's ``return_bias=True``) by tensors that outlive the context.
+    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive it.
 
     Args:
         output: What the forward returned: a tensor, or a tuple of tensors and others.
-        local: What :func:`local_parameters` yielded.
-        copy: Whether FSDP2 frees the parameter right after this forward, so that a view would dangle.
+        local: What :func:`local_parameters` yielded, or the module's own parameters if that was nothing.
+        copy: Whether FSDP2 may free the parameter after this forward, so that a view would dangle.
     """
     if not isinstance(output, tuple):
         return output
@@ -144,7 +146,7 @@ def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
             expected="the gathered parameter",
             got=f"a shard of it, placements {tuple(parameter.placements)}",
             why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
-            fix="call the module that fully_shard was applied to (not .forward, not a method of it), or unshard() it first",
+            fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
         )
     )
 

@@ -1,16 +1,18 @@
-"""FSDP2's all-gather hooks of TE's quantized tensors, made right for tensor parallelism and shard axes of size 1.
+"""FSDP2's all-gather hooks of TE's quantized tensors, made right for tensor parallelism and axes of size 1.
 
-Four faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves tensors of
+Four faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves
+tensors of
 modules without a te_fsdp binding alone:
 
-1. From the second gather on FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE writes the gathered
-   buffers onto that wrapper, and the kernels go on reading the old ones.
-2. Every gather replaces the tensor's amax group by the FSDP group, so that tensor-parallel ranks drift to different scales.
-3. With a shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). All of them then
-   travel as one.
-4. FSDP2 passes the first gathered tensor through ``torch.as_strided``, and TE's version scrambles the transpose that
-   Hopper's backward reads, without marking it invalid (confirmed on an H200). The first result therefore goes out
-   without its transpose, which TE then makes from the bytes when it is needed.
+1. From the second gather on FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE writes the
+   gathered buffers onto that wrapper, and the kernels go on reading the old ones.
+2. Every gather replaces the tensor's amax group by the FSDP group, so that tensor-parallel ranks drift to
+different scales.
+3. With a shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). All of
+   them then travel as one.
+4. FSDP2 passes the first gathered tensor through ``torch.as_strided``, and TE's version scrambles the
+   transpose that Hopper's backward reads, without marking it invalid (confirmed on an H200). The first result
+   therefore goes out without its transpose, which TE then makes from the bytes when it is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["mend_hooks"]
 
 _MARK = "_te_fsdp_mended"
-# Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to within a block.
+# Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to
+# within a block.
 _ALIGNMENT = 256
 
 
@@ -92,7 +95,8 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(metadata, _Packed):
             buffers = _unpack(all_gather_outputs[0], metadata)
             tensor, _ = stock(self, buffers, metadata.metadata, param_dtype, out=target)
-            # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to hand over.
+            # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to
+            # hand over.
             inner: tuple[torch.Tensor, ...] = ()
         else:
             tensor, inner = stock(self, all_gather_outputs, metadata, param_dtype, out=target)

@@ -1,8 +1,8 @@
 """One scale for one weight: quantization whose amax covers every rank that holds a piece.
 
-TE 2.20 forgets the reduction group on every detach, clone and ``nn.Parameter``, and each FSDP2 gather overwrites it with
-the FSDP group alone. te_fsdp therefore never relies on the tensor to remember: the group lives in the module's binding,
-and is put on the tensor where TE is about to read it.
+TE 2.20 forgets the reduction group on every detach, clone and ``nn.Parameter``, and each FSDP2 gather
+overwrites it with the FSDP group alone. te_fsdp therefore never relies on the tensor to remember: the group
+lives in the module's binding, and is put on the tensor where TE is about to read it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
     """Tell a quantized local shard over which ranks its next quantization must reduce the amax.
 
     Local operation. ``FusedAdam`` and ``quantize_`` read the mark (TE 2.20.2
-    ``Float8CurrentScalingQuantizer.update_quantized``). The attribute dies with the tensor object, so pickling and
-    checkpoint staging, which work on detached copies, never meet a process group.
+    ``Float8CurrentScalingQuantizer.update_quantized``). The attribute dies with the tensor object, so
+    pickling and checkpoint staging, which work on detached copies, never meet a process group.
     """
     if (
         binding.weight_mesh is not None
@@ -37,7 +37,8 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
 def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> torch.Tensor:
     """Quantize one rank's shard with the scale of the whole weight.
 
-    Collective (max all-reduce of one or two floats) over the weight mesh for per-tensor formats, local for the others.
+    Collective (max all-reduce of one or two floats) over the weight mesh for per-tensor formats, local for
+    the others.
 
     Args:
         value: High-precision local shard.
@@ -65,8 +66,8 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
 def requantize(local: torch.Tensor, binding: Binding) -> None:
     """Give a weight that TE quantized rank by rank the scale of the whole weight, in place.
 
-    Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over the
-    weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
+    Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over
+    the weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
     """
     if binding.weight_mesh is None or not _te.needs_shared_amax(_te.quantizer_of(local)):
         return

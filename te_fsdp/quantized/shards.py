@@ -1,8 +1,9 @@
 """Quantized weights through FSDP2's ``fully_shard``: checked before, kept quantized after.
 
-FSDP2 splits parameters with tensor operations for which TE's block formats have no quantized answer: float8-block and
-NVFP4 weights come out dequantized, MXFP8 ones raise or dequantize (TE 2.20.2). te_fsdp hands FSDP2 the high-precision
-values instead and quantizes each shard afterwards, with the scale of the whole weight. Quantizing dequantized values
+FSDP2 splits parameters with tensor operations for which TE's block formats have no quantized answer:
+float8-block and NVFP4 weights come out dequantized, MXFP8 ones raise or dequantize (TE 2.20.2). te_fsdp hands
+FSDP2 the high-precision values instead and quantizes each shard afterwards, with the scale of the whole
+weight. Quantizing dequantized values
 gives the same bytes again: each is already a point of the format's grid under its scale.
 """
 
@@ -46,7 +47,7 @@ class Stashed:
 
 
 def check_shardable(model: nn.Module, fsdp_size: int) -> None:
-    """Raise before anything is cut if a weight that is, or will be, quantized would get shards that do not fit its format.
+    """Raise, before anything is cut, if a weight that is or will be quantized would get unfit shards.
 
     Local operation; every rank sees the same shapes and raises the same.
 

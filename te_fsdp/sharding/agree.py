@@ -25,8 +25,9 @@ _MULTIPLIER = 6364136223846793005
 def check_replicas(model: nn.Module, meshes: Meshes) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
-    Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same replicated
-    parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations would be mixed in silence.
+    Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
+    replicated parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations
+    would be mixed in silence.
 
     Collective over the world: two max all-reduces of two integers per parameter.
 

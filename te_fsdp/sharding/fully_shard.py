@@ -37,27 +37,30 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a TE model over its meshes (ZeRO-3 on FSDP2; HSDP when ``dp_replicate`` > 1), with or without tp.
 
-    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
-    quantized weights quantized with one scale per weight, and keeps the parameters' Python attributes. Build the
-    optimizer afterwards.
+    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the
+    model, keeps quantized weights quantized with one scale per weight, and keeps the parameters' Python
+    attributes. Build the optimizer afterwards.
 
-    Collective over the world: call on all ranks. Communicates checksums of parameters that live on the device, and the
-    amax of quantized ones.
+    Collective over the world: call on all ranks. Communicates checksums of parameters that live on the
+    device, and the amax of quantized ones.
 
     Args:
-        model: A tree of TE modules (others are allowed); parameters on meta or on the device. Changed in place.
+        model: A tree of TE modules (others are allowed); parameters on meta or on the device. Changed in
+            place.
         meshes: The job's meshes.
-        units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a trailing
-            ``.*`` means every child). By default every ``te.TransformerLayer``.
+        units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a
+            trailing ``.*`` means every child). By default every ``te.TransformerLayer``.
         mp_policy: FSDP2's mixed precision policy. ``None``: compute in the parameters' own dtype.
-        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3) or keep them (ZeRO-2 traffic).
+        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3) or keep them
+            (ZeRO-2 traffic).
 
     Returns:
         ``model``.
 
     Raises:
-        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches nothing, a
-            model that is sharded already, and quantized weights whose shards would not fit their format.
+        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches
+            nothing, a model that is sharded already, and quantized weights whose shards would not fit their
+            format.
         InitError: Ranks that must hold equal values do not.
     """
     _check_order(model)

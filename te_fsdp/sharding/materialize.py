@@ -26,23 +26,27 @@ _log = logging.getLogger("te_fsdp")
 def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
     """Move a model from meta to the device and initialise it, each rank its own shards.
 
-    The logical weights do not depend on the mesh: they are those that building the same model in one process on the
-    device draws from the same random state. Modules are initialised in the order of ``model.modules()``: TE modules by
-    their init methods, others by their ``reset_parameters``. Weights under ``quantized_model_init`` are quantized, with
-    one scale per weight. Modules without a tensor on meta are left alone.
+    The logical weights do not depend on the mesh: they are those that building the same model in one process
+    on the device draws from the same random state. Modules are initialised in the order of
+    ``model.modules()``: TE modules by their init methods, others by their ``reset_parameters``. Weights under
+    ``quantized_model_init`` are quantized, with one scale per weight. Modules without a tensor on meta are
+    left alone.
 
-    Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of temporary memory.
+    Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of
+    temporary memory.
 
     Args:
         model: The model, before or after :func:`te_fsdp.fully_shard`.
-        seed: Seed of the initialisation, the same on all ranks; the ranks' random states are put back afterwards.
-            ``None``: use (and advance) the current default generator, which must then be equal on all ranks.
+        seed: Seed of the initialisation, the same on all ranks; the ranks' random states are put back
+            afterwards. ``None``: use (and advance) the current default generator, which must then be equal on
+            all ranks.
 
     Returns:
         ``model``.
 
     Raises:
-        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random states.
+        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
+            states.
     """
     owners = _owners(model)
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]

@@ -27,7 +27,8 @@ class Row:
         name: Name in the model.
         shape: Logical (original) shape.
         layout: ``plain`` or ``stacked(...)``.
-        placements: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain tensor.
+        placements: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain
+            tensor.
         local_shape: Shape of this rank's part.
         dtype: Format of a quantized weight with its nominal dtype, or the dtype.
         bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.

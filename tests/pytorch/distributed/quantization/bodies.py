@@ -8,15 +8,16 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from quantization.models import BATCH, SEQUENCE, build, recipe_of
 from torch import nn
+
+from quantization.models import BATCH, SEQUENCE, build, recipe_of
 
 STEPS = 5
 SEED = 11
 LEARNING_RATE = 2e-3
-#: Relative rounding error (rms) of a GEMM with both operands quantized: a uniform error of one unit in the last place
-#: (2^-3 of e4m3, 2^-2 of e5m2, 3/4 of it averaged over the mantissa), times sqrt(2) for two operands. One process
-#: under the emulation measured 0.037 for e4m3.
+#: Relative rounding error (rms) of a GEMM with both operands quantized: a uniform error of one unit in the
+#: last place (2^-3 of e4m3, 2^-2 of e5m2, 3/4 of it averaged over the mantissa), times sqrt(2) for two
+#: operands. One process under the emulation measured 0.037 for e4m3.
 E4M3_ERROR = 2**-3 / math.sqrt(12) * 0.75 * math.sqrt(2)
 E5M2_ERROR = 2**-2 / math.sqrt(12) * 0.75 * math.sqrt(2)
 #: Quantized GEMMs between input and output of the deepest model, a TransformerLayer: qkv, proj, fc1, fc2.
@@ -26,10 +27,11 @@ GEMMS = 4
 def tolerances(losses: list[float], hidden: int) -> list[float]:
     """Bounds on the relative difference of two runs of the same quantized training that round differently.
 
-    Forward: losses are means of N squared differences of order one between outputs that carry independent relative
-    errors e = sqrt(GEMMS) * E4M3_ERROR each; two such means differ by 2 e sqrt(2 / N), one standard deviation; six are
-    allowed. Updates: a gradient with an independent relative error g = sqrt(GEMMS) * hypot(E4M3_ERROR, E5M2_ERROR) makes
-    an angle with the true one whose cosine is 1 / sqrt(1 + g^2); that share of the progress so far may be missing.
+    Forward: losses are means of N squared differences of order one between outputs that carry independent
+    relative errors e = sqrt(GEMMS) * E4M3_ERROR each; two such means differ by 2 e sqrt(2 / N), one standard
+    deviation; six are allowed. Updates: a gradient with an independent relative error g = sqrt(GEMMS) *
+    hypot(E4M3_ERROR, E5M2_ERROR) makes an angle with the true one whose cosine is 1 / sqrt(1 + g^2); that
+    share of the progress so far may be missing.
     """
     forward = 6 * 2 * math.sqrt(GEMMS) * E4M3_ERROR * math.sqrt(2 / (SEQUENCE * BATCH * hidden))
     error = math.sqrt(GEMMS) * math.hypot(E4M3_ERROR, E5M2_ERROR)
@@ -82,7 +84,8 @@ def training(
 
 
 def main_weights(kind: str, recipe: str, dp_replicate: int, tp: int, *, hidden: int = 256) -> int:
-    """After init and after every step the shards are, bit for bit, the parts of the quantized gathered main weight.
+    """After init and after every step the shards are, bit for bit, the parts of the quantized gathered main
+    weight.
 
     Returns:
         Number of weights compared.
@@ -138,7 +141,7 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
     from te_fsdp import _torch
     from te_fsdp.modules.shards import shard_info
 
-    whole = {name: p for name, p in reference.named_parameters()}
+    whole = dict(reference.named_parameters())
     checks = harness.Comparisons()
     count = 0
     names = {id(p): n for n, p in model.named_parameters()}
@@ -164,7 +167,8 @@ def _same_as_quantized(module: nn.Module, name: str, parameter: torch.Tensor, ma
     local_main = _torch.local_of(main)
     for box in info.boxes:
         gathered[box.original_slices()] = local_main[box.local_slices()]
-    # Replicas hold the same values, so that the maximum of value and minus the minimum together put pieces in place.
+    # Replicas hold the same values, so that the maximum of value and minus the minimum together put pieces in
+    # place.
     positive, negative = gathered.clamp(min=0), (-gathered).clamp(min=0)
     for part in (positive, negative):
         dist.all_reduce(part, op=dist.ReduceOp.MAX)
@@ -213,7 +217,8 @@ class Stepper:
         output = output[0] if isinstance(output, tuple) else output
         loss = (output.float() - target.float()).square().mean()
         tp = self.meshes.size("tp") if self.meshes is not None and self.sequence_parallel else 1
-        # Each tp rank's mean covers its part of the sequence: their sum over tp must be the mean of the whole.
+        # Each tp rank's mean covers its part of the sequence: their sum over tp must be the mean of the
+        # whole.
         (loss / tp).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

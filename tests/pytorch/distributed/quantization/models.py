@@ -1,6 +1,7 @@
 """Models for quantized training: every module kind with GEMM weights, hidden -> hidden, built anywhere.
 
-Sizes fit every format on 8 ranks: block formats need whole blocks in each shard (32 rows of MXFP8: 32 x 2 x 4 = 256).
+Sizes fit every format on 8 ranks: block formats need whole blocks in each shard (32 rows of MXFP8: 32 x 2 x 4
+= 256).
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> 
     """A model of one module kind with bf16 parameters, activations (sequence, batch, hidden) in and out.
 
     Args:
-        kind: ``linear``, ``layernorm_linear``, ``mlp_gelu``, ``mlp_swiglu``, ``attention``, ``transformer``, ``grouped``.
+        kind: ``linear``, ``layernorm_linear``, ``mlp_gelu``, ``mlp_swiglu``, ``attention``, ``transformer``,
+            ``grouped``.
         hidden: Width.
         device: Device of the parameters, ``"meta"`` included.
         **kwargs: ``tp_group``, ``tp_size``, ``sequence_parallel``, ``bias``.
