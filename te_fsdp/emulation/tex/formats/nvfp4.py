@@ -169,7 +169,7 @@ def round_stochastically(values: torch.Tensor) -> torch.Tensor:
 
 
 def _region(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E2M1 grid at ``magnitude``: 1 / step (2 below 2.0, 1 below 4.0, then 1/2), and code - count of steps."""
+    """Of the grid at ``magnitude``: 1/step (2 below 2.0, 1 below 4.0, else 0.5), and code - count of steps."""
     middle, upper = (magnitude >= 2.0).float(), (magnitude >= 4.0).float()
     return 2.0 - middle - 0.5 * upper, 2.0 * (middle + upper)
 
