@@ -123,7 +123,7 @@ def weight_quantizer(module: nn.Module, name: str) -> Any | None:
     meta = module.param_init_meta.get(name)  # type: ignore[union-attr]
     if meta is None or meta.fp8_meta_index is None:
         return None
-    quantizer = module.quantizers["scaling_fwd"][meta.fp8_meta_index]  # type: ignore[index]
+    quantizer: Any = module.quantizers["scaling_fwd"][meta.fp8_meta_index]  # type: ignore[index]
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
     quantizer.internal = False
     return quantizer

@@ -71,7 +71,7 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     """Parameter with the spec of ``like`` around ``local``; ``local``'s own attributes are kept on the local object."""
     parameter = torch.nn.Parameter(dtensor(local, like._spec), requires_grad=requires_grad)
     # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
-    parameter._local_tensor = local
+    parameter._local_tensor = local  # type: ignore[missing-attribute]
     return parameter
 
 

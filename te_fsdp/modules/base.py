@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.initialize import initialize_by_reset

@@ -32,10 +32,10 @@ def _sharded_init_class() -> type:
     class ShardedInit(base):  # type: ignore[misc, valid-type]
         """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
 
-        def reset_parameters(self, defer_init: bool | None = False) -> None:
+        def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
             """Initialise this rank's shards; see :meth:`MeshModule.reset_parameters`."""
             if binding_of(self) is None:
-                super().reset_parameters(defer_init=defer_init)
+                super().reset_parameters(defer_init=defer_init)  # type: ignore[not-callable]
             elif not defer_init:
                 initialize_te_parameters(self)
 
@@ -57,7 +57,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())
-        super(cls, self).__init__(*args, **kwargs)
+        super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
         if tp_mesh is not None or weight_mesh is not None:
             self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
 

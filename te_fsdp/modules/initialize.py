@@ -86,7 +86,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             module._buffers[name] = _sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
     try:
         reset()
-        filled = {name: module._parameters[name].detach() for name in before}
+        filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
     finally:
         module._parameters.update(before)
     unset = []
@@ -170,7 +170,7 @@ def _store(
     quantizer = _te.weight_quantizer(module, name) if binding is not None else None
     if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):
         with torch.no_grad():
-            if quantizer is None:
+            if binding is None or quantizer is None:
                 local.copy_(value)
             else:
                 attach_group(local, binding)
@@ -178,7 +178,7 @@ def _store(
         for mark in _TE_MARKS:
             old.__dict__.pop(mark, None)
         return
-    new = value if quantizer is None else quantize_shard(value, quantizer, binding)
+    new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
     if quantizer is not None and _te.keeps_high_precision_value(module):
         _te.attach_high_precision_value(new, value.detach().cpu())
     if isinstance(old, DTensor):

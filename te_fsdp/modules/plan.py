@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
 from te_fsdp.errors import MeshError, PlacementError, message
@@ -42,7 +42,7 @@ class Planned:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     kind: str | None
     rules: dict[str, ParameterRule]
 
@@ -63,6 +63,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
     layouts: dict[int, Layout] = {}
     per_head: set[int] = set()
     planned = []
+    module: Any
     for name, module in root.named_modules():
         kind = _te.kind_of(module)
         label = name or type(module).__name__
@@ -101,7 +102,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
 
 
 def _rules(
-    module: nn.Module, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
+    module: Any, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
 ) -> dict[str, ParameterRule]:
     """Look the module's parameters up in the table."""
     sequence_parallel = bool(getattr(module, "sequence_parallel", False))
@@ -136,7 +137,7 @@ def _rules(
     return {}
 
 
-def _fused_layouts(attention: nn.Module) -> Iterator[tuple[int, Layout]]:
+def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
     """Stacked layouts of an attention's fused, non-interleaved projections, by ``id`` of the projection."""
     if attention.qkv_weight_interleaved:
         return
@@ -150,7 +151,7 @@ def _fused_layouts(attention: nn.Module) -> Iterator[tuple[int, Layout]]:
         yield id(projection), Layout("stacked", blocks)
 
 
-def _check_tp_size(module: nn.Module, kind: str, label: str, tp_size: int) -> None:
+def _check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
     """The module must have been built for this tensor-parallel size; unsplit linears may be replicated."""
     built_for = int(module.tp_size)
     unsplit = kind in ("Linear", "LayerNormLinear", "GroupedLinear") and module.parallel_mode is None
@@ -175,9 +176,9 @@ def _check_tp_size(module: nn.Module, kind: str, label: str, tp_size: int) -> No
     )
 
 
-def _check_options(module: nn.Module, kind: str, label: str, tp_size: int) -> None:
+def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     """Refuse options under which gradients or outputs would be silently wrong."""
-    problem = ""
+    problem = why = ""
     if getattr(module, "fuse_wgrad_accumulation", False):
         problem = "fuse_wgrad_accumulation=True"
         why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"

@@ -93,7 +93,7 @@ def local_parameters(
     Raises:
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
     """
-    own = module._parameters
+    own: dict[str, Any] = module._parameters  # type: ignore[assignment]
     names = tuple(name for name, value in own.items() if isinstance(value, DTensor))
     if not names:
         yield ()
