@@ -5,10 +5,11 @@
     import transformer_engine.pytorch as te
     te.Linear(64, 64, device="cpu")(x)
 
-Importing this package changes nothing; :func:`install` does. It provides ``transformer_engine_torch`` in PyTorch, prepares
-TransformerEngine's modules as they are imported, and changes two methods of ``torch.Tensor`` for callers inside
-TransformerEngine. Values follow the real kernels (quantization formats bit for bit, products and norms up to the order of
-summation); speed, memory and overlap mean nothing here. The package uses nothing of the rest of te_fsdp.
+Importing this package changes nothing; :func:`install` does. It provides ``transformer_engine_torch`` in
+PyTorch, prepares TransformerEngine's modules as they are imported, and changes two methods of
+``torch.Tensor`` for callers inside TransformerEngine. Values follow the real kernels (quantization formats
+bit for bit, products and norms up to the order of summation); speed, memory and overlap mean nothing here.
+The package uses nothing of the rest of te_fsdp.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import importlib.machinery
 import logging
 import os
 import sys
-from typing import Optional, Tuple
 
 from te_fsdp.emulation import _state
 from te_fsdp.emulation._errors import EmulationError
 
 _logger = logging.getLogger("te_fsdp")
 
-#: Environment variable with the architecture to emulate, read by :func:`install_from_env` and the pytest plugin.
+#: Environment variable with the architecture to emulate, read by :func:`install_from_env` and the pytest
+#: plugin.
 ENVIRONMENT_VARIABLE = "TE_FSDP_EMULATION"
 DEFAULT_ARCH = "10.0"
 _EXTENSION = "transformer_engine_torch"
-#: torch.compile is off in TransformerEngine (pytorch/jit.py:40), and so are the attention backends that need kernels.
+#: torch.compile is off in TransformerEngine (pytorch/jit.py:40), and so are the attention backends that need
+#: kernels.
 _ENVIRONMENT = {"NVTE_TORCH_COMPILE": "0", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
 
 
@@ -37,7 +39,7 @@ def active() -> bool:
     return _state.arch_name() is not None
 
 
-def arch() -> Tuple[int, int]:
+def arch() -> tuple[int, int]:
     """Compute capability that TransformerEngine is told, such as ``(10, 0)``.
 
     Raises:
@@ -51,13 +53,14 @@ def _refuse_real_one() -> None:
 
     if torch.cuda.is_available():
         raise EmulationError(
-            "CUDA is available: the emulation is for machines without a GPU. Use the real TransformerEngine, or "
-            "install(force=True) to compare the two"
+            "CUDA is available: the emulation is for machines without a GPU. Use the real TransformerEngine, "
+            "or install(force=True) to compare the two"
         )
     if importlib.machinery.PathFinder.find_spec(_EXTENSION) is not None:
         raise EmulationError(
-            f"the real extension {_EXTENSION} is installed: the emulation does not replace it. Uninstall it, use an "
-            "environment with TransformerEngine's Python package alone, or install(force=True)"
+            f"the real extension {_EXTENSION} is installed: the emulation does not replace it. "
+            "Uninstall it, use an environment with TransformerEngine's Python package alone, or "
+            "install(force=True)"
         )
 
 
@@ -65,30 +68,32 @@ def install(arch: str = DEFAULT_ARCH, *, force: bool = False) -> None:
     """Make ``import transformer_engine.pytorch`` give stock TransformerEngine on the CPU, in this process.
 
     Args:
-        arch: pretended architecture, "9.0" (Hopper) or "10.0" (Blackwell). MXFP8 and NVFP4 exist on "10.0" only, and the layout
-            of float8 tensors differs, so test on both.
-        force: install although CUDA is available or the real extension is installed. Never over an imported TransformerEngine.
+        arch: pretended architecture, "9.0" (Hopper) or "10.0" (Blackwell). MXFP8 and NVFP4 exist on "10.0"
+            only, and the layout of float8 tensors differs, so test on both.
+        force: install although CUDA is available or the real extension is installed. Never over an imported
+            TransformerEngine.
 
     Calling it again with the same ``arch`` does nothing.
 
     Raises:
-        EmulationError: unknown architecture; another one is installed; TransformerEngine is already imported, or its real
-            extension is loaded; CUDA is available or the real extension importable (without ``force``); TransformerEngine
-            is not installed.
+        EmulationError: unknown architecture; another one is installed; TransformerEngine is already imported,
+            or its real extension is loaded; CUDA is available or the real extension importable (without
+            ``force``); TransformerEngine is not installed.
     """
     if arch not in _state.ARCHITECTURES:
         raise EmulationError(f"unknown architecture {arch!r}: expected one of {sorted(_state.ARCHITECTURES)}")
     if active():
         if _state.arch_name() != arch:
             raise EmulationError(
-                f"the emulation is installed for architecture {_state.arch_name()}, asked for {arch}: one process has one "
-                "architecture (tests may use te_fsdp.emulation.switch_arch)"
+                f"the emulation is installed for architecture {_state.arch_name()}, asked for {arch}: one "
+                "process has one architecture (tests may use te_fsdp.emulation.switch_arch)"
             )
         return
     for name in ("transformer_engine", _EXTENSION):
         if name in sys.modules:
             raise EmulationError(
-                f"{name} is already imported: call te_fsdp.emulation.install() before anything imports TransformerEngine"
+                f"{name} is already imported: call te_fsdp.emulation.install() before anything imports "
+                "TransformerEngine"
             )
     if not force:
         _refuse_real_one()
@@ -105,11 +110,12 @@ def install(arch: str = DEFAULT_ARCH, *, force: bool = False) -> None:
     _logger.info("TransformerEngine is emulated on the CPU, architecture %s", arch)
 
 
-def install_from_env(default: Optional[str] = None) -> bool:
+def install_from_env(default: str | None = None) -> bool:
     """Install for the architecture in ``TE_FSDP_EMULATION`` (or ``default`` when it is unset).
 
     Returns:
-        Whether the emulation is active afterwards. An unset or empty variable without a default changes nothing.
+        Whether the emulation is active afterwards. An unset or empty variable without a default changes
+        nothing.
 
     Raises:
         EmulationError: as :func:`install`.
@@ -123,12 +129,13 @@ def install_from_env(default: Optional[str] = None) -> bool:
 def switch_arch(arch: str) -> None:
     """Pretend another architecture from now on; for tests that run the same body on both in one process.
 
-    Clears what TransformerEngine remembers about its device: cached functions, support flags, the state of its global FP8
-    manager. Quantized tensors and modules made before belong to the old architecture and must not be used any more.
+    Clears what TransformerEngine remembers about its device: cached functions, support flags, the state of
+    its global FP8 manager. Quantized tensors and modules made before belong to the old architecture and must
+    not be used any more.
 
     Raises:
-        EmulationError: the emulation is not installed, the architecture is unknown, or TransformerEngine is inside an
-            FP8 context.
+        EmulationError: the emulation is not installed, the architecture is unknown, or TransformerEngine is
+            inside an FP8 context.
     """
     _state.arch()
     if arch not in _state.ARCHITECTURES:

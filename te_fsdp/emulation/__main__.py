@@ -1,6 +1,7 @@
-"""Run a program with TransformerEngine emulated: ``python -m te_fsdp.emulation [--arch A] script.py ...`` or ``... -m module ...``.
+"""Run a program with TransformerEngine emulated.
 
-Under torchrun: ``torchrun --nproc-per-node 2 -m te_fsdp.emulation --arch 10.0 script.py ...``.
+``python -m te_fsdp.emulation [--arch A] script.py ...``, or ``... -m module ...``. Under torchrun:
+``torchrun --nproc-per-node 2 -m te_fsdp.emulation --arch 10.0 script.py ...``.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ import argparse
 import os
 import runpy
 import sys
-from typing import List, Optional
 
 from te_fsdp import emulation
 from te_fsdp.emulation import _state
 
 
-def _parse(arguments: List[str]) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m te_fsdp.emulation",
         usage="%(prog)s [--arch {9.0,10.0}] (script.py | -m module) [arguments ...]",
@@ -25,7 +25,7 @@ def _parse(arguments: List[str]) -> argparse.Namespace:
         "--arch",
         choices=sorted(_state.ARCHITECTURES),
         default=os.environ.get(emulation.ENVIRONMENT_VARIABLE) or emulation.DEFAULT_ARCH,
-        help=f"pretended architecture (default: ${emulation.ENVIRONMENT_VARIABLE}, else {emulation.DEFAULT_ARCH})",
+        help=f"architecture (default: ${emulation.ENVIRONMENT_VARIABLE}, else {emulation.DEFAULT_ARCH})",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module name")
     parser.add_argument("program", help="path of the script, or name of the module")
@@ -33,7 +33,7 @@ def _parse(arguments: List[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Optional[List[str]] = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Install the emulation, then run the program as ``__main__`` with its own ``sys.argv`` and ``sys.path``.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Import hook: lets TransformerEngine's own modules execute unchanged, then prepares each one right afterwards.
+"""Import hook: TransformerEngine's own modules execute unchanged, and are prepared right afterwards.
 
-Only modules under ``transformer_engine.`` are touched. For each the hook does, in this order: execute the stock source;
-replace its global name ``torch`` by the proxy (framework modules only); apply the entries of ``_patches.PATCHES`` for it.
-Preparing a module before any other module imports from it matters, since TransformerEngine copies names between modules.
+Only modules under ``transformer_engine.`` are touched. For each the hook does, in this order: execute the
+stock source; replace its global name ``torch`` by the proxy (framework modules only); apply the entries of
+``_patches.PATCHES`` for it. Preparing a module before any other module imports from it matters, since
+TransformerEngine copies names between modules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import importlib.machinery
 import os
 import sys
 import types
-from typing import Any, Iterator, Optional, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -27,8 +29,9 @@ _FRAMEWORK_PREFIXES = ("transformer_engine.pytorch", "transformer_engine.debug")
 def _without_libraries() -> Iterator[None]:
     """Lets ``transformer_engine.common`` execute without loading CUDA libraries.
 
-    The module skips that when ``NVTE_PROJECT_BUILDING`` is set and no release is built (``common/__init__.py:488``); it reads
-    both variables only while it is imported, so they are put back right after.
+    The module skips that when ``NVTE_PROJECT_BUILDING`` is set and no release is built
+    (``common/__init__.py:488``); it reads both variables only while it is imported, so they are put back
+    right after.
     """
     saved = {name: os.environ.get(name) for name in ("NVTE_PROJECT_BUILDING", "NVTE_RELEASE_BUILD")}
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
@@ -50,14 +53,15 @@ class _Loader(importlib.abc.Loader):
         self.stock = stock
         self.proxy = proxy
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[types.ModuleType]:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         """Module creation is left to the stock loader."""
         return self.stock.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Execute the stock source, then prepare the module."""
         name = module.__name__
-        # The module must look as if the stock loader had loaded it (inspect and linecache ask for its source).
+        # The module must look as if the stock loader had loaded it (inspect and linecache ask for its
+        # source).
         module.__loader__ = self.stock
         if module.__spec__ is not None:
             module.__spec__.loader = self.stock
@@ -75,8 +79,8 @@ class Finder(importlib.abc.MetaPathFinder):
         self.proxy = _torch_proxy.build()
 
     def find_spec(
-        self, fullname: str, path: Optional[Sequence[str]], target: Optional[types.ModuleType] = None
-    ) -> Optional[importlib.machinery.ModuleSpec]:
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Spec of a TransformerEngine module; ``None`` (not ours) for every other name."""
         if not fullname.startswith("transformer_engine."):
             return None

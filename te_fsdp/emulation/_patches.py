@@ -1,7 +1,7 @@
-"""What has to be changed in TransformerEngine's own modules beside the extension, and the two changes of torch itself.
+"""What has to be changed in TransformerEngine's modules beside the extension, and in torch itself.
 
-Every entry names the place of TransformerEngine 2.20.2 that forces it, holds for a stated version range, and is refused when
-what it replaces is not there: a new TransformerEngine must not lose a patch silently.
+Every entry names the place of TransformerEngine 2.20.2 that forces it, holds for a stated version range, and
+is refused when what it replaces is not there: a new TransformerEngine must not lose a patch silently.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import importlib.metadata
 import re
 import sys
 import types
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation._torch_proxy import is_te_frame, map_device
 
-Version = Tuple[int, int]
+Version = tuple[int, int]
 
 
 class Patch(NamedTuple):
@@ -26,15 +27,15 @@ class Patch(NamedTuple):
 
     module: str
     #: Attributes that the change replaces or relies on; each must exist.
-    targets: Tuple[str, ...]
+    targets: tuple[str, ...]
     #: First version and first version no longer covered, (major, minor).
-    versions: Tuple[Version, Version]
+    versions: tuple[Version, Version]
     #: Place and reason, TransformerEngine 2.20.2.
     reason: str
     change: Callable[[types.ModuleType], None]
 
 
-_ALL: Tuple[Version, Version] = ((2, 16), (3, 0))
+_ALL: tuple[Version, Version] = ((2, 16), (3, 0))
 
 
 def _no_library(module: types.ModuleType) -> None:
@@ -63,7 +64,7 @@ def _cpu_rng(module: types.ModuleType) -> None:
 
 
 def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.ModuleType], None]:
-    """Replaces the forward of a dequantizing autograd function by one that does not move the tensor to a GPU first."""
+    """Makes a dequantizing autograd function work in place instead of moving the tensor to a GPU first."""
 
     def change(module: types.ModuleType) -> None:
         def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +75,9 @@ def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.M
             if any(part is not None and part.numel() == 0 for part in parts):
                 return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
             if parts[0] is None and not columnwise:
-                raise NotImplementedError("Dequantizing column-wise NVFP4 data is not implemented in TransformerEngine")
+                raise NotImplementedError(
+                    "Dequantizing column-wise NVFP4 data is not implemented in TransformerEngine"
+                )
             return module.tex.dequantize(tensor, dtype)  # type: ignore[attr-defined]
 
         getattr(module, class_name).forward = staticmethod(forward)
@@ -82,12 +85,12 @@ def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.M
     return change
 
 
-PATCHES: List[Patch] = [
+PATCHES: list[Patch] = [
     Patch(
         "transformer_engine.common",
         ("load_framework_extension",),
         _ALL,
-        "pytorch/__init__.py:18 and common/__init__.py:173 load the compiled extension; it is in sys.modules already",
+        "pytorch/__init__.py:18, common/__init__.py:173 load the compiled extension; it is there already",
         _no_library,
     ),
     Patch(
@@ -101,21 +104,21 @@ PATCHES: List[Patch] = [
         "transformer_engine.pytorch.utils",
         ("gpu_autocast_ctx",),
         _ALL,
-        "pytorch/utils.py:972 binds autocast to 'cuda' while the module executes, before the proxy is in place",
+        "pytorch/utils.py:972 binds autocast to 'cuda' as the module executes, before the proxy is in place",
         _autocast_on_cpu,
     ),
     Patch(
         "transformer_engine.pytorch.distributed",
         ("_get_cuda_rng_state", "_set_cuda_rng_state", "graph_safe_rng_available"),
         _ALL,
-        "pytorch/distributed.py:97-150 initialize CUDA through names imported from torch.cuda (checkpoint, RNG tracker)",
+        "pytorch/distributed.py:97-150 initialize CUDA through names taken from torch.cuda (checkpoint, RNG)",
         _cpu_rng,
     ),
     Patch(
         "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage",
         ("_FromMXFP8Func.forward", "tex"),
         _ALL,
-        "pytorch/tensor/storage/mxfp8_tensor_storage.py:47 moves tensors that are not on 'cuda' with .to, which storages lack",
+        "pytorch/tensor/storage/mxfp8_tensor_storage.py:47 moves to 'cuda' with .to, which storages lack",
         _dequantize_in_place("_FromMXFP8Func", columnwise=True),
     ),
     Patch(
@@ -137,15 +140,17 @@ def te_version() -> Version:
     try:
         text = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError as error:
-        raise EmulationError("transformer-engine is not installed: pip install --no-deps transformer-engine") from error
+        raise EmulationError(
+            "transformer-engine is not installed: pip install --no-deps transformer-engine"
+        ) from error
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None:
         raise EmulationError(f"unreadable transformer-engine version {text!r}")
     return int(match.group(1)), int(match.group(2))
 
 
-def _by_module() -> Dict[str, List[Patch]]:
-    table: Dict[str, List[Patch]] = {}
+def _by_module() -> dict[str, list[Patch]]:
+    table: dict[str, list[Patch]] = {}
     for patch in PATCHES:
         table.setdefault(patch.module, []).append(patch)
     return table
@@ -185,7 +190,9 @@ def forget_device() -> None:
     if quantization is not None:
         manager = quantization.FP8GlobalStateManager
         if manager.is_fp8_enabled() or manager.with_fp8_parameters():
-            raise EmulationError("cannot switch the architecture inside an autocast or quantized_model_init context")
+            raise EmulationError(
+                "cannot switch the architecture inside an autocast or quantized_model_init context"
+            )
         manager.reset()
         for name in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
             if hasattr(quantization, name):
@@ -200,7 +207,7 @@ def forget_device() -> None:
 _CACHED = type(functools.lru_cache(maxsize=None)(lambda: None))
 
 
-# --- torch itself -------------------------------------------------------------------------------------------------------------
+# --- torch itself
 
 _STOCK_IS_CUDA = torch._C.TensorBase.is_cuda
 _STOCK_TO = torch._C.TensorBase.to
@@ -217,11 +224,11 @@ def _is_cuda(self: torch.Tensor) -> bool:
 
 
 def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if "device" in kwargs or (args and map_device(args[0]) is not args[0]):
-        if is_te_frame(sys._getframe(1).f_globals.get("__name__")):
-            args = tuple(map_device(one) if index == 0 else one for index, one in enumerate(args))
-            if "device" in kwargs:
-                kwargs["device"] = map_device(kwargs["device"])
+    names_cuda = "device" in kwargs or (args and map_device(args[0]) is not args[0])
+    if names_cuda and is_te_frame(sys._getframe(1).f_globals.get("__name__")):
+        args = tuple(map_device(one) if index == 0 else one for index, one in enumerate(args))
+        if "device" in kwargs:
+            kwargs["device"] = map_device(kwargs["device"])
     return _STOCK_TO(self, *args, **kwargs)
 
 
@@ -230,15 +237,16 @@ _to.__doc__ = _STOCK_TO.__doc__
 
 
 def patch_torch() -> None:
-    """The two changes of torch that cannot be scoped to a module, because they are methods of tensors. Both ask who calls.
+    """Change two methods of tensors, which cannot be scoped to a module. Both ask who calls.
 
-    ``Tensor.is_cuda``: ``pytorch/module/base.py:1605`` refuses inputs without it, and the ``data`` setters of the tensor classes
-    (``pytorch/tensor/float8_tensor.py:1142``, ``mxfp8_tensor.py:826``, ``float8_blockwise_tensor.py:541``, ``nvfp4_tensor.py:934``)
-    decide by it. True for a caller inside TransformerEngine, honest for everyone else.
+    ``Tensor.is_cuda``: ``pytorch/module/base.py:1605`` refuses inputs without it, and the ``data`` setters of
+    the tensor classes (``pytorch/tensor/float8_tensor.py:1142``, ``mxfp8_tensor.py:826``,
+    ``float8_blockwise_tensor.py:541``, ``nvfp4_tensor.py:934``) decide by it. True for a caller inside
+    TransformerEngine, honest for everyone else.
 
     ``Tensor.to``: ``pytorch/module/layernorm_mlp.py:2133`` and
-    ``pytorch/attention/dot_product_attention/utils.py:1964,2188,2223,2292`` move tensors to "cuda". The CPU for a caller inside
-    TransformerEngine, the stock method (and its error) for everyone else.
+    ``pytorch/attention/dot_product_attention/utils.py:1964,2188,2223,2292`` move tensors to "cuda". The CPU
+    for a caller inside TransformerEngine, the stock method (and its error) for everyone else.
     """
     torch.Tensor.is_cuda = property(_is_cuda, doc="Is True if the tensor is stored on the GPU.")  # type: ignore[assignment]
     torch.Tensor.to = _to  # type: ignore[assignment]

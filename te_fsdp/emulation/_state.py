@@ -1,18 +1,16 @@
-"""The pretended GPU architecture. Process-wide by nature: TransformerEngine asks one device for its capability."""
+"""The pretended GPU architecture. Process-wide: TransformerEngine asks one device for its capability."""
 
 from __future__ import annotations
-
-from typing import Optional, Tuple
 
 from te_fsdp.emulation._errors import EmulationError
 
 #: What ``install(arch=...)`` accepts, with the compute capability that TransformerEngine is told.
 ARCHITECTURES = {"9.0": (9, 0), "10.0": (10, 0)}
 
-_arch: Optional[Tuple[int, int]] = None
+_arch: tuple[int, int] | None = None
 
 
-def arch() -> Tuple[int, int]:
+def arch() -> tuple[int, int]:
     """Compute capability of the pretended GPU, such as ``(10, 0)``.
 
     Raises:
@@ -20,12 +18,13 @@ def arch() -> Tuple[int, int]:
     """
     if _arch is None:
         raise EmulationError(
-            "the emulation backend is not installed: call te_fsdp.emulation.install() before importing transformer_engine"
+            "the emulation backend is not installed: call te_fsdp.emulation.install() before importing "
+            "transformer_engine"
         )
     return _arch
 
 
-def set_arch(name: Optional[str]) -> None:
+def set_arch(name: str | None) -> None:
     """Set the pretended architecture, one of :data:`ARCHITECTURES`; ``None`` forgets it.
 
     Raises:
@@ -37,7 +36,7 @@ def set_arch(name: Optional[str]) -> None:
     _arch = None if name is None else ARCHITECTURES[name]
 
 
-def arch_name() -> Optional[str]:
+def arch_name() -> str | None:
     """Name of the pretended architecture as given to :func:`set_arch`, or ``None``."""
     return None if _arch is None else f"{_arch[0]}.{_arch[1]}"
 

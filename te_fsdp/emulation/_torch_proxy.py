@@ -1,25 +1,27 @@
 """What TransformerEngine's modules see as ``torch``: the real one, with a pretended GPU that is the CPU.
 
-A proxy replaces the *global name* ``torch`` inside ``transformer_engine.pytorch`` modules only, so user code keeps the real
-torch. Attributes that are not listed here are looked up in the real module at each access, so later changes of torch
-(another default dtype, a test's monkeypatch) are seen. Reasons, TransformerEngine 2.20.2: it asks for the capability
-(``pytorch/utils.py:154,743,774,844``), allocates with ``device="cuda"`` (``pytorch/quantization.py:427``,
-``pytorch/optimizers/fused_adam.py:193``, ``pytorch/cpp_extensions/gemm.py:43,420``,
-``pytorch/attention/dot_product_attention/softmax.py:239``) and requires ``torch.cuda.is_available()``
-(``pytorch/module/base.py:895``).
+A proxy replaces the *global name* ``torch`` inside ``transformer_engine.pytorch`` modules only, so user code
+keeps the real torch. Attributes that are not listed here are looked up in the real module at each access, so
+later changes of torch (another default dtype, a test's monkeypatch) are seen. Reasons, TransformerEngine
+2.20.2: it asks for the capability (``pytorch/utils.py:154,743,774,844``), allocates with ``device="cuda"``
+(``pytorch/quantization.py:427``, ``pytorch/optimizers/fused_adam.py:193``,
+``pytorch/cpp_extensions/gemm.py:43,420``, ``pytorch/attention/dot_product_attention/softmax.py:239``) and
+requires ``torch.cuda.is_available()`` (``pytorch/module/base.py:895``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from te_fsdp.emulation import _state
 
-#: Streaming multiprocessors of the pretended GPU: a plausible number, TransformerEngine only sizes launches with it.
+#: Streaming multiprocessors of the pretended GPU: a plausible number, TransformerEngine only sizes launches
+#: with it.
 MULTIPROCESSORS = 132
 
 _FACTORIES = (
@@ -48,7 +50,7 @@ _FACTORIES = (
 
 
 def map_device(device: Any) -> Any:
-    """The CPU for any way of naming a CUDA device (string, index, ``torch.device``), else ``device`` as it is."""
+    """The CPU for a CUDA device (string, index, ``torch.device``), anything else as it is."""
     if isinstance(device, str):
         return "cpu" if device.split(":", 1)[0] == "cuda" else device
     if isinstance(device, torch.device):
@@ -96,7 +98,7 @@ class _Autocast(torch.autocast):
 class ForwardingModule(types.ModuleType):
     """A module whose missing attributes come from another module at the time of access."""
 
-    def __init__(self, target: types.ModuleType, replaced: Dict[str, Any]) -> None:
+    def __init__(self, target: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(target.__name__, target.__doc__)
         self.__dict__["_target"] = target
         self.__dict__.update(replaced)
@@ -121,7 +123,7 @@ class _Stream:
 
     wait_stream = wait_event = lambda self, other: None
 
-    def record_event(self, event: Optional["_Event"] = None) -> "_Event":
+    def record_event(self, event: _Event | None = None) -> _Event:
         """An event that has happened."""
         return event if event is not None else _Event()
 
@@ -129,7 +131,7 @@ class _Stream:
         """All work is done."""
         return True
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> _Stream:
         return self
 
     def __exit__(self, *details: Any) -> None:
@@ -151,7 +153,7 @@ class _Event:
         """It has happened."""
         return True
 
-    def elapsed_time(self, other: "_Event") -> float:
+    def elapsed_time(self, other: _Event) -> float:
         """Milliseconds between two events; the emulation measures nothing."""
         return 0.0
 
@@ -181,7 +183,7 @@ def _cuda_proxy() -> ForwardingModule:
     def null_context(*args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext()
 
-    replaced: Dict[str, Any] = {
+    replaced: dict[str, Any] = {
         "is_available": constant(True),
         "is_initialized": constant(True),
         "is_bf16_supported": constant(True),
@@ -200,9 +202,19 @@ def _cuda_proxy() -> ForwardingModule:
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-        "nvtx": types.SimpleNamespace(range=null_context, range_push=nothing, range_pop=nothing, mark=nothing),
+        "nvtx": types.SimpleNamespace(
+            range=null_context, range_push=nothing, range_pop=nothing, mark=nothing
+        ),
     }
-    for name in ("synchronize", "set_device", "empty_cache", "set_stream", "init", "_lazy_init", "manual_seed_all"):
+    for name in (
+        "synchronize",
+        "set_device",
+        "empty_cache",
+        "set_stream",
+        "init",
+        "_lazy_init",
+        "manual_seed_all",
+    ):
         replaced[name] = nothing
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         replaced[name] = constant(0)
@@ -221,8 +233,9 @@ class _Done:
 def _eager_collectives(*args: Any, **kwargs: Any) -> Iterator[_Done]:
     """Runs each collective of a coalescing block at once, and blocks in it.
 
-    Gloo has no coalescing, and a failed attempt leaves the group recording later collectives without running them. The
-    blocks (``pytorch/distributed.py:1177,1438,1622``) issue only synchronous collectives, so the handle has no work left.
+    Gloo has no coalescing, and a failed attempt leaves the group recording later collectives without running
+    them. The blocks (``pytorch/distributed.py:1177,1438,1622``) issue only synchronous collectives, so the
+    handle has no work left.
     """
     yield _Done()
 
@@ -241,7 +254,7 @@ def build() -> ForwardingModule:
             kwargs["map_location"] = map_device(kwargs["map_location"])
         return torch.load(*args, **kwargs)
 
-    replaced: Dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    replaced: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     replaced["device"] = _Device
     replaced["cuda"] = _cuda_proxy()
     replaced["distributed"] = ForwardingModule(torch.distributed, {"_coalescing_manager": _eager_collectives})
@@ -264,4 +277,4 @@ def is_te_frame(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("transformer_engine.")
 
 
-__all__: Tuple[str, ...] = ("ForwardingModule", "MULTIPROCESSORS", "build", "is_te_frame", "map_device")
+__all__: tuple[str, ...] = ("ForwardingModule", "MULTIPROCESSORS", "build", "is_te_frame", "map_device")

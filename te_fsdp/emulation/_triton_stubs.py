@@ -1,9 +1,10 @@
 """Stand-ins for TransformerEngine's Triton kernels, which a CPU build of torch cannot import.
 
-Whole packages are replaced because their modules import ``triton`` at the top (``pytorch/triton/*.py``), while TransformerEngine
-imports them unconditionally (2.20.2: ``pytorch/distributed.py:33``, ``pytorch/permutation.py:10``,
-``pytorch/cross_entropy.py:12``, ``pytorch/module/grouped_linear.py:67``, ``pytorch/ops/basic/grouped_linear.py:62``).
-The two small kernels that the supported modules reach are written in torch; any other raises by name.
+Whole packages are replaced because their modules import ``triton`` at the top (``pytorch/triton/*.py``),
+while TransformerEngine imports them unconditionally (2.20.2: ``pytorch/distributed.py:33``,
+``pytorch/permutation.py:10``, ``pytorch/cross_entropy.py:12``, ``pytorch/module/grouped_linear.py:67``,
+``pytorch/ops/basic/grouped_linear.py:62``). The two small kernels that the supported modules reach are
+written in torch; any other raises by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import types
-from typing import Any, Callable, Dict, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,9 +29,9 @@ def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
 
 
 def compute_grouped_dbias(
-    dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: Optional[torch.Tensor] = None
+    dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Row sums of ``dy`` (tokens, hidden) within each group ``[offsets[g], offsets[g + 1])``: fp32 (num_groups, hidden).
+    """fp32 (groups, hidden) sums of the rows ``[offsets[g], offsets[g + 1])`` of ``dy`` (tokens, hidden).
 
     Adds to ``dbias`` when given (``pytorch/triton/grouped_dbias_dscales.py``).
     """
@@ -41,7 +43,7 @@ def compute_grouped_dbias(
     return dbias
 
 
-_WRITTEN: Dict[str, Callable[..., Any]] = {
+_WRITTEN: dict[str, Callable[..., Any]] = {
     "pad_columnwise_scale_inv": pad_columnwise_scale_inv,
     "compute_grouped_dbias": compute_grouped_dbias,
 }
@@ -83,4 +85,4 @@ def spec(fullname: str) -> importlib.machinery.ModuleSpec:
     return importlib.machinery.ModuleSpec(fullname, _StubLoader(), is_package=fullname in _PACKAGES)
 
 
-__all__: Tuple[str, ...] = ("compute_grouped_dbias", "is_stubbed", "pad_columnwise_scale_inv", "spec")
+__all__: tuple[str, ...] = ("compute_grouped_dbias", "is_stubbed", "pad_columnwise_scale_inv", "spec")

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--te-fsdp-emulation",
         choices=[*sorted(_state.ARCHITECTURES), _OFF],
         default=None,
-        help=f"architecture of the emulated TransformerEngine (default: ${emulation.ENVIRONMENT_VARIABLE}, else 10.0)",
+        help=f"emulated architecture, or off (default: ${emulation.ENVIRONMENT_VARIABLE}, else 10.0)",
     )
 
 

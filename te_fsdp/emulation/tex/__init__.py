@@ -1,14 +1,15 @@
 """The compiled extension ``transformer_engine_torch``, in PyTorch.
 
-:func:`build` gives the module that TransformerEngine imports under that name. What is not written here is still importable, and
-raises ``NotImplementedError`` with its name when it is called.
+:func:`build` gives the module that TransformerEngine imports under that name. What is not written here is
+still importable, and raises ``NotImplementedError`` with its name when it is called.
 """
 
 from __future__ import annotations
 
 import importlib
 import types
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from te_fsdp.emulation.tex import enums
 

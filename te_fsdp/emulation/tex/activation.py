@@ -1,12 +1,14 @@
-"""Activations and their backwards: ``pytorch/csrc/extensions/{activation,bias}.cpp``, formulas of ``common/util/math.h``.
+"""Activations: ``pytorch/csrc/extensions/{activation,bias}.cpp``, formulas of ``common/util/math.h``.
 
-Gated variants take ``[act half, linear half]`` along the last dim and give ``act(first) * second``. All math is fp32; the order
-of rounding of the fused kernels is in ``fused.finish``. Block scaling has no fused kernel: computed, rounded, then quantized.
+Gated variants take ``[act half, linear half]`` along the last dim and give ``act(first) * second``. All math
+is fp32; the order of rounding of the fused kernels is in ``fused.finish``. Block scaling has no fused kernel:
+computed, rounded, then quantized.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +52,7 @@ class _Activation(NamedTuple):
     derivative: Callable[[torch.Tensor], torch.Tensor]
 
 
-_ACTIVATIONS: Dict[str, _Activation] = {
+_ACTIVATIONS: dict[str, _Activation] = {
     "gelu": _Activation(gelu_value, dgelu_value),
     "qgelu": _Activation(_quick, _dquick),
     "relu": _Activation(_relu, lambda x: (x > 0).float()),
@@ -59,10 +61,17 @@ _ACTIVATIONS: Dict[str, _Activation] = {
     "sigmoid": _Activation(torch.sigmoid, _dsigmoid),
 }
 #: Gated activation -> the activation of its first half.
-_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
+_GATED = {
+    "geglu": "gelu",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+    "glu": "sigmoid",
+}
 
 
-def _halves(input: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+def _halves(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = input.detach().float().chunk(2, dim=-1)
     return first, second
 
@@ -81,7 +90,9 @@ def _forward(name: str) -> Callable[..., Any]:
         return _finish(value, input.dtype, quantizer)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"Forward of {name}; the last dim halves when it is gated. Quantized if a quantizer is given."
+    call.__doc__ = (
+        f"Forward of {name}; the last dim halves when it is gated. Quantized if a quantizer is given."
+    )
     return call
 
 
@@ -105,11 +116,12 @@ def _backward(name: str) -> Callable[..., Any]:
 
 
 def _dbias_backward(name: str) -> Callable[..., Any]:
-    def call(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> List[Any]:
+    def call(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
         value = _gradient(name, grad, fwd_input)
         rounded = value
         if fused.kind(quantizer) not in ("Float8Quantizer", "MXFP8Quantizer"):
-            # The unfused kernels sum the gradient as it was stored; the fused ones sum what they hold in registers.
+            # The unfused kernels sum the gradient as it was stored; the fused ones sum what they hold in
+            # registers.
             rounded = value.to(grad.dtype).float()
         dbias = rounded.reshape(-1, value.shape[-1]).sum(0).to(grad.dtype)
         return [dbias, _finish(value, grad.dtype, quantizer)]
@@ -120,9 +132,13 @@ def _dbias_backward(name: str) -> Callable[..., Any]:
 
 
 def clamped_swiglu(
-    input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = QUICK_GELU_ALPHA, glu_linear_offset: float = 1.0
+    input: torch.Tensor,
+    quantizer: Any,
+    limit: float = 7.0,
+    alpha: float = QUICK_GELU_ALPHA,
+    glu_linear_offset: float = 1.0,
 ) -> Any:
-    """SwiGLU whose halves are clamped: ``quick(min(first, limit), alpha) * (clamp(second, +-limit) + offset)``."""
+    """Clamped SwiGLU: ``quick(min(first, limit), alpha) * (clamp(second, +-limit) + offset)``."""
     first, second = _halves(input)
     value = _quick(first.clamp(max=limit), alpha) * (second.clamp(-limit, limit) + glu_linear_offset)
     return _finish(value, input.dtype, quantizer)
@@ -148,7 +164,10 @@ def clamped_dswiglu(
     return _finish(torch.cat([dfirst, dsecond], dim=-1), fwd_input.dtype, quantizer)
 
 
-FUNCTIONS: Dict[str, Callable[..., Any]] = {"clamped_swiglu": clamped_swiglu, "clamped_dswiglu": clamped_dswiglu}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "clamped_swiglu": clamped_swiglu,
+    "clamped_dswiglu": clamped_dswiglu,
+}
 for _name in [*_GATED, *(one for one in _ACTIVATIONS if one != "sigmoid")]:
     FUNCTIONS[_name] = _forward(_name)
     FUNCTIONS["d" + _name] = _backward(_name)

@@ -1,18 +1,20 @@
-"""Enums and plain classes of the compiled extension, with the values that TransformerEngine's headers give them.
+"""Enums and plain classes of the compiled extension, with the values of TransformerEngine's headers.
 
-TransformerEngine checks several of them for completeness while it is imported (``pytorch/constants.py:94`` and
-``pytorch/cpp_extensions/fused_attn.py:158`` in 2.20.2), so a drift of these lists stops the import. Values that reach
-no kernel here (attention layouts, backends) are kept all the same, because pickles and caches may hold them.
+TransformerEngine checks several of them for completeness while it is imported (``pytorch/constants.py:94``
+and ``pytorch/cpp_extensions/fused_attn.py:158`` in 2.20.2), so a drift of these lists stops the import.
+Values that reach no kernel here (attention layouts, backends) are kept all the same, because pickles and
+caches may hold them.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Any, Dict, Union
+from typing import Any
 
 import torch
 
-#: Classes report the module they stand in for, so that a pickle written here names what real TransformerEngine has.
+#: Classes report the module they stand in for, so that a pickle written here names what real
+#: TransformerEngine has.
 TEX_MODULE = "transformer_engine_torch"
 
 
@@ -32,7 +34,7 @@ class DType(enum.IntEnum):
         return (type(self), (int(self),))
 
 
-_TORCH_DTYPES: Dict[int, torch.dtype] = {
+_TORCH_DTYPES: dict[int, torch.dtype] = {
     int(DType.kByte): torch.uint8,
     int(DType.kInt32): torch.int32,
     int(DType.kFloat32): torch.float32,
@@ -43,8 +45,8 @@ _TORCH_DTYPES: Dict[int, torch.dtype] = {
 }
 
 
-def to_torch_dtype(dtype: Union[int, torch.dtype]) -> torch.dtype:
-    """The ``torch.dtype`` of a TE dtype: this enum, TransformerEngine's own ``DType``, an int, or a ``torch.dtype`` as it is.
+def to_torch_dtype(dtype: int | torch.dtype) -> torch.dtype:
+    """The ``torch.dtype`` of a TE dtype (this enum, TransformerEngine's own, an int, a ``torch.dtype``).
 
     Raises:
         TypeError: TE dtype without a torch counterpart (E2M1 packs two values in a byte).
@@ -57,11 +59,11 @@ def to_torch_dtype(dtype: Union[int, torch.dtype]) -> torch.dtype:
     return result
 
 
-def _int_enum(name: str, values: Dict[str, int]) -> Any:
+def _int_enum(name: str, values: dict[str, int]) -> Any:
     return enum.IntEnum(name, values, module=TEX_MODULE)
 
 
-def _counted(*names: str) -> Dict[str, int]:
+def _counted(*names: str) -> dict[str, int]:
     return {name: value for value, name in enumerate(names)}
 
 
@@ -145,7 +147,8 @@ NVTEScalingMode = _int_enum(
 NVTERoutingMapFormat = _int_enum("NVTERoutingMapFormat", _counted("BYTEMAP", "BITMAP_U8"))
 NVTEQBHistogramMode = _int_enum("NVTEQBHistogramMode", _counted("TWO_KERNEL", "FUSED_ATOMIC"))
 FP8FwdTensors = _int_enum(
-    "FP8FwdTensors", _counted(*[f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")])
+    "FP8FwdTensors",
+    _counted(*[f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")]),
 )
 FP8BwdTensors = _int_enum(
     "FP8BwdTensors", _counted(*[f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")])
@@ -169,7 +172,7 @@ Float8BlockScaleTensorFormat = _int_enum("Float8BlockScaleTensorFormat", _counte
 
 
 class FP8TensorMeta:
-    """Bag of the per-tensor scaling state of delayed scaling; TransformerEngine assigns the three tensors itself."""
+    """Delayed scaling's per-tensor state; TransformerEngine assigns the three tensors itself."""
 
     def __init__(self) -> None:
         self.scale: torch.Tensor = torch.Tensor()
@@ -178,10 +181,12 @@ class FP8TensorMeta:
 
 
 class _NotEmulated:
-    """Base of classes that exist by name only (annotations, isinstance checks) and refuse to be constructed."""
+    """Base of classes that exist by name only (annotations, isinstance) and can't be constructed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"transformer_engine_torch.{type(self).__name__} is not emulated on the CPU")
+        raise NotImplementedError(
+            f"transformer_engine_torch.{type(self).__name__} is not emulated on the CPU"
+        )
 
 
 class CommOverlapBase(_NotEmulated):

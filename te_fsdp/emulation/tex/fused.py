@@ -1,14 +1,17 @@
 """How the fused kernels (normalization, activation, bias gradient) hand their fp32 result to quantization.
 
-The order of rounding is the kernels' own, format by format (``pytorch/csrc/extensions/{normalization,activation,bias}.cpp``
-and ``common/util/vectorized_pointwise.h``, ``common/cast/mxfp8/*.cuh``):
+The order of rounding is the kernels' own, format by format
+(``pytorch/csrc/extensions/{normalization,activation,bias}.cpp`` and ``common/util/vectorized_pointwise.h``,
+``common/cast/mxfp8/*.cuh``):
 
 * no quantizer: rounded once to the output dtype;
 * Float8, delayed scaling: one kernel quantizes the fp32 value and records the amax of the fp32 value;
-* Float8, current scaling, and NVFP4 without the post-RHT amax: the value is written in the output dtype, then quantized with an
-  amax that the first kernel found. Activations take it from the fp32 value (``fmaxf(fabsf(temp), max)`` before the store), so the
-  rounded value may exceed it; normalizations take it from the rounded value (``rmsnorm_fwd_kernels.cuh``);
-* MXFP8 (whose fused kernels round to the input dtype before they look for block maxima), Float8 blocks and everything
+* Float8, current scaling, and NVFP4 without the post-RHT amax: the value is written in the output dtype, then
+  quantized with an amax that the first kernel found. Activations take it from the fp32 value
+  (``fmaxf(fabsf(temp), max)`` before the store), so the rounded value may exceed it; normalizations take it
+  from the rounded value (``rmsnorm_fwd_kernels.cuh``);
+* MXFP8 (whose fused kernels round to the input dtype before they look for block maxima), Float8 blocks and
+  everything
   else: rounded to the output dtype, then quantized like any tensor.
 """
 

@@ -1,13 +1,15 @@
 """Matrix products: ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu``.
 
-The products accumulate in fp32 whatever the operands are. Which representation of a quantized operand is read follows the
-kernels strictly (``formats.operand``): a missing or invalid one is an error, never replaced by the other.
+The products accumulate in fp32 whatever the operands are. Which representation of a quantized operand is read
+follows the kernels strictly (``formats.operand``): a missing or invalid one is an error, never replaced by
+the other.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +22,17 @@ from te_fsdp.emulation.tex.fused import kind
 
 
 def _is_quantized(tensor: Any) -> bool:
-    return not (type(tensor) in (torch.Tensor, torch.nn.Parameter)) and hasattr(tensor, "get_metadata")
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "get_metadata")
 
 
 def _storage_kind(tensor: Any) -> str:
     names = " ".join(one.__name__ for one in type(tensor).__mro__)
-    for name in ("Float8BlockwiseQTensorStorage", "Float8TensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage"):
+    for name in (
+        "Float8BlockwiseQTensorStorage",
+        "Float8TensorStorage",
+        "MXFP8TensorStorage",
+        "NVFP4TensorStorage",
+    ):
         if name in names:
             return name
     return type(tensor).__name__
@@ -44,8 +51,8 @@ def _check(a: Any, transa: bool, b: Any, transb: bool, inner: int, m: int, n: in
     """The argument checks of ``CanonicalizeGemmInput`` for FP8 operands (leading dims, in elements)."""
     if _is_quantized(a) != _is_quantized(b):
         raise EmulationError(
-            f"GEMM of a quantized and an unquantized operand: A is {type(a).__name__}, B is {type(b).__name__}; "
-            "no kernel does that"
+            f"GEMM of a quantized and an unquantized operand: A is {type(a).__name__}, B is "
+            f"{type(b).__name__}; no kernel does that"
         )
     if not _is_quantized(a):
         return
@@ -56,18 +63,23 @@ def _check(a: Any, transa: bool, b: Any, transb: bool, inner: int, m: int, n: in
     ):
         which = _storage_kind(operand)
         if which == "Float8TensorStorage" and leading % 16:
-            raise EmulationError(f"FP8 GEMM: leading dimension of {name} is {leading}, must be a multiple of 16; pad it")
+            raise EmulationError(
+                f"FP8 GEMM: leading dimension of {name} is {leading}, must be a multiple of 16; pad it"
+            )
         if which == "Float8BlockwiseQTensorStorage":
             outer = m if name == "A" else n
             if inner % 16:
-                raise EmulationError(f"FP8 block-scaling GEMM: inner dimension {inner} must be a multiple of 16; pad it")
+                raise EmulationError(
+                    f"FP8 block-scaling GEMM: inner dimension {inner} must be a multiple of 16; pad it"
+                )
             if outer % 8 and (name == "A" or not operand._is_2D_scaled):
                 raise EmulationError(
-                    f"FP8 block-scaling GEMM: outer dimension of {name} is {outer}, must be a multiple of 8; pad it"
+                    f"FP8 block-scaling GEMM: outer dimension of {name} is {outer}, must be a multiple of 8; "
+                    "pad it"
                 )
 
 
-def _product(a: Any, transa: bool, b: Any, transb: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+def _product(a: Any, transa: bool, b: Any, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 product (rows of op(B), columns of op(A)), and B's matrix."""
     a_matrix, b_matrix = _matrix(a, transa), _matrix(b, not transb)
     left = b_matrix.t() if transb else b_matrix
@@ -81,7 +93,7 @@ def _product(a: Any, transa: bool, b: Any, transb: bool) -> Tuple[torch.Tensor, 
     return left @ right, b_matrix
 
 
-def _given(tensor: Optional[torch.Tensor]) -> bool:
+def _given(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.numel() > 0
 
 
@@ -93,10 +105,10 @@ def generic_gemm(
     D: Any,
     quantizer: Any,
     output_dtype: Any,
-    bias: Optional[torch.Tensor],
+    bias: torch.Tensor | None,
     bias_type: Any,
     gelu: bool,
-    gelu_in: Optional[torch.Tensor],
+    gelu_in: torch.Tensor | None,
     grad: bool,
     workspace: torch.Tensor,
     workspace_size: int,
@@ -104,15 +116,15 @@ def generic_gemm(
     use_split_accumulator: bool,
     comm_overlap: Any = None,
     comm_type: Any = None,
-    extra_output: Optional[torch.Tensor] = None,
+    extra_output: torch.Tensor | None = None,
     bulk_overlap: bool = False,
     alpha: float = 1.0,
-    beta: Optional[float] = None,
-) -> List[Any]:
+    beta: float | None = None,
+) -> list[Any]:
     """``D = alpha * op(B) @ op(A) + beta * D`` in row-major terms, with the epilogues of cuBLASLt.
 
-    Shapes: op(A) (K, M), op(B) (N, K), D (leading dims of B, M), or (N, M) when B is transposed. ``grad`` turns ``bias`` into
-    a request for the bias gradient (sum of B's rows, or of D's after a GELU backward).
+    Shapes: op(A) (K, M), op(B) (N, K), D (leading dims of B, M), or (N, M) when B is transposed. ``grad``
+    turns ``bias`` into a request for the bias gradient (sum of B's rows, or of D's after a GELU backward).
 
     Returns:
         ``[D, bias gradient, GELU input, extra output]``.
@@ -123,7 +135,9 @@ def generic_gemm(
     """
     del workspace, workspace_size, use_split_accumulator, comm_type, bulk_overlap
     if comm_overlap is not None:
-        raise NotImplementedError("transformer_engine_torch.generic_gemm with comm_overlap is not emulated on the CPU")
+        raise NotImplementedError(
+            "transformer_engine_torch.generic_gemm with comm_overlap is not emulated on the CPU"
+        )
     low_precision = _is_quantized(A) or _is_quantized(B)
     out_dtype = to_torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(A)
     value, b_matrix = _product(A, transA, B, transB)
@@ -144,7 +158,9 @@ def generic_gemm(
             value = gelu_value(value)
     if bias is not None and grad:
         bias_grad = (value if gelu else b_matrix).sum(0).to(out_dtype)
-    D = _write(value.reshape(shape), D, out_dtype, quantizer, _fuses_quantization(A, B, quantizer), accumulate, beta)
+    D = _write(
+        value.reshape(shape), D, out_dtype, quantizer, _fuses_quantization(A, B, quantizer), accumulate, beta
+    )
     return [D, bias_grad, pre_gelu, extra_output]
 
 
@@ -159,7 +175,13 @@ def _fuses_quantization(a: Any, b: Any, quantizer: Any) -> bool:
 
 
 def _write(
-    value: torch.Tensor, out: Any, dtype: torch.dtype, quantizer: Any, fused: bool, accumulate: bool, beta: Optional[float]
+    value: torch.Tensor,
+    out: Any,
+    dtype: torch.dtype,
+    quantizer: Any,
+    fused: bool,
+    accumulate: bool,
+    beta: float | None,
 ) -> Any:
     if quantizer is not None:
         if accumulate:
@@ -172,7 +194,9 @@ def _write(
             raise EmulationError("GEMM was asked to accumulate, but has no output to accumulate into")
         return value.to(dtype)
     if tuple(out.shape) != tuple(value.shape):
-        raise EmulationError(f"GEMM output has invalid dims (expected {tuple(value.shape)}, got {tuple(out.shape)})")
+        raise EmulationError(
+            f"GEMM output has invalid dims (expected {tuple(value.shape)}, got {tuple(out.shape)})"
+        )
     if accumulate:
         value = value + (1.0 if beta is None else beta) * out.float()
     out.copy_(value)
@@ -184,9 +208,9 @@ def te_general_grouped_gemm(
     transa: bool,
     B: Sequence[Any],
     transb: bool,
-    D: Optional[Sequence[torch.Tensor]],
+    D: Sequence[torch.Tensor] | None,
     D_type: Any,
-    m_splits: Optional[Sequence[int]],
+    m_splits: Sequence[int] | None,
     bias: Sequence[torch.Tensor],
     bias_type: Any,
     single_output: bool,
@@ -197,11 +221,11 @@ def te_general_grouped_gemm(
     accumulate: bool,
     use_split_accumulator: bool,
     math_sm_count: int,
-) -> List[torch.Tensor]:
+) -> list[torch.Tensor]:
     """One GEMM per group; see :func:`generic_gemm` for the single product.
 
-    ``single_output``: ``D[0]`` holds the groups' rows one after the other. A group without rows leaves zeros, or its
-    accumulator as it is. ``bias`` is added (forward) or receives the bias gradients (``grad``).
+    ``single_output``: ``D[0]`` holds the groups' rows one after the other. A group without rows leaves zeros,
+    or its accumulator as it is. ``bias`` is added (forward) or receives the bias gradients (``grad``).
 
     Returns:
         ``bias``.
@@ -213,7 +237,7 @@ def te_general_grouped_gemm(
         raise EmulationError("grouped GEMM with a single output needs m_splits")
     bias = list(bias)
     start = 0
-    for index, (a, b) in enumerate(zip(A, B)):
+    for index, (a, b) in enumerate(zip(A, B, strict=True)):
         if single_output:
             out = D[0].reshape(-1, D[0].shape[-1])[start : start + m_splits[index]]
             start += m_splits[index]

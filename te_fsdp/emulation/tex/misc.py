@@ -1,8 +1,9 @@
-"""Small functions of the extension: rotary embedding, row padding, dropout, and facts about the pretended device."""
+"""Small functions: rotary embedding, row padding, dropout, facts about the pretended device."""
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,13 +40,14 @@ def ubuf_built_with_mpi() -> bool:
 def get_fused_attn_backend(*args: Any) -> Any:
     """No fused attention: TransformerEngine falls back to its unfused backend.
 
-    Newer versions pass one object and expect ``(backend, reason)``, older ones pass the fields and expect the backend.
+    Newer versions pass one object and expect ``(backend, reason)``, older ones pass the fields and expect the
+    backend.
     """
     backend = NVTE_Fused_Attn_Backend.NVTE_No_Backend
     return (backend, "fused attention is not emulated on the CPU") if len(args) == 1 else backend
 
 
-def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` when given."""
     swapped = tensor.transpose(0, 1)
     if out is None:
@@ -67,19 +69,23 @@ def _rotate(x: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
 def _rope(
     input: torch.Tensor,
     freqs: torch.Tensor,
-    start_positions: Optional[torch.Tensor],
+    start_positions: torch.Tensor | None,
     qkv_format: Any,
     interleaved: bool,
-    cu_seqlens: Optional[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
     cp_size: int,
     back: bool,
 ) -> torch.Tensor:
-    """Rotate the first ``freqs.shape[-1]`` channels of each head by the angles of its position; copy the others."""
+    """Rotate the first ``freqs.shape[-1]`` channels of each head by its position; copy the others."""
     sequence_first = int(qkv_format) == int(NVTE_QKV_Format.NVTE_SBHD)
     if not sequence_first and int(qkv_format) != int(NVTE_QKV_Format.NVTE_BSHD):
-        raise NotImplementedError(f"fused rotary embedding of format {qkv_format!r} is not emulated on the CPU")
+        raise NotImplementedError(
+            f"fused rotary embedding of format {qkv_format!r} is not emulated on the CPU"
+        )
     if cp_size != 1 or cu_seqlens is not None:
-        raise NotImplementedError("fused rotary embedding with context parallelism is not emulated on the CPU")
+        raise NotImplementedError(
+            "fused rotary embedding with context parallelism is not emulated on the CPU"
+        )
     x = input if sequence_first else input.transpose(0, 1)
     length, batch, channels = x.shape[0], x.shape[1], freqs.shape[-1]
     angles = freqs.float().reshape(freqs.shape[0], channels)
@@ -87,7 +93,9 @@ def _rope(
     if start_positions is not None:
         positions = positions + start_positions.reshape(1, batch).long()
     if int(positions.max()) >= angles.shape[0]:
-        raise EmulationError(f"rotary embedding holds {angles.shape[0]} positions, position {int(positions.max())} is asked")
+        raise EmulationError(
+            f"rotary embedding holds {angles.shape[0]} positions, position {int(positions.max())} is asked"
+        )
     angles = angles[positions].unsqueeze(2)
     head = x[..., :channels].float()
     if back:
@@ -101,14 +109,14 @@ def _rope(
 def fused_rope_forward(
     input: torch.Tensor,
     freqs: torch.Tensor,
-    start_positions: Optional[torch.Tensor],
+    start_positions: torch.Tensor | None,
     qkv_format: Any,
     interleaved: bool,
-    cu_seqlens: Optional[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Rotary embedding (``common/fused_rope/fused_rope.cu``) of (s, b, h, d) or (b, s, h, d), angles ``freqs`` (s, 1, 1, d2) fp32."""
+    """Rotary embedding of (s, b, h, d) or (b, s, h, d), angles (s, 1, 1, d2) (``common/fused_rope``)."""
     del cp_rank
     return _rope(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, False)
 
@@ -116,10 +124,10 @@ def fused_rope_forward(
 def fused_rope_backward(
     output_grads: torch.Tensor,
     freqs: torch.Tensor,
-    start_positions: Optional[torch.Tensor],
+    start_positions: torch.Tensor | None,
     qkv_format: Any,
     interleaved: bool,
-    cu_seqlens: Optional[torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
@@ -131,37 +139,41 @@ def fused_rope_backward(
 def _copy_rows(
     input: torch.Tensor, output: torch.Tensor, input_rows: Sequence[int], output_rows: Sequence[int]
 ) -> None:
-    if sum(input_rows) != input.shape[0] or sum(output_rows) != output.shape[0] or len(input_rows) != len(output_rows):
+    if (
+        sum(input_rows) != input.shape[0]
+        or sum(output_rows) != output.shape[0]
+        or len(input_rows) != len(output_rows)
+    ):
         raise EmulationError(
-            f"row counts {list(input_rows)} -> {list(output_rows)} do not fit tensors of {input.shape[0]} and "
-            f"{output.shape[0]} rows"
+            f"row counts {list(input_rows)} -> {list(output_rows)} do not fit tensors of {input.shape[0]} "
+            f"and {output.shape[0]} rows"
         )
     output.zero_()
     source = target = 0
-    for rows, new_rows in zip(input_rows, output_rows):
+    for rows, new_rows in zip(input_rows, output_rows, strict=True):
         kept = min(rows, new_rows)
         output[target : target + kept] = input[source : source + kept]
         source, target = source + rows, target + new_rows
 
 
 def fused_multi_row_padding(
-    input: torch.Tensor, output: torch.Tensor, input_row_list: List[int], padded_input_row_list: List[int]
+    input: torch.Tensor, output: torch.Tensor, input_row_list: list[int], padded_input_row_list: list[int]
 ) -> None:
     """Copy groups of rows into a buffer with longer groups, the rest of each zero."""
     _copy_rows(input, output, input_row_list, padded_input_row_list)
 
 
 def fused_multi_row_unpadding(
-    input: torch.Tensor, output: torch.Tensor, input_row_list: List[int], unpadded_input_row_list: List[int]
+    input: torch.Tensor, output: torch.Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
 ) -> None:
     """Inverse of :func:`fused_multi_row_padding`."""
     _copy_rows(input, output, input_row_list, unpadded_input_row_list)
 
 
 def dropout_fwd(
-    input: torch.Tensor, dropout_probability: float, out: Optional[torch.Tensor] = None
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """``(output, keep mask)``; kept values are divided by the keep probability. The mask is one byte per value, not packed bits."""
+    input: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(output, keep mask)``, kept values over their probability; the mask has a byte for each value."""
     keep = 1.0 - dropout_probability
     mask = torch.empty(input.shape, dtype=torch.uint8, device=input.device).bernoulli_(keep)
     result = (input.float() * mask / keep).to(input.dtype)
@@ -169,7 +181,10 @@ def dropout_fwd(
 
 
 def dropout_bwd(
-    grad_output: torch.Tensor, mask: torch.Tensor, dropout_probability: float, grad_input: Optional[torch.Tensor] = None
+    grad_output: torch.Tensor,
+    mask: torch.Tensor,
+    dropout_probability: float,
+    grad_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gradient of :func:`dropout_fwd`."""
     result = (grad_output.float() * mask / (1.0 - dropout_probability)).to(grad_output.dtype)

@@ -1,19 +1,20 @@
 """Kernels over lists of tensors: ``common/multi_tensor/*.cu``.
 
-All math is fp32 and results are rounded once, into the dtype of the tensor that receives them. ``noop_flag`` is a one-element
-int tensor that kernels set to 1 on overflow, and that some of them (capturable ones, SGD) obey.
+All math is fp32 and results are rounded once, into the dtype of the tensor that receives them. ``noop_flag``
+is a one-element int tensor that kernels set to 1 on overflow, and that some of them (capturable ones, SGD)
+obey.
 """
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import torch
 
 from te_fsdp.emulation.tex.enums import to_torch_dtype
 from te_fsdp.emulation.tex.recipe import FLT_MAX
 
-Lists = List[List[torch.Tensor]]
+Lists = list[list[torch.Tensor]]
 
 
 class _Adam:
@@ -54,14 +55,15 @@ class _Adam:
 
 
 def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any) -> None:
-    """Adam on ``[grads, params, exp_avg, exp_avg_sq]``, plus ``[fp32 main params]``, which then are what is updated.
+    """Adam on ``[grads, params, exp_avg, exp_avg_sq]``, plus ``[fp32 main params]`` to update instead.
 
-    ``args``: lr, beta1, beta2, epsilon, step, mode (0: L2, 1: decoupled decay), bias_correction, weight_decay.
+    ``args``: lr, beta1, beta2, epsilon, step, mode (0: L2, 1: decoupled decay), bias_correction,
+        weight_decay.
     """
     del chunk_size, noop_flag
     adam = _Adam(*args)
     with torch.no_grad():
-        for grad, param, exp_avg, exp_avg_sq, *main in zip(*tensor_lists):
+        for grad, param, exp_avg, exp_avg_sq, *main in zip(*tensor_lists, strict=True):
             source = main[0] if main else param
             new = adam(grad.float(), source.float(), exp_avg, exp_avg_sq)
             param.copy_(new)
@@ -69,19 +71,18 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
                 main[0].copy_(new)
 
 
-def multi_tensor_adam_fp8(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any
-) -> None:
+def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any) -> None:
     """Adam with FP8 parameters: ``[grads, FP8 bytes, exp_avg, exp_avg_sq, main, scale, amax, scale_inv]``.
 
-    ``args`` as for :func:`multi_tensor_adam`, then the FP8 dtype. The bytes are the saturated main parameter times ``scale``; ``amax`` is
-    raised to its largest absolute value and ``scale_inv`` becomes ``1 / scale``. A transposed copy is *not* updated.
+    ``args`` as for :func:`multi_tensor_adam`, then the FP8 dtype. The bytes are the saturated main parameter
+    times ``scale``; ``amax`` is raised to its largest absolute value and ``scale_inv`` becomes ``1 / scale``.
+    A transposed copy is *not* updated.
     """
     del chunk_size, noop_flag
     adam, fp8 = _Adam(*args[:-1]), to_torch_dtype(args[-1])
     limit = torch.finfo(fp8).max
     with torch.no_grad():
-        for grad, data, exp_avg, exp_avg_sq, main, scale, amax, scale_inv in zip(*tensor_lists):
+        for grad, data, exp_avg, exp_avg_sq, main, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
             new = adam(grad.float(), main.float(), exp_avg, exp_avg_sq)
             main.copy_(new)
             data.copy_((new * scale).clamp(-limit, limit).to(fp8).view(torch.uint8))
@@ -94,13 +95,14 @@ def multi_tensor_adam_param_remainder(
 ) -> None:
     """Adam on fp32 main parameters stored as bf16 parameters plus int16 remainders.
 
-    Lists ``[grads, bf16 params, exp_avg, exp_avg_sq, int16 remainders]``. The bf16 half is the main value rounded by its low half
-    taken as a signed number, which is why a negative remainder means that the high half was incremented.
+    Lists ``[grads, bf16 params, exp_avg, exp_avg_sq, int16 remainders]``. The bf16 half is the main value
+    rounded by its low half taken as a signed number, which is why a negative remainder means that the high
+    half was incremented.
     """
     del chunk_size, noop_flag
     adam = _Adam(*args)
     with torch.no_grad():
-        for grad, param, exp_avg, exp_avg_sq, remainder in zip(*tensor_lists):
+        for grad, param, exp_avg, exp_avg_sq, remainder in zip(*tensor_lists, strict=True):
             low = remainder.to(torch.int32)
             high = param.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
             main = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
@@ -114,7 +116,7 @@ def multi_tensor_adam_param_remainder(
 def multi_tensor_adam_capturable(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any
 ) -> None:
-    """:func:`multi_tensor_adam` with lr and step as tensors and a last argument ``inv_scale`` that multiplies the gradients.
+    """:func:`multi_tensor_adam` with tensors lr and step, and last ``inv_scale``, a factor of the gradients.
 
     Does nothing when ``noop_flag`` is 1. The unscaled gradients are written back.
     """
@@ -147,12 +149,12 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """SGD on ``[grads, params, momenta]``, plus ``[low-precision copies]``; nothing when ``noop_flag`` is set."""
+    """SGD on ``[grads, params, momenta]``, plus ``[copies]``; nothing when ``noop_flag`` is set."""
     del chunk_size
     if int(noop_flag) != 0:
         return
     with torch.no_grad():
-        for grad, param, buffer, *copies in zip(*tensor_lists):
+        for grad, param, buffer, *copies in zip(*tensor_lists, strict=True):
             value, weight = grad.float() * scale, param.float()
             if wd != 0.0 and not wd_after_momentum:
                 value = value + wd * weight
@@ -173,10 +175,10 @@ def _flag_overflow(noop_flag: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """``outputs = inputs * scale`` for ``[inputs, outputs]``; sets ``noop_flag`` where an input is not finite."""
+    """``[inputs, outputs]``: outputs = inputs * scale; flags an input that is not finite."""
     del chunk_size
     with torch.no_grad():
-        for source, target in zip(*tensor_lists):
+        for source, target in zip(*tensor_lists, strict=True):
             value = source.float()
             result = value * scale
             target.copy_(result)
@@ -191,9 +193,9 @@ def multi_tensor_scale_tensor(
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: Optional[bool] = False
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """fp32 ``(norm over all tensors (1,), norms of each (n,), or an empty tensor)``; flags a result that is not finite."""
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 ``(norm over all (1,), norm of each (n,) or empty)``; flags a result that is not finite."""
     return multi_tensor_unscale_l2norm(chunk_size, noop_flag, tensor_lists, torch.ones(1), per_tensor)
 
 
@@ -202,8 +204,8 @@ def multi_tensor_unscale_l2norm(
     noop_flag: torch.Tensor,
     tensor_lists: Lists,
     inv_scale: torch.Tensor,
-    per_tensor: Optional[bool] = False,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+    per_tensor: bool | None = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`multi_tensor_l2norm` of the tensors times the one-element ``inv_scale``."""
     del chunk_size
     squares = torch.stack([(one.detach().float() * inv_scale).square().sum() for one in tensor_lists[0]])
@@ -220,10 +222,10 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Scale and inverse scale of each amax, lists ``[amax, scale, scale_inv]`` (fp32, one element or more each)."""
+    """Scale and inverse scale of each amax, lists ``[amax, scale, scale_inv]`` (fp32)."""
     del chunk_size, noop_flag
     with torch.no_grad():
-        for amax, scale, scale_inv in zip(*tensor_lists):
+        for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
             raised = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
             usable = torch.isfinite(raised) & (raised != 0)
             value = torch.where(usable, max_fp8 / torch.where(usable, raised, 1.0), 1.0)

@@ -5,7 +5,7 @@ Everything is computed in fp32 from the stored inputs; statistics are kept in fp
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -19,7 +19,9 @@ def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    return tensor.dequantize() if hasattr(tensor, "dequantize") and hasattr(tensor, "get_metadata") else tensor
+    return (
+        tensor.dequantize() if hasattr(tensor, "dequantize") and hasattr(tensor, "get_metadata") else tensor
+    )
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,14 +31,14 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def layernorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
+    bias: torch.Tensor | None,
     eps: float,
     ln_out: Any,
     quantizer: Any,
     otype: Any,
     sm_margin: int,
     zero_centered_gamma: bool,
-) -> List[Any]:
+) -> list[Any]:
     """``gamma * (x - mean) / sqrt(var + eps) + beta`` over the last dim.
 
     Returns:
@@ -63,7 +65,7 @@ def rmsnorm_fwd(
     otype: Any,
     sm_margin: int,
     zero_centered_gamma: bool,
-) -> List[Any]:
+) -> list[Any]:
     """``gamma * x / sqrt(mean(x^2) + eps)`` over the last dim.
 
     Returns:
@@ -79,7 +81,7 @@ def rmsnorm_fwd(
 
 def _backward(
     dz: torch.Tensor, normalized: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, centered: bool
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 gradients of the input and of gamma, from the normalized input (rows, H)."""
     dy = dz * gamma
     dx = dy - normalized * (dy * normalized).mean(-1, keepdim=True)
@@ -96,7 +98,7 @@ def layernorm_bwd(
     gamma: torch.Tensor,
     sm_margin: int,
     zero_centered_gamma: bool,
-) -> List[torch.Tensor]:
+) -> list[torch.Tensor]:
     """Backward of :func:`layernorm_fwd`: ``[dx, dgamma, dbeta]`` in the dtypes of x and gamma."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * (_rows(x) - mu.reshape(-1, 1))
@@ -112,7 +114,7 @@ def rmsnorm_bwd(
     gamma: torch.Tensor,
     sm_margin: int,
     zero_centered_gamma: bool,
-) -> List[torch.Tensor]:
+) -> list[torch.Tensor]:
     """Backward of :func:`rmsnorm_fwd`: ``[dx, dgamma]`` in the dtypes of x and gamma."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * _rows(x)
@@ -128,7 +130,7 @@ def rmsnorm_bwd_add(
     gamma: torch.Tensor,
     sm_margin: int,
     zero_centered_gamma: bool,
-) -> List[torch.Tensor]:
+) -> list[torch.Tensor]:
     """:func:`rmsnorm_bwd` plus ``add`` on the input gradient, rounded once: ``[dx, dgamma]``."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * _rows(x)

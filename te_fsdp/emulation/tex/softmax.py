@@ -1,7 +1,8 @@
 """Scaled softmax kernels of unfused attention: ``common/fused_softmax/*.cu``.
 
-Math in fp32, result in the input dtype, always a new tensor (TransformerEngine wraps these in custom operators, which must
-not return their inputs). Shapes are (batch, heads, queries, keys) unless said otherwise.
+Math in fp32, result in the input dtype, always a new tensor (TransformerEngine wraps these in custom
+operators, which must not return their inputs). Shapes are (batch, heads, queries, keys) unless said
+otherwise.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Te
     return _softmax(input.float() * scale_factor, input.dtype)
 
 
-def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """Softmax with the places where ``mask`` (1 or batch, 1, queries, keys) is 1 left out; a fully masked row gives zeros."""
+def scaled_masked_softmax_forward(
+    input: torch.Tensor, mask: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Softmax without the places where ``mask`` (1 or batch, 1, queries, keys) is 1; no place gives 0."""
     scores = (input.float() * scale_factor).masked_fill(mask.bool(), MASKED)
     empty = scores.amax(-1, keepdim=True) == MASKED
     return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0).to(input.dtype)
@@ -42,7 +45,7 @@ def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """Causal softmax aligned at the bottom right corner: query i sees keys 0..i + keys - queries; no key gives zeros."""
+    """Causal softmax aligned at the bottom right: query i sees keys 0..i + keys - queries; none gives 0."""
     queries, keys = input.shape[-2:]
     keep = torch.ones(queries, keys, dtype=torch.bool, device=input.device).tril(keys - queries)
     result = torch.softmax((input.float() * scale_factor).masked_fill(~keep, float("-inf")), dim=-1)

@@ -1,4 +1,4 @@
-"""Installs the emulation for the tests of this folder, and runs those that ask for ``arch`` on both architectures."""
+"""Installs the emulation for this folder's tests; those that ask for ``arch`` run on both."""
 
 import pytest
 import torch

@@ -2,10 +2,12 @@
 
 Distances are Frobenius norms relative to the reference. Bounds add up along a chain of matrix products:
 
-* fp32: a sum of K products in another order differs by at most K * 2^-24 relative to the sum of magnitudes (Higham, Accuracy and
-  Stability, 3.1), and its norm by less; elementwise functions add a few ulps. ``fp32_bound`` allows K * 2^-24 for each product.
-* quantized: rounding to nearest with half-ulp eps has a root mean square of at most eps / sqrt(3) (uniform in an interval of
-  +-eps). A product of independent operands keeps the rms: sqrt((a^2 + b^2) / 3) for each product of the chain.
+* fp32: a sum of K products in another order differs by at most K * 2^-24 relative to the sum of magnitudes
+  (Higham, Accuracy and Stability, 3.1), and its norm by less; elementwise functions add a few ulps.
+  ``fp32_bound`` allows K * 2^-24 for each product.
+* quantized: rounding to nearest with half-ulp eps has a root mean square of at most eps / sqrt(3) (uniform in
+  an interval of +-eps). A product of independent operands keeps the rms: sqrt((a^2 + b^2) / 3) for each
+  product of the chain.
 """
 
 import math
@@ -14,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 FP32_UNIT = 2.0**-24
-BF16_EPS = 2.0**-9  # half an ulp of 8 significant bits, relative to a value at the bottom of a binade: 2^-8 / 2
+BF16_EPS = (
+    2.0**-9
+)  # half an ulp of 8 significant bits, relative to a value at the bottom of a binade: 2^-8 / 2
 E4M3_EPS = 2.0**-4
 E5M2_EPS = 2.0**-3
 
@@ -82,9 +86,10 @@ def activation(name, x, limit=7.0, alpha=1.702, offset=1.0):
 
 
 def attention(q, k, v, *, mask=None, offset=None, extra=False, scale=None):
-    """(s, b, h, d) attention; ``mask`` True where forbidden, (b or 1, h or 1, sq, sk); k, v may have fewer heads.
+    """(s, b, h, d) attention; ``mask`` (b or 1, h or 1, sq, sk) True where forbidden; grouped k, v.
 
-    ``extra`` adds one logit of value ``offset`` (0 by default) to each row's normalization: off-by-one and learnable softmax.
+    ``extra`` adds one logit of value ``offset`` (0 by default) to each row's normalization: off-by-one and
+    learnable softmax.
     """
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)

@@ -8,8 +8,11 @@ import torch
 from tests.unit.emulation import reference as ref
 from tests.unit.emulation import two_processes
 
+
 def cases(table):
-    return [(arch, *(one if isinstance(one, tuple) else (one,))) for arch, ones in table.items() for one in ones]
+    return [
+        (arch, *(one if isinstance(one, tuple) else (one,))) for arch, ones in table.items() for one in ones
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +25,9 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("arch,name", cases(two_processes.RECIPES))
 def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequence_parallel):
-    # fp32: eight chained products, sums split over two ranks. Quantized: where a rank scales its own part the same value is
-    # rounded on another grid, so that both sides carry the error of one product of the backward; NVFP4 rounds stochastically.
+    # fp32: eight chained products, sums split over two ranks. Quantized: where a rank scales its own part the
+    # same value is rounded on another grid, so that both sides carry the error of one product of the
+    # backward; NVFP4 rounds stochastically.
     bound = ref.fp32_bound(two_processes.FFN, 8)
     if name != "none":
         bound = math.sqrt(2) * ref.stage(ref.E4M3_EPS, ref.E5M2_EPS)
@@ -35,13 +39,14 @@ def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequen
 
 @pytest.mark.parametrize("arch,name,primary", cases(two_processes.SHARDED))
 def test_fsdp2_trains_like_one_process(results, arch, name, primary):
-    # Both ranks hold the same batch, so the mean of their gradients is the single process's gradient, bit for bit: the losses are
-    # equal. Not so where the scale depends on the sharding (delayed: a rank's amax history sees its own shard of the weights), and
-    # for block-scaled weights, whose shards TransformerEngine does not keep quantized unless they start on meta.
+    # Both ranks hold the same batch, so the mean of their gradients is the single process's gradient, bit for
+    # bit: the losses are equal. Not so where the scale depends on the sharding (delayed: a rank's amax
+    # history sees its own shard of the weights), and for block-scaled weights, whose shards TransformerEngine
+    # does not keep quantized unless they start on meta.
     tolerance = 0.0
     if name == "DelayedScaling":
-        # a single process of the Hopper layout reads a stale transpose after FusedAdam wrote the bytes (TransformerEngine's
-        # fused_adam.py:682-699), so there the single process is the one that is off
+        # a single process of the Hopper layout reads a stale transpose after FusedAdam wrote the bytes
+        # (TransformerEngine's fused_adam.py:682-699), so there the single process is the one that is off
         tolerance = 2e-2 if primary and arch == "9.0" else 1e-3
     elif name == "Float8BlockScaling" and primary:
         tolerance = 5e-2
@@ -49,7 +54,11 @@ def test_fsdp2_trains_like_one_process(results, arch, name, primary):
         alone, together, kind = rank["fsdp", arch, name, primary]
         assert together == pytest.approx(alone, abs=tolerance, rel=0)
         assert together[-1] < together[0] - 1e-2
-        quantized = {"Float8CurrentScaling": "Float8Tensor", "DelayedScaling": "Float8Tensor", "MXFP8BlockScaling": "MXFP8Tensor"}
+        quantized = {
+            "Float8CurrentScaling": "Float8Tensor",
+            "DelayedScaling": "Float8Tensor",
+            "MXFP8BlockScaling": "MXFP8Tensor",
+        }
         assert kind == (quantized.get(name, "Tensor") if primary else "Tensor")
 
 

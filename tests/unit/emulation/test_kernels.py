@@ -1,4 +1,4 @@
-"""Functions of the extension one by one: activations, softmax, rotary embedding, padding, amax bookkeeping."""
+"""Functions of the extension one by one: activations, softmax, rotary embedding, amax bookkeeping."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from tests.unit.emulation import reference as ref
 
 ACTIVATIONS = [*ref.PLAIN, *ref.GATED, "glu", "clamped_swiglu"]
-# fp32 evaluation of a smooth function against float64: a few ulps for the function and each product. The gelu constants of the
-# kernels carry 8 digits, so 1e-7 of the value comes on top.
+# fp32 evaluation of a smooth function against float64: a few ulps for the function and each product. The gelu
+# constants of the kernels carry 8 digits, so 1e-7 of the value comes on top.
 ULPS = 32 * ref.FP32_UNIT
 
 
@@ -30,7 +30,9 @@ def test_activation_and_its_backward(tex, name):
     assert ref.distance(backward(grad, x, None), x64.grad) <= ULPS
     half = getattr(tex, name)(x.bfloat16(), None)
     assert half.dtype == torch.bfloat16
-    assert torch.equal(half, getattr(tex, name)(x.bfloat16().float(), None).bfloat16())  # fp32 inside, rounded once
+    assert torch.equal(
+        half, getattr(tex, name)(x.bfloat16().float(), None).bfloat16()
+    )  # fp32 inside, rounded once
 
 
 def test_clamped_swiglu_arguments(tex):
@@ -98,14 +100,16 @@ def test_rotary_embedding_is_that_of_te_in_python(te, layout, interleaved):
         y = apply_rotary_pos_emb(leaf, freqs, layout, fused=fused, interleaved=interleaved, **options)
         y.backward(torch.arange(y.numel()).reshape(y.shape) / y.numel())
         results.append((y, leaf.grad))
-    for plain, fused in zip(*results):
+    for plain, fused in zip(*results, strict=True):
         assert ref.distance(fused, plain) <= ULPS
 
 
 def test_rotary_embedding_from_a_start_position(te, tex):
     x, freqs = torch.randn(4, 2, 1, 8), te.RotaryPositionEmbedding(8)(10)
     got = tex.fused_rope_forward(x, freqs, torch.tensor([0, 5]), 0, False, None, 1, 0)
-    late = tex.fused_rope_forward(torch.cat([torch.zeros(5, 1, 1, 8), x[:, 1:]]), freqs, None, 0, False, None, 1, 0)
+    late = tex.fused_rope_forward(
+        torch.cat([torch.zeros(5, 1, 1, 8), x[:, 1:]]), freqs, None, 0, False, None, 1, 0
+    )
     assert torch.equal(got[:, 1:], late[5:])
     with pytest.raises(RuntimeError, match="holds 10 positions, position 11 is asked"):
         tex.fused_rope_forward(x, freqs, torch.tensor([0, 8]), 0, False, None, 1, 0)
@@ -136,7 +140,9 @@ def test_amax_and_scale_update_is_that_of_te_in_python(te, tex, algo):
     expected_history, expected_scale = history.clone(), scale.clone()
     _amax_and_scale_update(expected_history, expected_scale, 448.0, recipe)
     reduced = history[0].clone()
-    tex.fused_amax_and_scale_update_after_reduction(reduced, [history], [scale], algo, te.DType.kFloat8E4M3, 1)
+    tex.fused_amax_and_scale_update_after_reduction(
+        reduced, [history], [scale], algo, te.DType.kFloat8E4M3, 1
+    )
     assert torch.equal(scale, expected_scale)
     assert torch.equal(history, expected_history)
     assert not history[0].any()
@@ -149,7 +155,9 @@ def test_amax_and_scale_update_edges(te, tex):
     )
     assert scale.tolist() == [torch.finfo(torch.float32).max, 57344.0 / 2]
     with pytest.raises(RuntimeError, match="unknown amax_compute_algo"):
-        tex.fused_amax_and_scale_update_after_reduction(history[0], [history], [scale], "mean", te.DType.kFloat8E5M2, 0)
+        tex.fused_amax_and_scale_update_after_reduction(
+            history[0], [history], [scale], "mean", te.DType.kFloat8E5M2, 0
+        )
 
 
 def test_what_is_not_emulated_raises_by_name(te, tex):

@@ -11,7 +11,7 @@ ACTIVATIONS = [*ref.PLAIN, *ref.GATED, "glu", "clamped_swiglu"]
 
 
 def check(module, x, expected_of, products, inner, bound=None):
-    """Compare output, input gradient and every parameter gradient with those of ``expected_of(params, x)``."""
+    """Compare output, input and parameter gradients with those of ``expected_of(params, x)``."""
     bound = ref.fp32_bound(inner, products) if bound is None else bound
     params, x64 = ref.double(module), x.detach().double().requires_grad_()
     y = module(x)
@@ -44,7 +44,9 @@ def test_linear(te, bias):
 def test_the_comparison_can_fail(te):
     module = te.Linear(H, FFN, bias=True, device="cpu")
     with pytest.raises(AssertionError):
-        check(module, inputs(TOKENS, H), lambda p, x: F.linear(x, p["weight"] * (1 + 1e-4), p["bias"]), 1, FFN)
+        check(
+            module, inputs(TOKENS, H), lambda p, x: F.linear(x, p["weight"] * (1 + 1e-4), p["bias"]), 1, FFN
+        )
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -89,7 +91,11 @@ def test_layernorm_mlp(te, name):
 
 def test_layernorm_mlp_without_bias(te):
     module = te.LayerNormMLP(H, FFN, activation="swiglu", normalization="RMSNorm", bias=False)
-    assert {name for name, _ in module.named_parameters()} == {"layer_norm_weight", "fc1_weight", "fc2_weight"}
+    assert {name for name, _ in module.named_parameters()} == {
+        "layer_norm_weight",
+        "fc1_weight",
+        "fc2_weight",
+    }
     check(module, inputs(TOKENS, H), lambda p, x: ref.layernorm_mlp(p, x, "swiglu", kind="RMSNorm"), 3, FFN)
 
 
@@ -193,7 +199,7 @@ def test_multihead_attention(te, fused):
     assert ref.distance(x.grad, x64.grad) <= 2 * bound
     for name, param in module.named_parameters():
         if name == "qkv.key_bias":
-            continue  # softmax ignores a constant added to every key's score: its gradient is 0 up to rounding
+            continue  # softmax ignores what is added to every key's score: the gradient is 0 up to rounding
         assert ref.distance(param.grad, params[name].grad) <= 2 * bound, name
 
 
@@ -239,7 +245,7 @@ def test_dot_product_attention(te, mask_type, softmax_type):
     y64.backward(grad.double())
     bound = ref.fp32_bound(64, 2)
     assert ref.distance(y_seen, y64) <= bound
-    for got, wanted in zip((q, k, v), doubles):
+    for got, wanted in zip((q, k, v), doubles, strict=True):
         assert ref.distance(got.grad, wanted.grad) <= 4 * bound
     if offset is not None:
         assert ref.distance(offset.grad.reshape(-1), offset64.grad) <= 4 * bound
@@ -251,7 +257,8 @@ def test_bf16_goes_through_the_masked_softmax_kernel(te):
     q, k, v = (inputs(s, b, heads, d, dtype=torch.bfloat16) for _ in range(3))
     y = module(q, k, v, attn_mask_type="causal")
     y64 = ref.attention(q.double(), k.double(), v.double(), mask=ref.causal(s, s))
-    # scores, probabilities and output are each rounded to bf16; a score of size up to 4 moves its exponential by 4 eps
+    # scores, probabilities and output are each rounded to bf16; a score of size up to 4 moves its exponential
+    # by 4 eps
     assert ref.distance(y, y64) <= 6 * 2 * ref.BF16_EPS
 
 
@@ -265,8 +272,10 @@ def test_checkpoint_gives_the_same_gradients(te):
         x.grad = None
         run().sum().backward()
         results.append([x.grad.clone(), *(p.grad.clone() for p in module.parameters())])
-    for plain, again in zip(*results):
-        assert torch.equal(plain, again)  # the recomputation repeats the same operations with the same random numbers
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(
+            plain, again
+        )  # the recomputation repeats the same operations with the same random numbers
 
 
 def test_meta_init_and_reset_parameters(te):

@@ -6,7 +6,8 @@ import torch
 from tests.unit.emulation import reference as ref
 
 STEPS = 5
-# Each step rounds a handful of fp32 operations on each of parameter and moments; the update enters with factor lr.
+# Each step rounds a handful of fp32 operations on each of parameter and moments; the update enters with
+# factor lr.
 ADAM_BOUND = 16 * STEPS * ref.FP32_UNIT
 
 
@@ -38,7 +39,7 @@ def test_fused_adam_fp32_is_torch_adam(te, decoupled, capturable):
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     train(te.optimizers.FusedAdam(ours, adam_w_mode=decoupled, capturable=capturable, **options), ours)
     train((torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options), theirs)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert ref.distance(a, b.detach()) <= ADAM_BOUND
 
 
@@ -50,7 +51,10 @@ def test_the_adam_comparison_can_fail(te):
 
 
 def test_master_weights_follow_fp32_adam_and_parameters_are_their_rounding(te):
-    ours, theirs = parameters(torch.bfloat16), [torch.nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)]
+    ours, theirs = (
+        parameters(torch.bfloat16),
+        [torch.nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)],
+    )
     optimizer = te.optimizers.FusedAdam(ours, lr=1e-2, master_weights=True)
     train(optimizer, ours)
     reference = te.optimizers.FusedAdam(theirs, lr=1e-2)
@@ -59,7 +63,7 @@ def test_master_weights_follow_fp32_adam_and_parameters_are_their_rounding(te):
         for param in theirs:
             param.grad = torch.randn(param.shape, generator=generator).bfloat16().float()
         reference.step()
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(optimizer.state[a]["master_param"], b.detach())
         assert torch.equal(a, b.bfloat16())
 
@@ -70,7 +74,7 @@ def test_parameter_remainders_hold_the_fp32_master_exactly(te):
     plain = te.optimizers.FusedAdam(theirs, lr=1e-2, master_weights=True)
     train(optimizer, ours)
     train(plain, theirs)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         low = optimizer.state[a]["master_param"].to(torch.int32)
         high = a.detach().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
         master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
@@ -123,7 +127,7 @@ def test_fused_sgd_is_torch_sgd(te):
     options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     train(te.optimizers.FusedSGD(ours, **options), ours)
     train(torch.optim.SGD(theirs, **options), theirs)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert ref.distance(a, b.detach()) <= ADAM_BOUND
 
 

@@ -10,11 +10,18 @@ from te_fsdp import emulation
 from tests.unit.emulation import reference as ref
 
 H, FFN, TOKENS = 128, 256, 128
-RECIPES = ["Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
+RECIPES = [
+    "Float8CurrentScaling",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+]
 
-# E2M1: in units of a sixth of the block's amax the grid's steps are 0.5 below 2, 1 below 4, 2 up to 6. Uniform rounding
-# errors (step^2 / 12) weighted by where 16 normal values with amax 1.8 sigma fall (44, 32, 24 %) give an rms of 0.1 of sigma;
-# the E4M3 block scale adds 2^-4 / sqrt(3). Stochastic rounding doubles the variance of the first.
+# E2M1: in units of a sixth of the block's amax the grid's steps are 0.5 below 2, 1 below 4, 2 up to 6.
+# Uniform rounding errors (step^2 / 12) weighted by where 16 normal values with amax 1.8 sigma fall (44, 32,
+# 24 %) give an rms of 0.1 of sigma; the E4M3 block scale adds 2^-4 / sqrt(3). Stochastic rounding doubles the
+# variance of the first.
 NVFP4_NEAREST = math.hypot(0.1, ref.E4M3_EPS / math.sqrt(3))
 NVFP4_STOCHASTIC = math.hypot(0.1 * math.sqrt(2), ref.E4M3_EPS / math.sqrt(3))
 
@@ -36,7 +43,7 @@ def make_recipe(name, arch):
 
 
 def run(te, recipe, module, x, steps=1, call=None):
-    """``steps`` forwards and backwards; the last one's output and output gradient. Delayed scaling needs one to warm up."""
+    """``steps`` forwards and backwards; the last one's output and output gradient."""
     for _ in range(steps):
         module.zero_grad()
         x.grad = None
@@ -83,7 +90,8 @@ def test_layernorm_mlp(te, arch, name, activation, kind):
     )
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
     y, grad = run(te, recipe, module, x, steps=2)
-    # forward: two products, and the activation's slope (at most 1.13) on the first; backward: two more products
+    # forward: two products, and the activation's slope (at most 1.13) on the first; backward: two more
+    # products
     compare(module, x, y, grad, lambda p, v: ref.layernorm_mlp(p, v, activation, kind=kind), name, 2.13, 2)
 
 
@@ -96,10 +104,14 @@ def test_every_activation(te, arch, name, activation):
     y, grad = run(te, recipe, module, x)
     # squaring doubles a relative error; the fc1 outputs here are small, so every other slope is below 1.2
     slope = 2 if activation.startswith("sre") else 1.2
-    compare(module, x, y, grad, lambda p, v: ref.layernorm_mlp(p, v, activation), name, 1 + 2 * slope, 2 + slope)
+    compare(
+        module, x, y, grad, lambda p, v: ref.layernorm_mlp(p, v, activation), name, 1 + 2 * slope, 2 + slope
+    )
 
 
-@pytest.mark.parametrize("name", ["Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
+@pytest.mark.parametrize(
+    "name", ["Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
+)
 def test_layernorm_linear_and_grouped_linear(te, arch, name):
     recipe = make_recipe(name, arch)
     x = torch.randn(TOKENS, H, dtype=torch.bfloat16, requires_grad=True)
@@ -115,7 +127,9 @@ def test_layernorm_linear_and_grouped_linear(te, arch, name):
     y, grad = run(te, recipe, module, x, steps=2, call=lambda m, v: m(v, splits))
 
     def grouped(p, v):
-        return torch.cat([F.linear(part, p[f"weight{i}"], p[f"bias{i}"]) for i, part in enumerate(v.split(splits))])
+        return torch.cat(
+            [F.linear(part, p[f"weight{i}"], p[f"bias{i}"]) for i, part in enumerate(v.split(splits))]
+        )
 
     compare(module, x, y, grad, grouped, name, 1, 1)
 
@@ -145,10 +159,14 @@ def test_transformer_layer(te, arch, name, primary):
     params, x64 = ref.double(module), x.detach().double().requires_grad_()
     y64 = ref.transformer_layer(params, x64, heads=heads, groups=2)
     y64.backward(grad.double())
-    # Both branches are small beside the residual stream, which is exact up to bf16; four quantized products all in all.
+    # Both branches are small beside the residual stream, which is exact up to bf16; four quantized products
+    # all in all.
     bound = 4 * stage(name, False) * ((y64 - x64).norm() / y64.norm()).item() + 4 * ref.BF16_EPS
     assert 1e-4 < ref.distance(y, y64) <= bound
-    assert ref.distance(x.grad, x64.grad) <= 8 * stage(name, True) * ((x64.grad - grad).norm() / x64.grad.norm()).item()
+    assert (
+        ref.distance(x.grad, x64.grad)
+        <= 8 * stage(name, True) * ((x64.grad - grad).norm() / x64.grad.norm()).item()
+    )
 
 
 def test_the_bound_excludes_an_unquantized_direction(te, arch):
@@ -164,7 +182,11 @@ def test_the_bound_excludes_an_unquantized_direction(te, arch):
 
 def _delayed(te, scale):
     return te.Float8Quantizer(
-        scale=torch.tensor([scale]), amax=torch.zeros(1), fp8_dtype=te.DType.kFloat8E4M3, rowwise=True, columnwise=True
+        scale=torch.tensor([scale]),
+        amax=torch.zeros(1),
+        fp8_dtype=te.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=True,
     )
 
 
@@ -180,9 +202,12 @@ def test_delayed_scaling_rounds_once_from_fp32(te):
     quantizer = _delayed(te, 16.0)
     out = tex.swiglu(x, quantizer)
     direct = (value * 16.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    through_bf16 = (value.bfloat16().float() * 16.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    through_bf16 = (
+        (value.bfloat16().float() * 16.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    )
     assert not torch.equal(direct, through_bf16)  # or this test could not tell them apart
-    # the kernel's order of multiplication differs from F.silu by an ulp, which may move a value that sits on a tie
+    # the kernel's order of multiplication differs from F.silu by an ulp, which may move a value that sits on
+    # a tie
     assert (out._data != direct).sum() <= 2
     assert (out._data != through_bf16).sum() > 10
     assert quantizer.amax.item() == pytest.approx(value.abs().max().item(), rel=4 * ref.FP32_UNIT)
@@ -205,7 +230,9 @@ def test_current_scaling_takes_the_amax_before_rounding_in_activations_only(te):
         got = 448 * out._scale_inv.item()
         assert got == pytest.approx(normed.bfloat16().abs().max().item(), rel=8 * ref.FP32_UNIT)
         seen["norm"] += got != pytest.approx(normed.abs().max().item(), rel=8 * ref.FP32_UNIT)
-    assert seen["act"] > 4 and seen["norm"] > 4  # rounding moved the amax in most draws, so the two can be told apart
+    assert (
+        seen["act"] > 4 and seen["norm"] > 4
+    )  # rounding moved the amax in most draws, so the two can be told apart
 
 
 def test_gemm_reads_only_the_representation_that_the_kernel_reads(te, arch):
@@ -231,7 +258,9 @@ def test_gemm_refuses_what_the_kernels_refuse(te):
 
     quantizer = _current(te)
     a, b = quantizer(torch.randn(32, 24)), quantizer(torch.randn(32, 24))
-    with pytest.raises(emulation.EmulationError, match="leading dimension of A is 24, must be a multiple of 16"):
+    with pytest.raises(
+        emulation.EmulationError, match="leading dimension of A is 24, must be a multiple of 16"
+    ):
         general_gemm(a, b, torch.bfloat16, layout="TN")
     with pytest.raises(emulation.EmulationError, match="quantized and an unquantized operand"):
         general_gemm(quantizer(torch.randn(32, 32)), torch.randn(32, 32), torch.bfloat16, layout="TN")

@@ -29,11 +29,14 @@ SHARDED = {
         ("NVFP4BlockScaling", False),
     ],
 }
-SAVED = {"9.0": ["Float8CurrentScaling"], "10.0": ["none", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]}
+SAVED = {
+    "9.0": ["Float8CurrentScaling"],
+    "10.0": ["none", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"],
+}
 
 
 def layer(te, dtype, width=1, **options):
-    """One layer. A shard of a block-scaled weight must hold whole multiples of 128 rows: the fused QKV weight has 3 * width * H."""
+    """One layer. Shards of block-scaled weights need multiples of 128 rows; fused QKV has 3 * width * H."""
     return te.TransformerLayer(
         width * H,
         width * FFN,
@@ -55,14 +58,14 @@ def recipe_of(name):
 
 def shard_of(full, own, rank):
     """Rank's part of a parameter that tensor parallelism cuts along the one dim where the shapes differ."""
-    for dim, (whole, part) in enumerate(zip(full.shape, own.shape)):
+    for dim, (whole, part) in enumerate(zip(full.shape, own.shape, strict=True)):
         if whole != part:
             return full.chunk(whole // part, dim)[rank]
     return full
 
 
 def tensor_parallel(te, name, sequence_parallel, rank):
-    """Relative distances of a tp=2 layer from the single-process one: output, input gradient, parameter gradients."""
+    """Largest relative distance of a tp=2 layer's output and gradients from the single-process one's."""
     recipe = recipe_of(name)
     dtype = torch.float32 if recipe is None else torch.bfloat16
     torch.manual_seed(0)
@@ -76,7 +79,7 @@ def tensor_parallel(te, name, sequence_parallel, rank):
         tp_size=2,
     )
     with torch.no_grad():
-        for (_, full), (_, own) in zip(whole.named_parameters(), part.named_parameters()):
+        for (_, full), (_, own) in zip(whole.named_parameters(), part.named_parameters(), strict=True):
             own.copy_(shard_of(full, own, rank))
     torch.manual_seed(1)
     x, grad = torch.randn(S, B, H, dtype=dtype), torch.randn(S, B, H, dtype=dtype)
@@ -89,9 +92,9 @@ def tensor_parallel(te, name, sequence_parallel, rank):
         y.backward(grad.chunk(2)[rank] if cut else grad)
         results.append((y.detach(), mine.grad))
     pairs = []
-    for one, two in zip(*results):
+    for one, two in zip(*results, strict=True):
         pairs.append((one.chunk(2)[rank] if sequence_parallel else one, two))
-    for (key, full), (_, own) in zip(whole.named_parameters(), part.named_parameters()):
+    for (key, full), (_, own) in zip(whole.named_parameters(), part.named_parameters(), strict=True):
         got = own.grad.clone()
         if sequence_parallel and full.shape == own.shape:
             dist.all_reduce(got)  # norms and row biases see a part of the sequence
@@ -101,13 +104,15 @@ def tensor_parallel(te, name, sequence_parallel, rank):
 
 
 def losses(te, name, primary, mesh, meta):
-    """Losses of a few optimizer steps, sharded over ``mesh`` or in this process alone, and the sharded parameters' types."""
+    """Losses of a few optimizer steps, over ``mesh`` or alone, and the type of a local weight."""
     recipe = recipe_of(name)
     dtype = torch.float32 if recipe is None else torch.bfloat16
     width = 2 if primary else 1  # see ``layer``
     torch.manual_seed(0)
     with te.quantized_model_init(enabled=primary, recipe=recipe):
-        model = torch.nn.Sequential(*(layer(te, dtype, width, device="meta" if meta else "cpu") for _ in range(2)))
+        model = torch.nn.Sequential(
+            *(layer(te, dtype, width, device="meta" if meta else "cpu") for _ in range(2))
+        )
     if mesh is not None:
         for one in model:
             fully_shard(one, mesh=mesh)
@@ -148,10 +153,12 @@ def checkpoint(te, name, mesh, folder):
 
     def difference():
         values = []
-        for one, two in zip(*(state(model).values() for model in models)):
+        for one, two in zip(*(state(model).values() for model in models), strict=True):
             plain = [v.to_local() for v in (one, two)]
             plain = [v.dequantize() if hasattr(v, "get_metadata") else v for v in plain]
-            values.append((plain[0].float() - plain[1].float()).abs().max().item() if plain[0].numel() else 0.0)
+            values.append(
+                (plain[0].float() - plain[1].float()).abs().max().item() if plain[0].numel() else 0.0
+            )
         return max(values)
 
     before = difference()
@@ -176,7 +183,9 @@ def work(rank, folder):
         emulation.switch_arch(arch)
         for name in RECIPES[arch]:
             for sequence_parallel in (False, True):
-                results["tp", arch, name, sequence_parallel] = tensor_parallel(te, name, sequence_parallel, rank)
+                results["tp", arch, name, sequence_parallel] = tensor_parallel(
+                    te, name, sequence_parallel, rank
+                )
         for name, primary in SHARDED[arch]:
             alone, _ = losses(te, name, primary, None, False)
             together, kind = losses(te, name, primary, mesh, False)
