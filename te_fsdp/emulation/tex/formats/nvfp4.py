@@ -163,9 +163,9 @@ def round_stochastically(values: torch.Tensor) -> torch.Tensor:
     """
     magnitude = torch.nan_to_num(values.abs(), nan=FP4_MAX).clamp_(max=FP4_MAX)
     noise = torch.randint(0, 256, values.shape, dtype=torch.uint8).float() / 256.0
-    jittered = magnitude + noise / _region(magnitude)[0]
-    inverse_step, first = _region(jittered)  # the jitter may have carried the value into the next region
-    return _with_sign((torch.floor(jittered * inverse_step) + first).clamp_(max=7.0), values)
+    # The noise is below one step, so nothing gets past the next region's first value, code included.
+    inverse_step, first = _region(magnitude)
+    return _with_sign(torch.floor(magnitude * inverse_step + noise) + first, values)
 
 
 def _region(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
