@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["set_device_mesh"]
+__all__ = ["check_device_mesh", "set_device_mesh"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -58,6 +58,22 @@ def set_device_mesh(
 
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
+    planned = check_device_mesh(model, tp_mesh, weight_mesh)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for item in planned:
+        _bind(item, tp_mesh, weight_mesh, replaced)
+    if _te.is_loaded():
+        mend_hooks()
+
+
+def check_device_mesh(
+    model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None
+) -> list[Planned]:
+    """All checks of :func:`set_device_mesh`, without changing anything. Local operation.
+
+    Returns:
+        The modules to bind, with their rules.
+    """
     where = type(model).__name__
     check_1d(tp_mesh, "tp_mesh", f"set_device_mesh({where})")
     check_1d(weight_mesh, "weight_mesh", f"set_device_mesh({where})")
@@ -65,11 +81,7 @@ def set_device_mesh(
     planned = plan_tree(model, tp_mesh.size() if tp_mesh is not None else 1)
     for item in planned:
         _check_item(item, tp_mesh, weight_mesh)
-    replaced: dict[int, torch.nn.Parameter] = {}
-    for item in planned:
-        _bind(item, tp_mesh, weight_mesh, replaced)
-    if _te.is_loaded():
-        mend_hooks()
+    return planned
 
 
 def _check_nested(tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str) -> None:

@@ -48,18 +48,32 @@ def initialize_te_parameters(module: nn.Module) -> None:
     binding = binding_of(module)
     assert binding is not None
     _check_module_random_state(module)
+    first_error: Exception | None = None
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
         label = f"{binding.name}.{name}" if binding.name else name
-        info = shard_info(module, name, parameter, label=label)
-        with torch.no_grad():
-            full = _sentinel(info.original_shape, parameter.dtype, target_device(parameter))
-            _te.init_function(module, name)(full)
-            _check_filled(full, label)
-            value = _take(full, info)
-        del full
+        try:
+            value = _draw(module, name, parameter, label)
+        except (
+            Exception
+        ) as error:  # raised below: until then the other ranks need this one in their collectives
+            first_error = first_error or error
+            local = _torch.local_of(parameter)
+            value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
         _store(module, name, parameter, value, binding)
+    if first_error is not None:
+        raise first_error
+
+
+def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> torch.Tensor:
+    """This rank's part of a parameter's original tensor, drawn by TE's init method. Local operation."""
+    info = shard_info(module, name, parameter, label=label)
+    with torch.no_grad():
+        full = _sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+        _te.init_function(module, name)(full)
+        _check_filled(full, label)
+        return _take(full, info)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:

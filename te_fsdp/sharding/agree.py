@@ -1,25 +1,111 @@
-"""Checks across ranks: replicas that must be equal are compared by checksum before FSDP2 silently mixes them."""
+"""Checks across ranks: an error of one rank is raised on all, and replicas that must be equal are compared."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _torch, errors
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import InitError, message
+from te_fsdp.errors import InitError, MeshError, TeFsdpError, message
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
 
-__all__ = ["check_replicas"]
+__all__ = ["check_replicas", "check_same_model", "raised_on_all_ranks"]
 
 # Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
 _MULTIPLIER = 6364136223846793005
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
+    """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
+
+    Collective over ``mesh`` (one small object gather per axis) when the context ends. The context itself may hold
+    collectives only if every rank reaches them, failing or not.
+
+    Args:
+        mesh: The ranks concerned; ``None`` for this rank alone.
+        where: Name of the operation, for the message on the ranks that did not fail themselves.
+
+    Raises:
+        TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # passed on below, on every rank
+        mine = error
+    seen: list[tuple[int, Exception]] = [] if mine is None else [(dist_rank(), mine)]
+    if mesh is not None:
+        told = [(rank, type(error).__name__, str(error)) for rank, error in seen]
+        for axis in range(mesh.ndim):
+            told = _gather(told, mesh, axis)
+        if mine is None and told:
+            rank, kind, text = min(told)
+            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise known(f"{where} failed on rank {rank}: {kind}: {text}")
+    if mine is not None:
+        raise mine
+
+
+def dist_rank() -> int:
+    """This rank's number in the world, 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gather(items: list[tuple[int, str, str]], mesh: DeviceMesh, axis: int) -> list[tuple[int, str, str]]:
+    """Everybody's items along one axis, each once."""
+    if mesh.size(axis) == 1:
+        return items
+    boxes: list[list[tuple[int, str, str]] | None] = [None] * mesh.size(axis)
+    dist.all_gather_object(boxes, items, group=mesh.get_group(axis))
+    return list({item[0]: item for box in boxes for item in box or []}.values())
+
+
+def check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
+
+    Ranks with different models would wait for each other in collectives that never match.
+
+    Collective over ``mesh``: one max all-reduce of two integers per axis.
+
+    Raises:
+        MeshError: The models differ.
+    """
+    described = [
+        (name, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
+        for name, p in model.named_parameters()
+    ]
+    digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
+    kind = mesh.device_type
+    device = (
+        torch.device(kind, torch.get_device_module(kind).current_device())
+        if kind != "cpu"
+        else torch.device(kind)
+    )
+    seen = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if int(seen[0]) != -int(seen[1]):
+        raise MeshError(
+            message(
+                f"{type(model).__name__}: the ranks of the mesh hold different models",
+                expected="the same names, shapes, dtypes and devices everywhere",
+                got=f"here {len(described)} parameters, the first {described[0][:3] if described else None}",
+                fix="build the model from the same configuration on all ranks",
+            )
+        )
 
 
 def check_replicas(model: nn.Module, meshes: Meshes) -> None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError, PlacementError, message
-from te_fsdp.modules.apply import set_device_mesh
+from te_fsdp.modules.apply import check_device_mesh, set_device_mesh
 from te_fsdp.quantized.shards import check_shardable, restore_quantized, stash_quantized
-from te_fsdp.sharding.agree import check_replicas
+from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_all_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,9 +63,13 @@ def fully_shard(
             format.
         InitError: Ranks that must hold equal values do not.
     """
-    _check_order(model)
-    chosen = _find_units(model, units)
-    set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    weight_mesh = meshes.weight
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        _check_order(model)
+        chosen = _find_units(model, units)
+        check_device_mesh(model, meshes.tp, weight_mesh)
+    check_same_model(model, meshes.device_mesh)
+    set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
     check_shardable(model, meshes.size("dp_shard"))
     check_replicas(model, meshes)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
+from te_fsdp.sharding.agree import raised_on_all_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,20 +50,39 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
         InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
             states.
     """
-    owners = _owners(model)
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
-    _check_initialisable(pending)
-    unset: list[str] = []
-    with _seeded(seed, model):
-        for name, module in pending:
-            before = dict(module._parameters)
-            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
-            _retie(module, before, owners)
-    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    if unset or left:
-        raise InitError(_never_initialised(sorted({*unset, *left})))
+    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    with raised_on_all_ranks(mesh, "materialize"):
+        _check_initialisable(pending)
+    with raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
+        unset = _initialize_all(pending, _owners(model))
+        left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+        if unset or left:
+            raise InitError(_never_initialised(sorted({*unset, *left})))
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
+
+
+def _initialize_all(
+    pending: list[tuple[str, nn.Module]], owners: dict[int, list[tuple[nn.Module, str]]]
+) -> list[str]:
+    """Initialise module after module; returns the names that were left unset.
+
+    An error of one module is raised after the last one: a rank that stopped early would leave the others waiting in
+    the collectives of the modules to come.
+    """
+    unset: list[str] = []
+    first_error: Exception | None = None
+    for name, module in pending:
+        before = dict(module._parameters)
+        try:
+            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+        except Exception as error:  # raised below
+            first_error = first_error or error
+        _retie(module, before, owners)
+    if first_error is not None:
+        raise first_error
+    return unset
 
 
 def _has_meta(module: nn.Module) -> bool:

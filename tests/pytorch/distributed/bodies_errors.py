@@ -1,0 +1,142 @@
+"""Bodies that must raise, on every rank, with the right text."""
+
+from __future__ import annotations
+
+import harness
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """A TE linear beside a module of the user's own."""
+
+    def __init__(self, own: nn.Module, device: str | torch.device, **kwargs: object) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.linear = te.Linear(8, 8, parallel_mode="column", device=device, **kwargs)
+        self.own = own
+
+
+class NoReset(nn.Module):
+    """Owns a parameter and a buffer, and no reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(8, device="meta"))
+        self.register_buffer("table", torch.empty(4, device="meta"))
+
+
+class ResetFails(nn.Module):
+    """Its reset_parameters fails on one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(8, device="meta"))
+
+    def reset_parameters(self) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("no such table on this host")
+        nn.init.ones_(self.scale)
+
+
+def _meshes(tp: int = 1):
+    import te_fsdp
+
+    return te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
+
+
+def world_not_filled() -> None:
+    import te_fsdp
+
+    te_fsdp.Meshes.build(dp_shard=3, tp=2, device_type=harness.device_type())
+
+
+def model_differs_between_ranks() -> None:
+    import te_fsdp
+
+    meshes = _meshes()
+    width = 8 + 8 * (torch.distributed.get_rank() == 1)
+    te_fsdp.fully_shard(Block(nn.Linear(width, 8, device="meta"), "meta"), meshes)
+
+
+def one_rank_fails_alone() -> None:
+    """A unit name that exists on all ranks but one."""
+    import te_fsdp
+
+    meshes = _meshes()
+    unit = "linear" if torch.distributed.get_rank() != 1 else "lin"
+    te_fsdp.fully_shard(Block(nn.Linear(8, 8, device="meta"), "meta"), meshes, units=unit)
+
+
+def never_initialised() -> None:
+    import te_fsdp
+
+    model = te_fsdp.fully_shard(Block(NoReset(), "meta"), _meshes())
+    te_fsdp.materialize(model)
+
+
+def reset_fails_on_one_rank() -> None:
+    import te_fsdp
+
+    model = te_fsdp.fully_shard(Block(ResetFails(), "meta"), _meshes())
+    te_fsdp.materialize(model)
+
+
+def replicas_differ() -> None:
+    """Real-device parameters from another seed on each rank."""
+    import te_fsdp
+
+    meshes = _meshes()
+    torch.manual_seed(torch.distributed.get_rank())
+    te_fsdp.fully_shard(Block(nn.Linear(8, 8, device=harness.device()), harness.device()), meshes)
+
+
+def sharded_twice() -> None:
+    import te_fsdp
+
+    meshes = _meshes()
+    model = te_fsdp.fully_shard(Block(nn.Linear(8, 8, device="meta"), "meta"), meshes)
+    te_fsdp.fully_shard(model, meshes)
+
+
+def unfit_blocks() -> None:
+    """MXFP8 shards of 8 rows."""
+    import te_fsdp
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+
+    with te.quantized_model_init(enabled=True, recipe=MXFP8BlockScaling()):
+        model = Block(nn.Linear(8, 8, device="meta"), "meta")
+    te_fsdp.fully_shard(model, _meshes())
+
+
+def fused_accumulation() -> None:
+    import te_fsdp
+
+    te_fsdp.fully_shard(
+        Block(nn.Linear(8, 8, device="meta"), "meta", fuse_wgrad_accumulation=True), _meshes()
+    )
+
+
+def forgotten_parallel_mode() -> None:
+    import te_fsdp
+    import transformer_engine.pytorch as te
+
+    meshes = _meshes(tp=2)
+    te_fsdp.set_device_mesh(
+        te.LayerNormMLP(8, 16, device="meta", **meshes.te_kwargs()), meshes.tp, meshes.weight
+    )
+
+
+def context_parallel() -> None:
+    import te_fsdp
+
+    te_fsdp.Meshes.build(cp=2, device_type=harness.device_type())
+
+
+def unknown_axis() -> None:
+    import te_fsdp
+
+    mesh = torch.distributed.init_device_mesh(harness.device_type(), (2,), mesh_dim_names=("data",))
+    te_fsdp.Meshes.from_device_mesh(mesh)

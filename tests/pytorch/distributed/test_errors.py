@@ -1,0 +1,73 @@
+"""Mistakes, by the text of their errors: raised on all ranks, nobody hangs. Those of checkpoints are tested there."""
+
+from __future__ import annotations
+
+import bodies_errors as bodies
+import pytest
+
+# body, error, what its text must name: the module or parameter, expected, got, the fix
+CASES = [
+    (
+        bodies.world_not_filled,
+        "MeshError",
+        ["dp_shard(3) * tp(2) = 6", "WORLD_SIZE = 2", "Fix: dp_shard=1, or dp_shard=-1"],
+    ),
+    (bodies.context_parallel, "MeshError", ["axis 'cp'", "expected size 1, got 2", "Fix: leave cp=1"]),
+    (
+        bodies.unknown_axis,
+        "MeshError",
+        ["axis 'data' of size 2", "('dp_replicate', 'dp_shard', 'tp')", "Fix:"],
+    ),
+    (bodies.model_differs_between_ranks, "MeshError", ["Block", "different models", "Fix:"]),
+    (bodies.never_initialised, "InitError", ["own.scale", "own.table", "reset_parameters", "Fix:"]),
+    (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
+    (bodies.sharded_twice, "OrderError", ["fully_shard", "sharded already", "Fix:"]),
+    (
+        bodies.unfit_blocks,
+        "PlacementError",
+        ["linear.weight", "mxfp8", "(8, 8)", "divisible by 2 * 32", "got 8 rows", "Fix: use 64 rows"],
+    ),
+    (
+        bodies.fused_accumulation,
+        "PlacementError",
+        ["linear (Linear)", "fuse_wgrad_accumulation=True", "Fix:"],
+    ),
+    (bodies.forgotten_parallel_mode, "PlacementError", ["LayerNormMLP", "set_parallel_mode=False", "Fix:"]),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("body", "error", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_text(pool, body, error, words):
+    if body is bodies.unfit_blocks and not pool.run(bodies_support, 1)[0]:
+        pytest.skip("MXFP8 needs Blackwell, or the emulation of one")
+    for raised in pool.run_expect_error(body, 2):
+        assert raised.type_name == error, raised
+        missing = [word for word in words if word not in raised.message]
+        assert not missing, f"{missing} not in: {raised.message}"
+
+
+def bodies_support() -> bool:
+    """Whether MXFP8 weights can be declared here at all."""
+    import transformer_engine.pytorch as te
+
+    return bool(te.is_mxfp8_available())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("body", "where", "error", "cause"),
+    [
+        (bodies.one_rank_fails_alone, "fully_shard", "PlacementError", "unit 'lin' matches no module"),
+        (bodies.reset_fails_on_one_rank, "materialize", "TeFsdpError", "no such table on this host"),
+    ],
+    ids=["fully_shard", "materialize"],
+)
+def test_one_rank_alone(pool, body, where, error, cause):
+    """The rank that fails says why; the others say which rank failed, and why, instead of waiting for it."""
+    other, failing = pool.run_expect_error(body, 2)
+    assert cause in failing.message
+    assert other.type_name == error
+    assert f"{where} failed on rank 1" in other.message and cause in other.message
