@@ -138,7 +138,6 @@ def generic_gemm(
         raise NotImplementedError(
             "transformer_engine_torch.generic_gemm with comm_overlap is not emulated on the CPU"
         )
-    low_precision = _is_quantized(A) or _is_quantized(B)
     out_dtype = to_torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(A)
     value, b_matrix = _product(A, transA, B, transB)
     shape = [value.shape[0]] if transB else list(B.size())[:-1]
@@ -147,15 +146,14 @@ def generic_gemm(
         value = value * alpha
     if _given(bias) and not grad:
         value = value + bias.float()
-    pre_gelu, bias_grad = None, None
-    if gelu:
-        if grad:
-            value = value * dgelu_value(gelu_in.float().reshape(value.shape))
-            pre_gelu = gelu_in
-        else:
-            gelu_dtype = to_torch_dtype(bias_type) if low_precision else out_dtype
-            pre_gelu = value.to(gelu_dtype).reshape(shape)
-            value = gelu_value(value)
+    pre_gelu, bias_grad = gelu_in if gelu and grad else None, None
+    if gelu and grad:
+        value = value * dgelu_value(gelu_in.float().reshape(value.shape))
+    elif gelu:
+        pre_gelu = value.to(
+            to_torch_dtype(bias_type) if _is_quantized(A) or _is_quantized(B) else out_dtype
+        ).reshape(shape)
+        value = gelu_value(value)
     if bias is not None and grad:
         bias_grad = (value if gelu else b_matrix).sum(0).to(out_dtype)
     D = _write(

@@ -180,3 +180,35 @@ def test_enums_travel_through_pickle_under_the_extension_name(tex):
     stream = pickle.dumps(tex.DType.kFloat8E4M3)
     assert b"transformer_engine_torch" in stream and b"te_fsdp" not in stream
     assert pickle.loads(stream) is tex.DType.kFloat8E4M3
+
+
+def test_gemm_epilogues(te):
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    weight, x, bias = torch.randn(32, 16), torch.randn(8, 16), torch.randn(32)
+    expected = x.double() @ weight.double().t() + bias.double()
+    y, _, pre, _ = general_gemm(weight, x, torch.float32, layout="TN", bias=bias, gelu=True)
+    assert ref.distance(pre, expected) <= ref.fp32_bound(16, 1)
+    assert ref.distance(y, ref.PLAIN["gelu"](expected)) <= ref.fp32_bound(16, 1) + ULPS
+    # backward: D = (dy @ W) * gelu'(pre), and the bias gradient is the sum of D's rows
+    dy, before = torch.randn(8, 32), torch.randn(8, 16).double().requires_grad_()
+    ref.PLAIN["gelu"](before).backward(dy.double() @ weight.double())
+    dx, dbias, _, _ = general_gemm(
+        weight,
+        dy,
+        torch.float32,
+        layout="NN",
+        grad=True,
+        gelu=True,
+        gelu_in=before.detach().float(),
+        bias=bias[:16],
+    )
+    assert ref.distance(dx, before.grad) <= ref.fp32_bound(32, 1) + ULPS
+    assert ref.distance(dbias, before.grad.sum(0)) <= ref.fp32_bound(32, 2) + ULPS
+    # weight gradient: accumulated, with the bias gradient as the sum of dy's rows
+    main = torch.ones(32, 16)
+    _, dbias, _, _ = general_gemm(
+        x, dy, torch.float32, layout="NT", grad=True, out=main, accumulate=True, bias=bias
+    )
+    assert ref.distance(main, 1 + dy.double().t() @ x.double()) <= ref.fp32_bound(9, 1)
+    assert ref.distance(dbias, dy.double().sum(0)) <= ref.fp32_bound(8, 1)
