@@ -102,9 +102,10 @@ def sharded_twice() -> None:
 
 def unfit_blocks() -> None:
     """MXFP8 shards of 8 rows."""
-    import te_fsdp
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import MXFP8BlockScaling
+
+    import te_fsdp
 
     with te.quantized_model_init(enabled=True, recipe=MXFP8BlockScaling()):
         model = Block(nn.Linear(8, 8, device="meta"), "meta")
@@ -120,8 +121,9 @@ def fused_accumulation() -> None:
 
 
 def forgotten_parallel_mode() -> None:
-    import te_fsdp
     import transformer_engine.pytorch as te
+
+    import te_fsdp
 
     meshes = _meshes(tp=2)
     te_fsdp.set_device_mesh(
