@@ -135,9 +135,7 @@ def generic_gemm(
     """
     del workspace, workspace_size, use_split_accumulator, comm_type, bulk_overlap
     if comm_overlap is not None:
-        raise NotImplementedError(
-            "transformer_engine_torch.generic_gemm with comm_overlap is not emulated on the CPU"
-        )
+        raise NotImplementedError("generic_gemm with comm_overlap is not emulated on the CPU")
     out_dtype = to_torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(A)
     value, b_matrix = _product(A, transA, B, transB)
     shape = [value.shape[0]] if transB else list(B.size())[:-1]
@@ -150,15 +148,13 @@ def generic_gemm(
     if gelu and grad:
         value = value * dgelu_value(gelu_in.float().reshape(value.shape))
     elif gelu:
-        pre_gelu = value.to(
-            to_torch_dtype(bias_type) if _is_quantized(A) or _is_quantized(B) else out_dtype
-        ).reshape(shape)
+        gelu_dtype = to_torch_dtype(bias_type) if _is_quantized(A) else out_dtype
+        pre_gelu = value.to(gelu_dtype).reshape(shape)
         value = gelu_value(value)
     if bias is not None and grad:
         bias_grad = (value if gelu else b_matrix).sum(0).to(out_dtype)
-    D = _write(
-        value.reshape(shape), D, out_dtype, quantizer, _fuses_quantization(A, B, quantizer), accumulate, beta
-    )
+    fused = _fuses_quantization(A, B, quantizer)
+    D = _write(value.reshape(shape), D, out_dtype, quantizer, fused, accumulate, beta)
     return [D, bias_grad, pre_gelu, extra_output]
 
 
