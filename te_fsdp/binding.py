@@ -29,6 +29,7 @@ class Binding:
         attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every
             object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
+        requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Binding:
     rules: dict[str, ParameterRule]
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     under_fsdp: bool = False
+    requantizes: bool = False
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
         """Give ``parameter`` the attributes known for ``name`` that it lacks."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.binding import binding_of
-from te_fsdp.errors import InitError, message
+from te_fsdp import _te, _torch
+from te_fsdp.binding import Binding, binding_of
+from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 
@@ -55,7 +56,8 @@ class MeshModule(torch.nn.Module):
         binding = binding_of(self)
         if binding is not None:
             binding.carry(name, value)
-            if not binding.under_fsdp and isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
+            if isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
+                _check_still_quantized(self, binding, name, parameters[name], value)
                 binding.under_fsdp = True
         parameters[name] = value
 
@@ -68,6 +70,28 @@ class MeshModule(torch.nn.Module):
                 memo[id(value)] = value
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+def _check_still_quantized(
+    module: torch.nn.Module, binding: Binding, name: str, old: torch.Tensor | None, new: torch.Tensor
+) -> None:
+    """FSDP2 must not have turned a quantized weight into a high-precision one when it cut it.
+
+    Raises:
+        PrecisionError: It has; TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
+    """
+    if old is None or binding.requantizes or not _te.is_quantized(_torch.local_of(old)):
+        return
+    if not _te.is_quantized(_torch.local_of(new)):
+        raise PrecisionError(
+            message(
+                f"{binding.name}.{name}: shards of a quantized weight",
+                expected=f"{_te.format_of(_torch.local_of(old))} shards",
+                got=f"{new.dtype} shards",
+                why="FSDP2 splits by tensor operations that TE answers with dequantized copies",
+                fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
+            )
+        )
 
 
 class ResettableModule(MeshModule):

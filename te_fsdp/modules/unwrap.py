@@ -24,7 +24,6 @@ from te_fsdp.errors import OrderError, message
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from te_fsdp.binding import Binding
 
@@ -57,7 +56,7 @@ class _ToLocal(torch.autograd.Function):
         return None, None, *wrapped
 
 
-def _wrap(binding: Binding, name: str, spec: DTensorSpec, gradient: torch.Tensor) -> DTensor:
+def _wrap(binding: Binding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor) -> DTensor:
     """Local gradient -> DTensor gradient.
 
     A partial gradient stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over

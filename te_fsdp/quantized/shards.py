@@ -101,7 +101,8 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
     stashed = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or binding_of(module) is None:
+            binding = binding_of(module)
+            if parameter is None or binding is None:
                 continue
             local = _torch.local_of(parameter)
             if local.is_meta or not _te.is_quantized(local):
@@ -110,6 +111,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
             value = local.dequantize() if kept is None else kept.to(local.device)
             stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), kept is not None))
             module._parameters[name] = _replace(parameter, value)
+            binding.requantizes = True
     return stashed
 
 
@@ -127,6 +129,7 @@ def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
         if item.keep_high_precision:
             _te.attach_high_precision_value(local, value.cpu())
         item.module._parameters[item.name] = _replace(parameter, local)
+        binding.requantizes = False
 
 
 def _replace(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.nn.Parameter:
