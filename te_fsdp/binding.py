@@ -40,6 +40,10 @@ class Binding:
     under_fsdp: bool = False
     requantizes: bool = False
 
+    def label(self, parameter: str) -> str:
+        """Full name of an own parameter, for messages."""
+        return f"{self.name}.{parameter}" if self.name else parameter
+
     def carry(self, name: str, parameter: torch.Tensor) -> None:
         """Give ``parameter`` the attributes known for ``name`` that it lacks."""
         have = parameter.__dict__

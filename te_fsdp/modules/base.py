@@ -85,7 +85,7 @@ def _check_still_quantized(
     if not _te.is_quantized(_torch.local_of(new)):
         raise PrecisionError(
             message(
-                f"{binding.name}.{name}: shards of a quantized weight",
+                f"{binding.label(name)}: shards of a quantized weight",
                 expected=f"{_te.format_of(_torch.local_of(old))} shards",
                 got=f"{new.dtype} shards",
                 why="FSDP2 splits by tensor operations that TE answers with dequantized copies",

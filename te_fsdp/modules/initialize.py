@@ -52,7 +52,7 @@ def initialize_te_parameters(module: nn.Module) -> None:
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        label = f"{binding.name}.{name}" if binding.name else name
+        label = binding.label(name)
         try:
             value = _draw(module, name, parameter, label)
         except (
