@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = [
+    "attributes_of",
     "dtensor",
     "flatten_mesh",
     "fsdp_reshards_after_forward",
     "fsdp_parameter_groups",
     "is_fsdp_module",
+    "is_persistent",
     "local_of",
     "shard_dim_of",
     "spec_of",
@@ -75,6 +77,11 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     return parameter
 
 
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Python attributes of a plain tensor or a DTensor, without what a DTensor keeps there for itself."""
+    return {key: value for key, value in tensor.__dict__.items() if key not in ("_local_tensor", "_spec")}
+
+
 def shard_dim_of(placement: Placement) -> int | None:
     """Tensor dim that a placement cuts, ``None`` if it does not (``_StridedShard`` is no subclass of ``Shard``)."""
     if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
@@ -87,6 +94,11 @@ def is_fsdp_module(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether a module's buffer belongs to its state dict (``Module._non_persistent_buffers_set``)."""
+    return name not in module._non_persistent_buffers_set
 
 
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:

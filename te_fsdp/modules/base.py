@@ -56,8 +56,12 @@ class MeshModule(torch.nn.Module):
         binding = binding_of(self)
         if binding is not None:
             binding.carry(name, value)
+            old = parameters[name]
+            if isinstance(old, DTensor):  # attributes that it got after it was bound
+                for key, attribute in _torch.attributes_of(old).items():
+                    value.__dict__.setdefault(key, attribute)
             if isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
-                _check_still_quantized(self, binding, name, parameters[name], value)
+                _check_still_quantized(self, binding, name, old, value)
                 binding.under_fsdp = True
         parameters[name] = value
 
@@ -68,8 +72,25 @@ class MeshModule(torch.nn.Module):
         for value in self.__dict__.values():
             if isinstance(value, torch.distributed.ProcessGroup):
                 memo[id(value)] = value
+        for parameter in self._parameters.values():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                memo[id(parameter)] = _copy_parameter(parameter, memo)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """Deep copy of a bound parameter.
+
+    torch cannot copy a DTensor whose local tensor is a view with an offset, and TE's split parameters are views of one
+    buffer; copied through the local tensors, they stay views of one.
+    """
+    local = copy.deepcopy(_torch.local_of(parameter), memo)
+    new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+    for key, value in _torch.attributes_of(parameter).items():
+        setattr(new, key, copy.deepcopy(value, memo))
+    new.grad = copy.deepcopy(parameter.grad, memo)
+    return new
 
 
 def _check_still_quantized(

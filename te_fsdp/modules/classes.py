@@ -15,6 +15,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
+from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.initialize import initialize_te_parameters
 
@@ -54,6 +55,8 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         weight_mesh: DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
+        check_1d(tp_mesh, "tp_mesh", kind)
+        check_1d(weight_mesh, "weight_mesh", kind)
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())

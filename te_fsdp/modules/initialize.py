@@ -196,9 +196,13 @@ def _store(
     if quantizer is not None and _te.keeps_high_precision_value(module):
         _te.attach_high_precision_value(new, value.detach().cpu())
     if isinstance(old, DTensor):
-        module._parameters[name] = _torch.with_local(new, old, requires_grad=old.requires_grad)
+        parameter = _torch.with_local(new, old, requires_grad=old.requires_grad)
     else:
-        module._parameters[name] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+        parameter = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+    for key, attribute in _torch.attributes_of(old).items():
+        if key not in parameter.__dict__ and key not in _TE_MARKS:
+            setattr(parameter, key, attribute)
+    module._parameters[name] = parameter
 
 
 def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

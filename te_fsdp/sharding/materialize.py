@@ -52,8 +52,6 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
     """
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
     mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-    with raised_on_all_ranks(mesh, "materialize"):
-        _check_initialisable(pending)
     with raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
         unset = _initialize_all(pending, _owners(model))
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
@@ -91,17 +89,6 @@ def _has_meta(module: nn.Module) -> bool:
     return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
-def _check_initialisable(pending: list[tuple[str, nn.Module]]) -> None:
-    """Name everything that no rule can initialise, before anything is touched."""
-    lost = []
-    for name, module in pending:
-        if not hasattr(module, "reset_parameters"):
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            lost += [f"{name}.{own_name}" if name else own_name for own_name, t in own if t.is_meta]
-    if lost:
-        raise InitError(_never_initialised(lost))
-
-
 def _never_initialised(names: list[str]) -> str:
     shown = ", ".join(names)
     return message(
@@ -118,6 +105,8 @@ def _initialize(module: nn.Module) -> list[str]:
     if isinstance(module, ForeignModule):
         # Its reset_parameters would raise for this module alone; materialize reports all at once.
         return initialize_by_reset(module, super(ForeignModule, module).reset_parameters)  # type: ignore[misc]
+    if not hasattr(module, "reset_parameters"):
+        return []  # what stays on meta is named at the end, together with all else
     if binding_of(module) is not None or _te.kind_of(module) is not None:
         module.reset_parameters()  # type: ignore[operator]
         return []
