@@ -32,9 +32,7 @@ def _mesh(name: str) -> object:
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in MESHES])
 @pytest.mark.parametrize("route", ["seed", "manual_seed", "before"])
 def test_zoo_equals_stock(pool, mesh, route):
-    pool.run(
-        bodies.equals_stock, WORLD.get(mesh, 4), kind="zoo", options={}, axes=MESHES[mesh], route=route
-    )
+    pool.run(bodies.equals_stock, WORLD.get(mesh, 4), kind="zoo", options={}, axes=MESHES[mesh], route=route)
 
 
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in ("one", "dp2_tp2", "tp4", "hsdp")])

@@ -47,12 +47,20 @@ CASES = {
     "rms_norm": ("rms_norm", {}, {}),
     "core_attention": ("core_attention", {}, {}),
     "core_attention_gqa": ("core_attention", {"groups": 4}, {}),
-    "self_norm_split_gqa": ("attention", {"input_layernorm": True, "groups": 4}, {"units": "LayerNormLinear"}),
+    "self_norm_split_gqa": (
+        "attention",
+        {"input_layernorm": True, "groups": 4},
+        {"units": "LayerNormLinear"},
+    ),
     "self_split": ("attention", {}, ON_DEVICE),
     "self_fused_no_bias": ("attention", {**FUSED, "bias": False}, {"units": "Linear"}),
     "self_stacked_gqa": ("attention", {**STACKED, "groups": 4}, {}),
     "self_qk_rms": ("attention", {**FUSED, "qk_norm_type": "RMSNorm", "softmax_type": "learnable"}, {}),
-    "self_qk_layer_norm": ("attention", {**STACKED, "qk_norm_type": "LayerNorm", "input_layernorm": True}, {}),
+    "self_qk_layer_norm": (
+        "attention",
+        {**STACKED, "qk_norm_type": "LayerNorm", "input_layernorm": True},
+        {},
+    ),
     "cross_split": ("attention", {"attention_type": "cross", "groups": 4}, ON_DEVICE),
     "cross_stacked": ("attention", {"attention_type": "cross", **STACKED, "input_layernorm": True}, {}),
     "layer": (
@@ -89,13 +97,16 @@ def _runs() -> list:
         runs.append(("hsdp_tp", name, CUT_BY_SEQUENCE[name] and place % 2 == 1))
     # GroupedLinear has no bias under tensor parallelism.
     return [_param(*run) for run in runs] + [
-        pytest.param(mesh, "grouped", {"bias": True}, False, id=f"{mesh}-grouped_bias") for mesh in ("dp4", "hsdp")
+        pytest.param(mesh, "grouped", {"bias": True}, False, id=f"{mesh}-grouped_bias")
+        for mesh in ("dp4", "hsdp")
     ]
 
 
 def _param(mesh: str, name: str, sequence_parallel: bool) -> object:
     marks = pytest.mark.ranks(WORLD.get(mesh, 4))
-    return pytest.param(mesh, name, {}, sequence_parallel, id=f"{mesh}-{name}{'-sp' * sequence_parallel}", marks=marks)
+    return pytest.param(
+        mesh, name, {}, sequence_parallel, id=f"{mesh}-{name}{'-sp' * sequence_parallel}", marks=marks
+    )
 
 
 def _run(pool, mesh: str, case: str, sequence_parallel: bool, more: dict | None = None, **how) -> dict:
@@ -164,7 +175,9 @@ def test_without_partial_gradients_parity_fails(pool, case, parameter, sequence_
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("origin", ["meta", "device"])
-@pytest.mark.parametrize(("case", "parameter"), [("mlp_swiglu", "fc1_weight"), ("self_stacked_gqa", "qkv.weight")])
+@pytest.mark.parametrize(
+    ("case", "parameter"), [("mlp_swiglu", "fc1_weight"), ("self_stacked_gqa", "qkv.weight")]
+)
 def test_a_stacked_layout_declared_plain_is_caught(pool, case, parameter, origin):
     with pytest.raises(BodyFailed, match=rf"(?s)AssertionError.*gradient \d {parameter}: relative error"):
         _run(pool, "dp2_tp2", case, sequence_parallel=False, drop="layout", origin=origin)

@@ -106,7 +106,12 @@ def check_bits(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
 
 
 def te_reset(
-    kind: str, options: dict[str, Any], shape: tuple[int, ...], names: tuple[str, ...], tp: str | None, device: str
+    kind: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    tp: str | None,
+    device: str,
 ) -> dict[str, Any]:
     """Body: as TE's users do: set_device_mesh, torch's fully_shard, `reset_parameters()` module by module, training.
 
@@ -154,7 +159,9 @@ def _same_output(kind: str, options: dict[str, Any], model: nn.Module, reference
     if kind == "zoo":
         return
     subject = KINDS[kind](Build("meta"), **options)
-    x = torch.randn(subject.inputs["x"].shape, generator=torch.Generator().manual_seed(3)).to(harness.device())
+    x = torch.randn(subject.inputs["x"].shape, generator=torch.Generator().manual_seed(3)).to(
+        harness.device()
+    )
     output = subject.call(model, x)
     expected = subject.call(reference, x)
     harness.assert_close("output", output, expected, 1e-5, "fp32: ten chained sums in another order")

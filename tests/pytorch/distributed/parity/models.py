@@ -82,7 +82,9 @@ def linear(build: Build, parallel_mode: str | None, bias: bool = True) -> Subjec
 
     kwargs = build.kwargs if parallel_mode else {**build.kwargs, "tp_group": None, "tp_size": 1}
     module = te.Linear(HIDDEN, FFN, bias=bias, parallel_mode=parallel_mode, **kwargs)
-    before, after = {"column": (build.cut, LAST_DIM), "row": (LAST_DIM, build.cut), None: (None, None)}[parallel_mode]
+    before, after = {"column": (build.cut, LAST_DIM), "row": (LAST_DIM, build.cut), None: (None, None)}[
+        parallel_mode
+    ]
     return Subject(module, {"x": _activation(before)}, after)
 
 
@@ -137,7 +139,9 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         splits = [x.shape[1]] * EXPERTS
         hidden = nn.functional.gelu(self.fc1(x.reshape(-1, HIDDEN), splits))
-        output = _SumOverTp.apply(self.fc2(hidden, splits), self.fc1.tp_group if self.fc1.tp_size > 1 else None)
+        output = _SumOverTp.apply(
+            self.fc2(hidden, splits), self.fc1.tp_group if self.fc1.tp_size > 1 else None
+        )
         return output.view(x.shape)
 
 
@@ -212,7 +216,9 @@ def _without_gradient(qk_norm_type: str | None, softmax_type: str) -> dict[str, 
     """Softmax over keys does not change when all keys move alike: by the key bias, or the key norm's."""
     if softmax_type != "vanilla":
         return {}
-    return {None: {"key_bias": "query_bias"}, "LayerNorm": {"k_norm.bias": "q_norm.bias"}}.get(qk_norm_type, {})
+    return {None: {"key_bias": "query_bias"}, "LayerNorm": {"k_norm.bias": "q_norm.bias"}}.get(
+        qk_norm_type, {}
+    )
 
 
 def _layer(build: Build, **options: Any) -> nn.Module:
@@ -220,7 +226,9 @@ def _layer(build: Build, **options: Any) -> nn.Module:
 
     options = {"num_gqa_groups": options.pop("groups", HEADS), "self_attn_mask_type": "causal", **options}
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return te.TransformerLayer(HIDDEN, FFN, HEADS, set_parallel_mode=True, **dropout, **options, **build.kwargs)
+    return te.TransformerLayer(
+        HIDDEN, FFN, HEADS, set_parallel_mode=True, **dropout, **options, **build.kwargs
+    )
 
 
 def transformer_layer(build: Build, layer_type: str = "encoder", **options: Any) -> Subject:

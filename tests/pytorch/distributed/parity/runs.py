@@ -70,7 +70,9 @@ def parity(
     torch.manual_seed(5)
     reference = KINDS[kind](Build(harness.device()), **options)
     build = Build(
-        harness.device() if origin == "device" else "meta", **meshes.te_kwargs(), sequence_parallel=sequence_parallel
+        harness.device() if origin == "device" else "meta",
+        **meshes.te_kwargs(),
+        sequence_parallel=sequence_parallel,
     )
     torch.manual_seed(5)
     subject = KINDS[kind](build, **options)
@@ -89,7 +91,13 @@ def parity(
         torch.manual_seed(5)
         te_fsdp.materialize(subject.module)
         compare_shards(
-            checks, "initial", subject.module, reference.module, _value, bits=True, skip=tied(reference.module)
+            checks,
+            "initial",
+            subject.module,
+            reference.module,
+            _value,
+            bits=True,
+            skip=tied(reference.module),
         )
     scramble(reference.module)
     copy_shards(reference.module, subject.module)
@@ -117,7 +125,9 @@ class Findings(harness.Comparisons):
         dist.all_reduce(found)
         if int(found):
             shown = "\n".join(self.failures[:6])
-            raise AssertionError(f"{int(found)} differences over all ranks, {len(self.failures)} here:\n{shown}")
+            raise AssertionError(
+                f"{int(found)} differences over all ranks, {len(self.failures)} here:\n{shown}"
+            )
         return self.require(minimum)
 
 
@@ -172,7 +182,9 @@ def train(checks: Findings, subject: Subject, reference: Subject, cut: Cut) -> N
         for name, sibling in quiet.items():
             scale = _rms(reference.module.get_parameter(sibling).grad)
             quiet_scales[name] = max(scale, quiet_scales.get(name, 0.0))
-        compare_shards(checks, f"gradient {step}", subject.module, reference.module, _gradient, floors=quiet_scales)
+        compare_shards(
+            checks, f"gradient {step}", subject.module, reference.module, _gradient, floors=quiet_scales
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -286,7 +298,9 @@ def _sibling(name: str, suffix: str, sibling: str, module: nn.Module) -> str:
     names = dict(module.named_parameters())
     other = stem.removesuffix("key_value.")
     candidates = [stem + sibling]
-    candidates += [f"{other}{query}{s}" for query in ("query_layer.", "layernorm_query.") for s in (sibling, "bias")]
+    candidates += [
+        f"{other}{query}{s}" for query in ("query_layer.", "layernorm_query.") for s in (sibling, "bias")
+    ]
     return next(candidate for candidate in candidates if candidate in names)
 
 
@@ -326,7 +340,9 @@ def check_full_precision() -> None:
     x = torch.randn(32, 256, generator=generator).to(harness.device())
     with torch.no_grad():
         exact = x.double() @ module.weight.double().t()
-        harness.assert_close("fp32 GEMM of TE", module(x), exact, 2e-6, "fp32: 256 products; TF32 would give 3e-4")
+        harness.assert_close(
+            "fp32 GEMM of TE", module(x), exact, 2e-6, "fp32: 256 products; TF32 would give 3e-4"
+        )
 
 
 def _value(parameter: torch.Tensor) -> torch.Tensor:
@@ -336,7 +352,10 @@ def _value(parameter: torch.Tensor) -> torch.Tensor:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert parameter.grad is not None, f"no gradient on a parameter of shape {tuple(parameter.shape)}"
     if isinstance(parameter, DTensor):
-        assert parameter.grad.placements == parameter.placements, (parameter.grad.placements, parameter.placements)
+        assert parameter.grad.placements == parameter.placements, (
+            parameter.grad.placements,
+            parameter.placements,
+        )
     return parameter.grad.detach()
 
 

@@ -1,0 +1,491 @@
+"""Bodies about set_device_mesh: placements, names, attributes, object identity, gradients, lifetime."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from parity.models import BATCH, EXPERTS, FFN, GROUPS, HEADS, HIDDEN, KINDS, SEQUENCE, Build
+from parity.runs import Findings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
+_NORM = {"layer_norm_weight": COPIES, "layer_norm_bias": COPIES}
+_FC = {"fc1_weight": ROWS, "fc1_bias": ROWS, "fc2_weight": COLUMNS, "fc2_bias": COPIES}
+_MLP = {**_NORM, **_FC}
+_PROJ = {"proj.weight": COLUMNS, "proj.bias": COPIES}
+_SPLIT = {f"{name}_{what}": ROWS for name in ("query", "key", "value") for what in ("weight", "bias")}
+
+
+def _under(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": placement for name, placement in table.items()}
+
+
+#: Module kind and options -> tensor-parallel placement of each parameter, from TE's documentation of its shapes.
+PLACEMENTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "column": ("linear", {"parallel_mode": "column"}, {"weight": ROWS, "bias": ROWS}),
+    "column_no_bias": ("linear", {"parallel_mode": "column", "bias": False}, {"weight": ROWS}),
+    "row": ("linear", {"parallel_mode": "row"}, {"weight": COLUMNS, "bias": COPIES}),
+    "unsplit": ("linear", {"parallel_mode": None}, {"weight": COPIES, "bias": COPIES}),
+    "norm_linear": ("layer_norm_linear", {}, {**_NORM, "weight": ROWS, "bias": ROWS}),
+    "norm_linear_rms": (
+        "layer_norm_linear",
+        {"normalization": "RMSNorm", "bias": False},
+        {"layer_norm_weight": COPIES, "weight": ROWS},
+    ),
+    "mlp": ("layer_norm_mlp", {}, _MLP),
+    "mlp_swiglu_no_bias": (
+        "layer_norm_mlp",
+        {"activation": "swiglu", "bias": False},
+        {**_NORM, "fc1_weight": ROWS, "fc2_weight": COLUMNS},
+    ),
+    "grouped": (
+        "grouped_linear",
+        {},
+        {f"fc{n}.weight{i}": (ROWS, COLUMNS)[n - 1] for n in (1, 2) for i in range(EXPERTS)},
+    ),
+    "layer_norm": ("layer_norm", {}, {"weight": COPIES, "bias": COPIES}),
+    "rms_norm": ("rms_norm", {}, {"weight": COPIES}),
+    "core_attention": ("core_attention", {}, {"softmax_offset": ROWS}),
+    "attention": (
+        "attention",
+        {"qk_norm_type": "RMSNorm", "input_layernorm": True, "softmax_type": "learnable"},
+        {
+            **_under("layernorm_qkv", {**_NORM, **_SPLIT}),
+            "core_attention.softmax_offset": ROWS,
+            "q_norm.weight": COPIES,
+            "k_norm.weight": COPIES,
+            **_PROJ,
+        },
+    ),
+    "attention_fused": (
+        "attention",
+        {"fuse_qkv_params": True, "groups": GROUPS},
+        {"qkv.weight": ROWS, "qkv.bias": ROWS, **_PROJ},
+    ),
+    "layer": (
+        "transformer_layer",
+        {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+        {
+            **_under(
+                "self_attention",
+                {**_under("layernorm_qkv", {**_NORM, "weight": ROWS, "bias": ROWS}), **_PROJ},
+            ),
+            **_under("layernorm_mlp", _MLP),
+        },
+    ),
+    "layer_output_norm": (
+        "transformer_layer",
+        {"output_layernorm": True},
+        {
+            **_under("self_attention", {**_under("qkv", _SPLIT), **_PROJ}),
+            **_under("layernorm_mlp", _MLP),
+            "layernorm.weight": COPIES,
+            "layernorm.bias": COPIES,
+        },
+    ),
+}
+
+
+def _model(case: str, meshes: Any, device: Any = None) -> tuple[nn.Module, dict[str, Any]]:
+    kind, options, expected = PLACEMENTS[case]
+    device = harness.device() if device is None else device
+    return KINDS[kind](Build(device, **meshes.te_kwargs()), **options).module, expected
+
+
+def _meshes(axes: dict[str, int]) -> Any:
+    import te_fsdp
+
+    return te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+
+
+def _sharded(placement: Any, axes: dict[str, int]) -> tuple[Any, ...]:
+    """What FSDP2 makes of a tensor-parallel placement: it cuts dim 0 of what each tp rank has."""
+    tp = axes.get("tp", 1)
+    placements: tuple[Any, ...] = (Shard(0),)
+    if tp > 1:
+        placements = (_StridedShard(0, split_factor=tp) if placement == ROWS else Shard(0), placement)
+    return (Replicate(), *placements) if axes.get("dp_replicate", 1) > 1 else placements
+
+
+def placements(case: str, axes: dict[str, int], device: str) -> int:
+    """Body: placements, names, classes and state_dict keys after set_device_mesh and after fully_shard."""
+    import te_fsdp
+
+    meshes = _meshes(axes)
+    model, expected = _model(case, meshes, "meta" if device == "meta" else None)
+    names = [name for name, _ in model.named_parameters()]
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    assert set(names) == set(expected)
+    te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter) and parameter.requires_grad, name
+        if meshes.tp is None:
+            assert not isinstance(parameter, DTensor), name
+            continue
+        assert parameter.placements == (expected[name],), (name, parameter.placements)
+        assert parameter.device_mesh == meshes.tp and parameter._local_tensor.shape == shapes[name]
+    _unchanged(model, names, keys, classes)
+    te_fsdp.fully_shard(model, meshes)
+    for name, parameter in model.named_parameters():
+        assert parameter.placements == _sharded(expected[name], axes), (name, parameter.placements)
+        assert parameter.device_mesh.ndim == len(parameter.placements)
+    _unchanged(model, names, keys, classes)
+    return len(names)
+
+
+def _unchanged(model: nn.Module, names: list[str], keys: list[str], classes: list[type]) -> None:
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+    for module, cls in zip(model.modules(), classes, strict=True):
+        assert isinstance(module, cls), (type(module), cls)
+
+
+def keywords(name: str, args: tuple[Any, ...], options: dict[str, Any], expected: dict[str, str]) -> None:
+    """Body: te_fsdp's class with the two keywords equals TE's class and a call of set_device_mesh."""
+    import te_fsdp
+    import transformer_engine.pytorch as te
+
+    meshes = _meshes({"dp_shard": 1, "tp": 2})
+    torch.manual_seed(dist.get_rank())
+    model = getattr(te_fsdp, name)(*args, tp_mesh=meshes.tp, weight_mesh=meshes.weight, **options)
+    torch.manual_seed(dist.get_rank())
+    own = {} if name.endswith("Norm") else meshes.te_kwargs()
+    stock = getattr(te, name)(*args, **own, **options)
+    plain = getattr(te_fsdp, name)(*args, **own, **options)
+    assert isinstance(model, getattr(te, name)) and type(model) is getattr(te_fsdp, name)
+    assert list(model.state_dict()) == list(stock.state_dict()) == list(plain.state_dict())
+    assert not any(isinstance(p, DTensor) for p in plain.parameters())
+    assert {n: repr(p.placements[0]) for n, p in model.named_parameters() if n in expected} == expected
+    for parameter, original in zip(model.parameters(), stock.parameters(), strict=True):
+        harness.assert_same_bits("parameter", parameter._local_tensor, original)
+    plain.set_device_mesh(tp_mesh=meshes.tp, weight_mesh=meshes.weight)  # the method
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.placements == other.placements and parameter.device_mesh == other.device_mesh
+
+
+# --- attributes ------------------------------------------------------------------------------------------------------
+
+MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+
+
+def attributes(axes: dict[str, int], wrap: str, device: str) -> int:
+    """Body: Python attributes of parameters, TE's and the user's, outlive everything that replaces a parameter."""
+    import te_fsdp
+
+    meshes = _meshes(axes)
+    model, stock = (_marked_model(meshes, kind) for kind in (device, "real"))
+    before = _attributes(model)  # on meta, TE has not set its marks yet
+    everything = _attributes(stock)
+    assert sum("sequence_parallel" in marks for marks in everything.values()) > 4
+    assert sum("partition_dim" in marks for marks in everything.values()) > 4
+    te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    _same_attributes("set_device_mesh", before, model)
+    if wrap == "te_fsdp":
+        te_fsdp.fully_shard(model, meshes)
+    elif wrap == "torch":
+        for unit in (*model.layers, model):
+            fully_shard(unit, mesh=meshes.fsdp_with_size_one)
+    else:
+        model = copy.deepcopy(model)
+    _same_attributes(wrap, before, model)
+    before = everything
+    if device == "meta":
+        te_fsdp.materialize(model, seed=0)
+        _same_attributes("materialize", before, model)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    _same_attributes("reset_parameters", before, model)
+    ids = torch.arange(SEQUENCE // meshes.size("tp") * BATCH, device=harness.device()).view(-1, BATCH) % 16
+    for _ in range(2):
+        output = model(ids)
+        _same_attributes("forward", before, model)
+        output.sum().backward()
+        _same_attributes("backward", before, model)
+    saved = {
+        name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    for assign in (False, True):
+        model.load_state_dict(saved, assign=assign)
+        _same_attributes(f"load_state_dict(assign={assign})", before, model)
+    return len(before)
+
+
+def _marked_model(meshes: Any, device: str) -> nn.Module:
+    """A language model on "meta" or the "real" device, each parameter with an attribute of the user's."""
+    how = Build(
+        "meta" if device == "meta" else harness.device(), **meshes.te_kwargs(), sequence_parallel=True
+    )
+    model = KINDS["language_model"](how, layers=1, qk_norm_type="RMSNorm").module
+    for place, parameter in enumerate(model.parameters()):
+        parameter.decay = place
+    return model
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    wanted = (*MARKS, "decay")
+    return {n: {k: v for k, v in p.__dict__.items() if k in wanted} for n, p in model.named_parameters()}
+
+
+def _same_attributes(when: str, before: dict[str, dict[str, Any]], model: nn.Module) -> None:
+    after = _attributes(model)
+    assert after == before, (
+        when,
+        {n: (before[n], after.get(n)) for n in before if before[n] != after.get(n)},
+    )
+
+
+# --- what the kernels read -------------------------------------------------------------------------------------------
+
+
+def identity(axes: dict[str, int], wrap: str) -> int:
+    """Body: inside TE's forward, and inside backward, a parameter is the very local tensor that FSDP2 manages."""
+    import te_fsdp
+    import transformer_engine.pytorch as te
+
+    seen: dict[str, torch.Tensor] = {}
+
+    class Watched(te.LayerNormMLP):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for name in self._parameters:
+                assert getattr(self, name) is self._parameters[name]
+                seen[name] = getattr(self, name)
+            return super().forward(*args, **kwargs)
+
+    meshes = _meshes(axes)
+    build = Build(harness.device(), **meshes.te_kwargs())
+    model = Watched(HIDDEN, FFN, set_parallel_mode=True, **build.kwargs)
+    te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    assert isinstance(model, Watched)
+    if wrap != "tp":
+        fully_shard(model, mesh=meshes.fsdp_with_size_one, reshard_after_forward=wrap == "reshard")
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
+    for _ in range(2):
+        output = model(x)
+        managed = _managed(model)
+        assert seen.keys() == managed.keys() == model._parameters.keys()
+        for name, tensor in seen.items():
+            assert tensor is managed[name], name
+            assert not isinstance(tensor, DTensor)
+        output.sum().backward()
+        for name, parameter in model.named_parameters():
+            assert (
+                isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
+            ), name
+            assert parameter.grad.device_mesh == parameter.device_mesh
+    return len(seen)
+
+
+def _managed(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Local tensors of the unsharded parameters that FSDP2 keeps, or of the DTensors without FSDP2."""
+    from te_fsdp import _torch
+
+    if not _torch.is_fsdp_module(model):
+        return {name: p._local_tensor for name, p in model._parameters.items()}
+    (group,) = _torch.fsdp_parameter_groups(model)
+    return {p._module_info.param_name: p._unsharded_param._local_tensor for p in group.fsdp_params}
+
+
+def frozen(axes: dict[str, int]) -> None:
+    """Body: frozen parameters stay frozen and get no gradient; the others get the one they get otherwise."""
+    import te_fsdp
+
+    meshes, gradients = _meshes(axes), []
+    ice = ("fc1_weight", "layer_norm_bias")
+    for freeze in (False, True):
+        torch.manual_seed(0)
+        model = KINDS["layer_norm_mlp"](Build(harness.device(), **meshes.te_kwargs())).module
+        for name in ice if freeze else ():
+            model.get_parameter(name).requires_grad_(False)
+        te_fsdp.fully_shard(model, meshes)
+        torch.manual_seed(1)
+        model(torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (not freeze or name not in ice), name
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        if name in ice:
+            assert gradient is None, name
+        else:
+            harness.assert_same_bits(name, gradient, gradients[0][name])
+
+
+def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
+    """Body: eval and no_grad forwards give the training forward's bits, and leave nothing behind."""
+    import te_fsdp
+
+    meshes = _meshes(axes)
+    kind, options, _ = PLACEMENTS[case]
+    torch.manual_seed(0)
+    subject = KINDS[kind](Build(harness.device(), **meshes.te_kwargs()), **options)
+    if wrap == "tp":
+        te_fsdp.set_device_mesh(subject.module, tp_mesh=meshes.tp)
+    else:
+        te_fsdp.fully_shard(subject.module, meshes)
+    inputs = {name: torch.randn(item.shape, device=harness.device()) for name, item in subject.inputs.items()}
+    trained = subject.call(subject.module, **inputs)
+    subject.module.eval()
+    with torch.no_grad():
+        evaluated = subject.call(subject.module, **inputs)
+    assert not evaluated.requires_grad
+    harness.assert_same_bits("eval", evaluated, trained)
+    subject.module.train()
+    trained.sum().backward()
+    harness.assert_same_bits("after backward", subject.call(subject.module, **inputs), trained)
+
+
+def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
+    """Body: te.checkpoint runs forward twice; gradients are those without it.
+
+    Not to the bit, with stock TE in one process neither: the gradients of the two residual branches may be added in
+    another order, one rounding (6e-8) of terms a few times larger than their sum.
+    """
+    import te_fsdp
+    import transformer_engine.pytorch as te
+
+    meshes, gradients = _meshes(axes), []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        build = Build(harness.device(), **meshes.te_kwargs(), sequence_parallel=True)
+        model = nn.Sequential(
+            *(KINDS["transformer_layer"](build, qk_norm_type="RMSNorm").module for _ in range(2))
+        )
+        if wrap == "tp":
+            te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp)
+        else:
+            te_fsdp.fully_shard(model, meshes)
+        torch.manual_seed(1)
+        x = torch.randn(
+            SEQUENCE // meshes.size("tp"), BATCH, HIDDEN, device=harness.device(), requires_grad=True
+        )
+        run = _with_checkpoints(te, model, meshes, reentrant) if recompute else model
+        run(x).square().sum().backward()
+        gradients.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}})
+    checks = Findings()
+    for name, gradient in gradients[1].items():
+        pair = [getattr(g, "_local_tensor", g) for g in (gradient, gradients[0][name])]
+        checks.attempt(checks.close, name, *pair, 2e-6, "residual gradients added in another order")
+    checks.settle(len(gradients[0]) // 2)
+
+
+def _with_checkpoints(te: Any, model: nn.Module, meshes: Any, reentrant: bool) -> Any:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = te.checkpoint(layer, x, tp_group=meshes.te_kwargs()["tp_group"], use_reentrant=reentrant)
+        return x
+
+    return run
+
+
+def freed(axes: dict[str, int], wrap: str) -> int:
+    """Body: nothing of a deleted model survives forward, backward and a step: no cycle that gc cannot see."""
+    import te_fsdp
+
+    meshes = _meshes(axes)
+    build = Build(harness.device(), **meshes.te_kwargs(), sequence_parallel=True)
+    model = KINDS["transformer_layer"](build, qk_norm_type="LayerNorm", softmax_type="learnable").module
+    if wrap == "tp":
+        te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp)
+    else:
+        te_fsdp.fully_shard(model, meshes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(SEQUENCE // meshes.size("tp"), BATCH, HIDDEN, device=harness.device())
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alive = [weakref.ref(module) for module in model.modules()]
+    for parameter in model.parameters():
+        alive += [weakref.ref(parameter), weakref.ref(parameter._local_tensor)]
+    output = model(x)  # a graph that is never run backward
+    del model, optimizer, parameter, output
+    gc.collect()
+    left = [ref() for ref in alive if ref() is not None]
+    assert not left, f"{len(left)} of {len(alive)} objects live on: {[type(o).__name__ for o in left][:5]}"
+    return len(alive)
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def copied() -> None:
+    """Body: a deep copy of a bound model computes the same and shares no parameter."""
+    import te_fsdp
+
+    meshes = _meshes({"dp_shard": 1, "tp": 2})
+    model = KINDS["transformer_layer"](Build(harness.device(), **meshes.te_kwargs()), groups=GROUPS).module
+    te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    twin = copy.deepcopy(model)
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
+    expected = model(x)
+    harness.assert_same_bits("copy", twin(x), expected)
+    originals = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        assert parameter.placements == originals[name].placements and parameter is not originals[name]
+        assert parameter._local_tensor.data_ptr() != originals[name]._local_tensor.data_ptr(), name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    harness.assert_same_bits("copy", twin(x), expected)
+
+
+def no_tensor_parallelism(tp_mesh: str) -> None:
+    """Body: without a tp mesh, or with one of size 1, a model computes what stock TE computes, bit for bit.
+
+    Args:
+        tp_mesh: "none", or "one" for a mesh of one rank.
+    """
+    import te_fsdp
+
+    mesh = init_device_mesh(harness.device_type(), (2, 1), mesh_dim_names=("dp", "tp"))
+    build = Build(harness.device())
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(KINDS["transformer_layer"](build, groups=GROUPS).module)
+    model, stock = models
+    which = {"tp_mesh": mesh["tp"] if tp_mesh == "one" else None, "weight_mesh": mesh["dp"]}
+    te_fsdp.set_device_mesh(model, **which)
+    te_fsdp.set_device_mesh(model, **which)  # saying the same again changes nothing
+    model.set_device_mesh(**which)
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=harness.device())
+    gradients = []
+    for one in models:
+        one(x).square().sum().backward()
+        gradients.append({name: harness.full(p.grad) for name, p in one.named_parameters()})
+    checks = harness.Comparisons()
+    for name, gradient in gradients[0].items():
+        checks.same_bits(name, gradient, gradients[1][name])
+    checks.require(10)
+    fully_shard(model, mesh=mesh["dp"])
+    harness.assert_same_bits("sharded", model(x), stock(x))
+
+
+def called_twice() -> None:
+    """Body: binding parts and then the whole gives the parts the rules that only the whole knows."""
+    import te_fsdp
+    from te_fsdp.binding import binding_of
+
+    meshes = _meshes({"dp_shard": 1, "tp": 2})
+    options = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "qk_norm_type": "RMSNorm"}
+    model = KINDS["attention"](Build(harness.device(), **meshes.te_kwargs()), **options).module
+    for child in model.children():
+        te_fsdp.set_device_mesh(child, tp_mesh=meshes.tp)
+    objects = {name: id(p) for name, p in model.named_parameters()}
+    te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    assert {name: id(p) for name, p in model.named_parameters()} == objects
+    assert binding_of(model.qkv).rules["weight"].layout.blocks == (HEADS, HEADS, HEADS)
+    assert binding_of(model.q_norm).rules["weight"].partial_grad
+    assert binding_of(model.proj).weight_mesh == meshes.weight
