@@ -24,7 +24,7 @@ from te_fsdp.errors import MeshError, message
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "Meshes", "check_1d"]
+__all__ = ["AXES", "Meshes", "check_1d", "check_ascending", "default_device_type"]
 
 #: The axes that cut or copy parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -97,7 +97,8 @@ class Meshes:
         groups are made then); otherwise local.
 
         Raises:
-            MeshError: Unnamed axes, unknown names, or cp/ep axes larger than 1.
+            MeshError: Unnamed axes, unknown names, cp/ep axes larger than 1, or ranks that do not ascend along an
+                axis.
         """
         names = mesh.mesh_dim_names
         if not names:
@@ -120,6 +121,7 @@ class Meshes:
                         fix="rename the axis to the one of these that it means, or slice it away",
                     )
                 )
+        check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
         if tuple(names) == AXES:
             return cls(mesh)
         kept = [name for name in AXES if name in names]
@@ -213,6 +215,29 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
         )
 
 
+def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
+    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
+
+    Process groups number their ranks in ascending order, whatever the order in the mesh. DTensor goes by the mesh,
+    FSDP2 and TE go by the group: on another order a shard would be taken for its neighbour.
+
+    Args:
+        mesh: The mesh to look at.
+        argument: Name of the argument, for the message.
+        where: Name of the module or function, for the message.
+    """
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+        raise MeshError(
+            message(
+                f"{where}: {argument}",
+                expected="ranks that ascend along every axis",
+                got=mesh.mesh.tolist(),
+                why="Process groups number their ranks in ascending order, so that shards would change places",
+                fix="build the mesh from ascending ranks, as init_device_mesh does",
+            )
+        )
+
+
 def default_device_type() -> str:
     """The machine's accelerator if torch sees one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -244,6 +269,7 @@ def _fill(sizes: dict[str, int], world_size: int) -> dict[str, int]:
                 f"Meshes.build: {text}",
                 expected="positive sizes, at most one of them -1",
                 got=tuple(sizes.values()),
+                fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
             )
         )
     product = 1

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from te_fsdp import _te, _torch
 from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message
-from te_fsdp.mesh import check_1d
+from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
 from te_fsdp.quantized.all_gather import mend_hooks
@@ -51,8 +51,8 @@ def set_device_mesh(
             replicas. Needed for weights with one scale per tensor under tensor parallelism.
 
     Raises:
-        MeshError: A mesh is not 1-D, contradicts a module's ``tp_size`` or ``tp_group``, or the two do not
-            fit together.
+        MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
+            ``tp_group``, or the two do not fit together.
         OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
         PlacementError: A module or option for which there is no right placement.
 
@@ -77,6 +77,8 @@ def check_device_mesh(
     where = type(model).__name__
     check_1d(tp_mesh, "tp_mesh", f"set_device_mesh({where})")
     check_1d(weight_mesh, "weight_mesh", f"set_device_mesh({where})")
+    if tp_mesh is not None:
+        check_ascending(tp_mesh, "tp_mesh", f"set_device_mesh({where})")
     _check_nested(tp_mesh, weight_mesh, where)
     planned = plan_tree(model, tp_mesh.size() if tp_mesh is not None else 1)
     for item in planned:

@@ -1,0 +1,45 @@
+"""Worlds of one process: process groups that are told they are one rank of many, and TransformerEngine emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from te_fsdp import emulation
+
+
+def start_fake_world(size: int, rank: int = 0) -> None:
+    """Be rank `rank` of `size`, without the others: collectives return at once, with one's own values."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Callable[..., None]]:
+    """Starts a world, `fake_world(size, rank=0)`; a second call ends the first.
+
+    torch caches meshes by their ranks, beyond the life of a world. A test that runs FSDP2 therefore starts one world
+    only; to play all ranks of a mesh, it is one rank in the middle of a large world, and moves the mesh.
+    """
+    assert not dist.is_initialized(), "another test has left its process group behind"
+    yield start_fake_world
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def te() -> object:
+    """`transformer_engine.pytorch`, emulated; a process has one TransformerEngine, so it stays for later modules."""
+    try:
+        emulation.install_from_env(default="10.0")
+    except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension
+        pytest.skip(str(error))
+    import transformer_engine.pytorch
+
+    torch.set_num_threads(1)
+    return transformer_engine.pytorch

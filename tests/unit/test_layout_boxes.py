@@ -1,0 +1,195 @@
+"""Boxes: on any mesh they tile the original and every shard exactly once, and say what slow cutting says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_fsdp.errors import PlacementError
+from te_fsdp.layout.boxes import Box, Coordinates, chunk_range, shard_boxes
+from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from tests.unit.layout_reference import GATED, Cut, cuts, from_boxes, layouts, shard
+
+relaxed = settings(max_examples=150, deadline=None)
+
+
+@relaxed
+@given(cuts())
+def test_every_shard_is_what_slow_cutting_gives(cut):
+    original = cut.original()
+    for at in cut.places():
+        shape, boxes = shard_boxes(cut.shape, cut.rule, at)
+        expected = shard(original, cut.rule, at)
+        assert shape == tuple(expected.shape)
+        assert torch.equal(from_boxes(original, shape, boxes), expected)
+
+
+@relaxed
+@given(cuts())
+def test_boxes_tile_every_shard_and_the_original_once(cut):
+    """An element lies in one shard, or, replicated over tp, in one shard of each tensor-parallel rank."""
+    in_original = torch.zeros(cut.shape, dtype=torch.long)
+    for at in cut.places():
+        shape, boxes = shard_boxes(cut.shape, cut.rule, at)
+        in_local = torch.zeros(shape, dtype=torch.long)
+        for box in boxes:
+            assert 0 not in box.sizes
+            in_local[box.local_slices()] += 1
+            in_original[box.original_slices()] += 1
+        assert (in_local == 1).all()
+    copies = cut.at.tp_size if cut.rule.shard_dim is None else 1
+    assert (in_original == copies).all()
+
+
+@relaxed
+@given(cuts())
+def test_boxes_come_in_local_order_and_a_plain_shard_is_one(cut):
+    for at in cut.places():
+        shape, boxes = shard_boxes(cut.shape, cut.rule, at)
+        assert [box.local for box in boxes] == sorted(box.local for box in boxes)
+        assert (len(boxes) == 0) == (0 in shape)
+        if not cut.rule.layout.is_stacked:
+            assert len(boxes) <= 1
+        assert len(boxes) <= len(cut.rule.layout.blocks)
+
+
+@relaxed
+@given(layouts().filter(lambda layout: layout.is_stacked).flatmap(lambda layout: cuts(layout, min_tp=2)))
+def test_the_plain_rule_misplaces_a_stacked_parameter(cut):
+    """Negative control: had the layout no effect, the tests above would not notice it either."""
+    original = cut.original()
+    plain = ParameterRule(0)
+    wrong = 0
+    for at in cut.places():
+        shape, boxes = shard_boxes(cut.shape, plain, at)
+        expected = shard(original, cut.rule, at)
+        assert shape == tuple(expected.shape)  # shapes agree, so that nothing but the values can tell
+        wrong += not torch.equal(from_boxes(original, shape, boxes), expected)
+    assert wrong > 0
+
+
+@relaxed
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_chunk_range_is_torch_chunk(length, chunks):
+    expected = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(chunks) if len(chunk)]
+    ranges = [chunk_range(length, chunks, index) for index in range(chunks)]
+    assert [tuple(range(*r)) for r in ranges if r[0] < r[1]] == expected
+    # Empty ones come last and lie at the end, so that they can be cut from the tensor as well.
+    assert all(r == (length, length) for r in ranges[len(expected) :])
+
+
+def test_chunk_range_is_not_a_balanced_split():
+    """5 rows over 4 ranks: 2 + 2 + 1 + 0, where a balanced split would give 2 + 1 + 1 + 1."""
+    assert [chunk_range(5, 4, index) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+
+
+# ------------------------------------------------------------------------------------------- examples by hand
+
+
+def test_gated_over_two_by_two():
+    """The example of the module's docstring: `[gate; up]` of 8 rows."""
+
+    def rows(tp_rank: int, fsdp_rank: int) -> list[int]:
+        at = Coordinates(2, tp_rank, 2, fsdp_rank)
+        _, boxes = shard_boxes((8,), ParameterRule(0, GATED), at)
+        return [row for box in boxes for row in range(8)[box.original_slices()[0]]]
+
+    assert [rows(0, 0), rows(0, 1), rows(1, 0), rows(1, 1)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+def test_an_fsdp_cut_through_a_block_gives_two_boxes():
+    """4 query heads and 2 groups of 2 rows, tp 2: rank 0 holds rows 0-3, 8-9 and 12-13; 4 + 4 over FSDP."""
+    rule = ParameterRule(0, Layout("stacked", (4, 2, 2)))
+    shape, boxes = shard_boxes((16, 3), rule, Coordinates(2, 0, 2, 1))
+    assert shape == (4, 3)
+    assert boxes == [Box((8, 0), (0, 0), (2, 3)), Box((12, 0), (2, 0), (2, 3))]
+
+
+def test_fsdp_may_cut_another_dim_than_tp():
+    shape, boxes = shard_boxes((4, 6), ParameterRule(0), Coordinates(2, 1, 2, 1, fsdp_dim=1))
+    assert (shape, boxes) == ((2, 3), [Box((2, 3), (0, 0), (2, 3))])
+
+
+def test_an_empty_shard_has_a_shape_and_no_box():
+    assert shard_boxes((2, 5), ParameterRule(None), Coordinates(fsdp_size=4, fsdp_rank=3)) == ((0, 5), [])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("fsdp_size", [1, 2])
+def test_an_empty_parameter(shape, fsdp_size):
+    """TE registers an empty tensor where a bias is off."""
+    local, boxes = shard_boxes(shape, ParameterRule(None), Coordinates(fsdp_size=fsdp_size))
+    assert boxes == [] and 0 in local
+
+
+def test_a_scalar_is_held_whole():
+    at = Coordinates(tp_size=2, tp_rank=1, fsdp_size=1)
+    assert shard_boxes((), ParameterRule(None), at) == ((), [Box((), (), ())])
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(PlacementError) as caught:
+        shard_boxes((9, 4), ParameterRule(0, PLAIN), Coordinates(tp_size=2), name="up.weight")
+    assert str(caught.value) == (
+        "up.weight: dim 0 of shape (9, 4), layout plain: expected every block divisible by tp size 2, got block "
+        "sizes [9]. Fix: choose a dimension or a tp size that divides."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "sizes"),
+    [
+        ((12, 4), (4, 1, 1), "[8, 2, 2]"),  # 12 divides by 4; the key and value blocks do not
+        ((10, 4), (1, 2), "[3, 6]"),  # 10 rows are no whole number of such blocks
+    ],
+)
+def test_a_block_that_does_not_divide_is_refused(shape, blocks, sizes):
+    rule = ParameterRule(0, Layout("stacked", blocks))
+    with pytest.raises(
+        PlacementError, match=re.escape(f"layout stacked{blocks}: expected every block")
+    ) as caught:
+        shard_boxes(shape, rule, Coordinates(tp_size=4))
+    assert sizes in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- the types
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("plain", (1, 1)), ("stacked", (1,)), ("stacked", (1, 0)), ("stacked", ()), ("grouped", (1, 1))],
+)
+def test_a_layout_that_contradicts_itself(kind, blocks):
+    with pytest.raises(AssertionError):
+        Layout(kind, blocks)
+
+
+def test_rules_that_contradict_themselves():
+    with pytest.raises(AssertionError, match="owns its gradient"):
+        ParameterRule(0, partial_grad=True)
+    with pytest.raises(AssertionError, match="stacked along dim 0"):
+        ParameterRule(1, GATED)
+
+
+def test_layouts_as_text():
+    assert (str(PLAIN), str(GATED), str(Layout("stacked", (4, 2, 2)))) == (
+        "plain",
+        "stacked(1, 1)",
+        "stacked(4, 2, 2)",
+    )
+
+
+def test_the_reference_can_fail():
+    """A box one row off is seen by the comparison that every test above relies on."""
+    cut = Cut((6, 2), ParameterRule(0), Coordinates(tp_size=2, fsdp_size=1))
+    shape, [box] = shard_boxes(cut.shape, cut.rule, cut.at)
+    moved = replace(box, original=(1, 0))
+    assert torch.equal(from_boxes(cut.original(), shape, [box]), shard(cut.original(), cut.rule, cut.at))
+    assert not torch.equal(
+        from_boxes(cut.original(), shape, [moved]), shard(cut.original(), cut.rule, cut.at)
+    )

@@ -1,0 +1,354 @@
+"""Meshes: sizes, names, which ranks share what, and what is refused, each with its whole message."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import te_fsdp
+from te_fsdp.errors import MeshError
+from te_fsdp.mesh import AXES, Meshes, check_1d
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(**sizes) -> Meshes:
+    return Meshes.build(**sizes, device_type="cpu")
+
+
+def ranks(mesh: DeviceMesh | None) -> list | None:
+    """The ranks of a mesh, nested as its axes are."""
+    return None if mesh is None else mesh.mesh.tolist()
+
+
+def members(mesh: DeviceMesh | None) -> list[int] | None:
+    """The ranks of a 1-D mesh's process group: those that really communicate."""
+    return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
+
+
+def expected(world: int, replicate: int, shard: int, tp: int, rank: int) -> dict[str, list | None]:
+    """Who shares what, counted out: rank = (replica * shard + place) * tp + tp rank."""
+    of = {r: (r // (shard * tp), r // tp % shard, r % tp) for r in range(world)}
+    i, j, k = of[rank]
+    line = [r for r in of if of[r][0] == i and of[r][2] == k]
+    grid = [[r for r in of if of[r][0] == a and of[r][2] == k] for a in range(replicate)]
+    weight = [r for r in of if of[r][0] == i]
+    return {
+        "tp": [r for r in of if of[r][:2] == (i, j)] if tp > 1 else None,
+        "fsdp": (grid if replicate > 1 else line) if replicate * shard > 1 else None,
+        "fsdp_with_size_one": grid if replicate > 1 else line,
+        "weight": weight if shard * tp > 1 else None,
+    }
+
+
+def found(meshes: Meshes) -> dict[str, list | None]:
+    return {name: ranks(getattr(meshes, name)) for name in ("tp", "fsdp", "fsdp_with_size_one", "weight")}
+
+
+SIZES = [
+    s for s in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 4)) if math.prod(s) in (1, 2, 4, 6, 8)
+]
+
+
+@pytest.mark.parametrize(("replicate", "shard", "tp"), SIZES)
+def test_who_shares_what(fake_world, replicate, shard, tp):
+    world = replicate * shard * tp
+    for rank in {0, world // 2, world - 1}:
+        fake_world(world, rank)
+        meshes = build(dp_replicate=replicate, dp_shard=shard, tp=tp)
+        want = expected(world, replicate, shard, tp, rank)
+        assert found(meshes) == want
+        assert (members(meshes.tp), members(meshes.weight)) == (want["tp"], want["weight"])
+        assert meshes.device_mesh.mesh_dim_names == AXES
+        assert [meshes.size(axis) for axis in AXES] == [replicate, shard, tp]
+        assert str(meshes) == f"dp_replicate={replicate} x dp_shard={shard} x tp={tp}"
+        assert meshes.fsdp_with_size_one.mesh_dim_names == (AXES[:2] if replicate > 1 else ("dp_shard",))
+        assert meshes.te_kwargs()["tp_size"] == tp
+        assert (meshes.te_kwargs()["tp_group"] is None) == (tp == 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shard"), [({}, 8), ({"tp": 2}, 4), ({"tp": 8}, 1), ({"dp_replicate": 2, "tp": 2}, 2)]
+)
+def test_dp_shard_takes_what_is_left(fake_world, axes, shard):
+    fake_world(8)
+    assert build(**axes).size("dp_shard") == shard
+
+
+def test_any_axis_may_take_what_is_left(fake_world):
+    fake_world(8)
+    assert build(dp_shard=2, tp=-1).size("tp") == 4
+
+
+def test_the_weight_mesh_is_made_once(fake_world):
+    fake_world(4)
+    meshes = build(tp=2)
+    assert meshes.weight.get_group() is meshes.weight.get_group()
+    assert meshes.weight == meshes.weight
+
+
+# -------------------------------------------------------------------------------------------- from_device_mesh
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(AXES)))
+def test_axes_are_found_by_name(fake_world, order):
+    """Whatever the order of the axes, the groups are those of the ranks that differ in one name alone."""
+    sizes = {"dp_replicate": 2, "dp_shard": 3, "tp": 2}
+    for rank in (0, 5, 11):
+        fake_world(12, rank)
+        mesh = init_device_mesh("cpu", tuple(sizes[a] for a in order), mesh_dim_names=order)
+        meshes = Meshes.from_device_mesh(mesh)
+        assert meshes.device_mesh.mesh_dim_names == AXES
+        assert {a: meshes.size(a) for a in AXES} == sizes
+        for axis in AXES:
+            assert ranks(meshes.device_mesh[axis]) == ranks(mesh[axis])
+            assert members(meshes.device_mesh[axis]) == members(mesh[axis])
+        place = dict(zip(order, mesh.get_coordinate(), strict=True))
+        same_replica = mesh.mesh.select(order.index("dp_replicate"), place["dp_replicate"]).flatten().tolist()
+        assert sorted(ranks(meshes.weight)) == sorted(same_replica)
+        assert members(meshes.weight) == sorted(same_replica)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "full"),
+    [
+        (("tp",), (4,), (1, 1, 4)),
+        (("dp_shard",), (4,), (1, 4, 1)),
+        (("dp_replicate",), (4,), (4, 1, 1)),
+        (("tp", "dp_shard"), (2, 2), (1, 2, 2)),
+        (("cp", "dp_shard", "ep"), (1, 4, 1), (1, 4, 1)),
+    ],
+)
+def test_missing_axes_have_size_one(fake_world, names, shape, full):
+    fake_world(4)
+    meshes = Meshes.from_device_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    assert tuple(meshes.size(axis) for axis in AXES) == full
+
+
+def test_a_fitting_mesh_is_taken_as_it_is(fake_world):
+    fake_world(4)
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES)
+    assert Meshes.from_device_mesh(mesh).device_mesh is mesh
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+BUILD_ERRORS = {
+    "too many": (
+        {"dp_shard": 3, "tp": 2},
+        "Meshes.build: dp_replicate(1) * dp_shard(3) * tp(2) = 6: expected a product equal to WORLD_SIZE = 8, got 6. "
+        "Fix: dp_shard=4, or dp_shard=-1 to use what is left.",
+    ),
+    "too few": (
+        {"dp_replicate": 2, "dp_shard": 2},
+        "Meshes.build: dp_replicate(2) * dp_shard(2) * tp(1) = 4: expected a product equal to WORLD_SIZE = 8, got 4. "
+        "Fix: dp_shard=4, or dp_shard=-1 to use what is left.",
+    ),
+    "no dp_shard fits": (
+        {"dp_shard": 2, "tp": 3},
+        "Meshes.build: dp_replicate(1) * dp_shard(2) * tp(3) = 6: expected a product equal to WORLD_SIZE = 8, got 6. "
+        "Fix: sizes whose product is WORLD_SIZE.",
+    ),
+    "does not divide": (
+        {"tp": 3},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(3) = 3 * ?: expected a product equal to WORLD_SIZE = 8, "
+        "got 3, which does not divide 8. Fix: sizes whose product is WORLD_SIZE.",
+    ),
+    "larger than the world": (
+        {"tp": 16},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(16) = 16 * ?: expected a product equal to WORLD_SIZE = 8, "
+        "got 16, which does not divide 8. Fix: sizes whose product is WORLD_SIZE.",
+    ),
+    "zero": (
+        {"tp": 0},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(0): expected positive sizes, at most one of them -1, "
+        "got (1, -1, 0)."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "negative": (
+        {"tp": -2},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(-2): expected positive sizes, at most one of them -1, "
+        "got (1, -1, -2)."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "two free": (
+        {"tp": -1},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(-1): expected positive sizes, at most one of them -1, "
+        "got (1, -1, -1)."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "no number": (
+        {"tp": "2"},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2): expected positive sizes, at most one of them -1, "
+        "got (1, -1, '2')."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "a float": (
+        {"dp_shard": 4.0, "tp": 2},
+        "Meshes.build: dp_replicate(1) * dp_shard(4.0) * tp(2): expected positive sizes, at most one of them -1, "
+        "got (1, 4.0, 2)."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "a bool": (
+        {"tp": True},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(True): expected positive sizes, at most one of them -1, "
+        "got (1, -1, True)."
+        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+    ),
+    "context parallel": (
+        {"cp": 2},
+        "Meshes.build: axis 'cp': expected size 1, got 2. This version shards parameters over dp_replicate, dp_shard "
+        "and tp only. Fix: leave cp=1.",
+    ),
+    "expert parallel": (
+        {"ep": 4},
+        "Meshes.build: axis 'ep': expected size 1, got 4. This version shards parameters over dp_replicate, dp_shard "
+        "and tp only. Fix: leave ep=1.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BUILD_ERRORS)
+def test_build_refuses(fake_world, mistake):
+    fake_world(8)
+    sizes, text = BUILD_ERRORS[mistake]
+    with pytest.raises(MeshError) as caught:
+        build(**sizes)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "text"),
+    [
+        (
+            (2, 2),
+            None,
+            "Meshes.from_device_mesh: the mesh has unnamed axes: expected names out of ('dp_replicate', 'dp_shard', "
+            "'tp'), got shape (2, 2) without mesh_dim_names. Fix: init_device_mesh(..., "
+            'mesh_dim_names=("dp_shard", "tp")).',
+        ),
+        (
+            (2, 2),
+            ("data", "tp"),
+            "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'tp'), "
+            "got ('data', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these that it means, "
+            "or slice it away.",
+        ),
+        (
+            (2, 2),
+            ("cp", "tp"),
+            "Meshes.from_device_mesh: axis 'cp' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'tp'), "
+            "got ('cp', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these that it means, "
+            "or slice it away.",
+        ),
+    ],
+    ids=["unnamed", "unknown", "context_parallel"],
+)
+def test_from_device_mesh_refuses(fake_world, shape, names, text):
+    fake_world(4)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    with pytest.raises(MeshError) as caught:
+        Meshes.from_device_mesh(mesh)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("order", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])
+def test_ranks_that_do_not_ascend(fake_world, order):
+    """torch numbers the ranks of a group in ascending order: FSDP2 would cut another shard than the mesh says."""
+    fake_world(4)
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp_shard", "tp"))
+    by_mesh = mesh.get_coordinate()
+    by_group = tuple(dist.get_rank(mesh.get_group(axis)) for axis in (0, 1))
+    assert tuple(by_mesh) != by_group  # the reason; should torch mend it, the refusal may go
+    with pytest.raises(MeshError) as caught:
+        Meshes.from_device_mesh(mesh)
+    assert str(caught.value) == (
+        f"Meshes.from_device_mesh: mesh: expected ranks that ascend along every axis, got {order}. Process groups "
+        "number their ranks in ascending order, so that shards would change places. Fix: build the mesh from ascending "
+        "ranks, as init_device_mesh does."
+    )
+    with pytest.raises(MeshError, match=r"set_device_mesh\(Linear\): tp_mesh: expected ranks that ascend"):
+        te_fsdp.set_device_mesh(torch.nn.Linear(2, 2), tp_mesh=DeviceMesh("cpu", [1, 0]))
+
+
+def test_unknown_axis(fake_world):
+    fake_world(1)
+    with pytest.raises(MeshError) as caught:
+        build().size("cp")
+    assert str(caught.value) == (
+        "Meshes.size: unknown axis: expected one of ('dp_replicate', 'dp_shard', 'tp'), got 'cp'."
+    )
+
+
+def test_check_1d(fake_world):
+    fake_world(4)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    check_1d(None, "tp_mesh", "here")
+    check_1d(grid["tp"], "tp_mesh", "here")
+    with pytest.raises(MeshError) as caught:
+        check_1d(grid, "tp_mesh", "here")
+    assert str(caught.value) == (
+        "here: tp_mesh: expected a 1-D DeviceMesh, got 2-D mesh of shape (2, 2) with axes ('dp_shard', 'tp'). "
+        'Fix: pass one axis, for example tp_mesh=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes.'
+    )
+    with pytest.raises(MeshError) as caught:
+        check_1d(grid.get_group("tp"), "weight_mesh", "here")
+    assert str(caught.value) == "here: weight_mesh: expected a 1-D DeviceMesh or None, got ProcessGroup."
+
+
+# ------------------------------------------------------------------------------------------------ one process
+
+
+def test_on_the_cpu(fake_world):
+    fake_world(1)
+    meshes = build()
+    assert (meshes.device_type, meshes.device) == ("cpu", torch.device("cpu"))
+    assert (meshes.tp, meshes.fsdp, meshes.weight) == (None, None, None)
+    assert meshes.te_kwargs() == {"tp_group": None, "tp_size": 1}
+
+
+def test_a_process_without_torchrun():
+    """Meshes.build starts a world of one rank by itself, which then trains; and keeps one that runs already."""
+    script = """
+import torch, torch.distributed as dist
+import te_fsdp
+meshes = te_fsdp.Meshes.build(device_type="cpu")
+assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (1, 0, "gloo")
+group = dist.group.WORLD
+assert str(te_fsdp.Meshes.build(device_type="cpu")) == str(meshes) == "dp_replicate=1 x dp_shard=1 x tp=1"
+assert dist.group.WORLD is group
+model = te_fsdp.fully_shard(torch.nn.Linear(4, 2), meshes)
+model(torch.ones(3, 4)).sum().backward()
+assert torch.equal(model.bias.grad.full_tensor(), torch.full((2,), 3.0))
+try:
+    te_fsdp.Meshes.build(tp=2, device_type="cpu")
+except te_fsdp.MeshError as error:
+    print(error)
+import sys
+assert "transformer_engine" not in sys.modules  # a model without TE needs none of it
+"""
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TE_FSDP_EMULATION")
+    environment = {k: v for k, v in os.environ.items() if k not in variables}
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == (
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2) = 2 * ?: expected a product equal to WORLD_SIZE = 1, "
+        "got 2, which does not divide 1. Fix: sizes whose product is WORLD_SIZE."
+    )
