@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from parity import binding as bodies
 from parity import mistakes
+from parity.placements import PLACEMENTS
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
 DP4 = {"dp_shard": 4}
@@ -15,7 +16,7 @@ HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [DP2_TP2, DP4, HSDP], ids=["dp2_tp2", "dp4", "hsdp"])
-@pytest.mark.parametrize("case", list(bodies.PLACEMENTS))
+@pytest.mark.parametrize("case", list(PLACEMENTS))
 def test_placements(pool, case, axes):
     on_device = case in ("core_attention", "row", "layer_output_norm") or len(axes) == 1
     counts = pool.run(bodies.placements, 4, case=case, axes=axes, device="real" if on_device else "meta")

@@ -8,11 +8,12 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from parity.models import HIDDEN, KINDS, VOCABULARY, Build, language_model
-from parity.runs import Cut, Findings, compare_shards, tied
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from parity.models import HIDDEN, KINDS, VOCABULARY, Build, language_model
+from parity.runs import Cut, Findings, compare_shards, tied
 
 SEED = 5
 
@@ -225,8 +226,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {"no_reset": NoReset, "forgetful":
 
 def never_initialised(axes: dict[str, int], which: list[str]) -> None:
     """Body that raises on every rank: a model some of whose tensors nothing fills."""
-    import te_fsdp
     import transformer_engine.pytorch as te
+
+    import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = nn.Module()

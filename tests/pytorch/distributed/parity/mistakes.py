@@ -7,10 +7,11 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from parity.models import HIDDEN, Build
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from parity.models import HIDDEN, Build
 
 
 def _mesh() -> DeviceMesh:

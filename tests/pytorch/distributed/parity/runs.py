@@ -26,10 +26,11 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from parity.models import BATCH_DIM, KINDS, Build, Subject
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from parity.models import BATCH_DIM, KINDS, Build, Subject
 
 STEPS = 3
 RTOL = 1e-5
@@ -62,8 +63,9 @@ def parity(
         origin: "meta" (then `materialize`) or "device".
         drop: negative controls, see `_spoiled`.
     """
-    import te_fsdp
     import transformer_engine.pytorch as te
+
+    import te_fsdp
 
     check_full_precision()
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
