@@ -123,11 +123,11 @@ def test_gathered_until_backward(pool, recipe):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("quantized", [True, False])
-def test_grouped_linear(pool, quantized):
-    for recipe in ("current", "mxfp8"):
-        options = {"kind": "grouped", "recipe": recipe, "quantized": quantized, "dp_replicate": 1, "tp": 1}
-        check(pool.run(bodies.training, 4, **options), recipe, quantized)
+def test_grouped_linear(pool, recipe, quantized):
+    options = {"kind": "grouped", "recipe": recipe, "quantized": quantized, "dp_replicate": 1, "tp": 1}
+    check(pool.run(bodies.training, 4, **options), recipe, quantized)
 
 
 @pytest.mark.parametrize("mesh", _meshes(DP2_TP2, HSDP_TP, TP2))
