@@ -12,7 +12,7 @@ Adam divides gradients by their own size, so that where |g| is near rounding noi
 an error d of a gradient moves the update by at most lr * d / eps. EPSILON is chosen near the size of the gradients here
 (0.01 to 1), which bounds the amplification by LEARNING_RATE / EPSILON = 1 and changes nothing in what is tested.
 
-On GPUs TE computes fp32 GEMMs in TF32 (CUBLAS_COMPUTE_32F_FAST_TF32, common/gemm/cublaslt_gemm.cu of TE 2.20.2), with
+On GPUs TE computes fp32 GEMMs in TF32 (CUBLAS_COMPUTE_32F_FAST_TF32, common/gemm/cublaslt_gemm.cu), with
 10 bits of mantissa. `ENVIRONMENT` switches TF32 off in cuBLAS; `check_full_precision` measures that it did.
 """
 
