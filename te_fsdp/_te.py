@@ -1,9 +1,9 @@
 """The only file that imports TransformerEngine and knows its private names; checked on TE 2.18 to 2.20.2.
 
 TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's
-``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``, ``preserve_high_precision_init_val``,
-``wgrad_store``, a quantized tensor's ``_quantizer``, ``_dtype`` and ``amax_reduction_group``, and the buffers
-that ``get_metadata()`` lists.
+``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``,
+``preserve_high_precision_init_val``, ``wgrad_store``, a quantized tensor's ``_quantizer``, ``_dtype`` and
+``amax_reduction_group``, and the buffers that ``get_metadata()`` lists.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp.errors import PrecisionError, message
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,14 +27,19 @@ __all__ = [
     "KINDS",
     "attach_high_precision_value",
     "base_module_class",
+    "delayed_states",
+    "describe_delayed_recipe",
     "format_of",
+    "forget_high_precision_value",
     "forget_transpose",
     "gathering_tensor_classes",
+    "has_delayed_scale",
     "high_precision_value",
     "init_function",
     "is_loaded",
     "is_quantized",
     "kind_of",
+    "make_delayed_states",
     "module_class",
     "needs_shared_amax",
     "quantizer_of",
@@ -223,4 +230,76 @@ def gathering_tensor_classes() -> list[type[torch.Tensor]]:
 
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors that hold a quantized tensor's data: bytes, scales, transposes."""
-    return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr - defined]
+    return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
+
+
+def has_delayed_scale(tensor: torch.Tensor) -> bool:
+    """Whether a quantized tensor's scale comes from an amax history (delayed scaling)."""
+    return type(quantizer_of(tensor)).__name__ == "Float8Quantizer"
+
+
+def forget_high_precision_value(tensor: torch.Tensor) -> None:
+    """Drop the value from before quantization, which no longer belongs to the tensor's bytes."""
+    tensor.__dict__.pop("_high_precision_init_val", None)
+
+
+# --- delayed scaling
+
+
+def delayed_states(module: nn.Module) -> dict[str, Any] | None:
+    """A module's delayed-scaling state: ``scaling_fwd``, ``scaling_bwd`` with ``scale``, ``amax_history``.
+
+    Local operation. ``None`` where there is none (yet: TE makes it in the first forward, or with quantized
+    weights). The tensors are those that the module's quantizers and TE's reduction buffers refer to: write
+    into them, never replace them.
+
+    Raises:
+        PrecisionError: A custom recipe that mixes delayed scaling in, whose state TE keeps per tensor.
+    """
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict):
+        return None
+    states = {key: meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta}
+    if any(getattr(state, "_has_delayed_scaling", False) for state in states.values()):
+        raise PrecisionError(
+            message(
+                f"{type(module).__name__}: delayed scaling inside a custom recipe",
+                expected="DelayedScaling, or a recipe without state",
+                why="Its state has no fixed shape",
+                fix="use another recipe",
+            )
+        )
+    found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
+    return found if len(found) == 2 else None
+
+
+def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
+    """What :func:`make_delayed_states` needs to make a module's state again, as plain values."""
+    recipe = module.fp8_meta["scaling_fwd"].recipe  # type: ignore[index, union-attr]
+    algorithm = recipe.amax_compute_algo
+    return {
+        "num_gemms": module.fp8_meta["num_gemms"],  # type: ignore[index]
+        "margin": recipe.margin,
+        "fp8_format": recipe.fp8_format.name,
+        "amax_history_len": recipe.amax_history_len,
+        # A function of the user's comes back with the recipe of the next forward.
+        "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
+        "reduce_amax": recipe.reduce_amax,
+    }
+
+
+def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
+    """Give a module delayed-scaling state of the described shape, as TE's own first forward would.
+
+    Local operation. State that is there is kept, its history cut or extended. The next forward takes it up (TE
+    2.20.2 ``TransformerEngineBaseModule.set_meta_tensor``).
+    """
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    fields = {**described, "fp8_format": recipes.Format[described["fp8_format"]]}
+    module.fp8_meta["num_gemms"] = fields.pop("num_gemms")  # type: ignore[index]
+    recipe = recipes.DelayedScaling(**fields)
+    module.fp8_meta.setdefault("recipe", recipe)  # type: ignore[union-attr]
+    module.init_fp8_meta_tensors(recipe)  # type: ignore[operator]
+    states = delayed_states(module)
+    assert states is not None
+    return states

@@ -1,0 +1,136 @@
+"""``te_fsdp.json``: what a checkpoint holds, to be read and compared before any tensor moves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = [
+    "FILE_NAME",
+    "FORMAT_VERSION",
+    "Manifest",
+    "checksum",
+    "check_files",
+    "read_manifest",
+    "write_manifest",
+]
+
+FILE_NAME = "te_fsdp.json"
+#: Raised when an older te_fsdp could misread what a newer one writes.
+FORMAT_VERSION = 1
+#: DCP's own description of the tensors, written by its coordinator.
+DCP_METADATA = ".metadata"
+
+
+@dataclass
+class Manifest:
+    """Contents of ``te_fsdp.json``.
+
+    Attributes:
+        versions: Of te_fsdp, torch and TransformerEngine that wrote it.
+        mesh: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them.
+        saved_at: Time of the save on rank 0, nanoseconds since 1970.
+        parameters: Per name: ``shape``, ``dtype``, ``layout`` (null where the model was not bound),
+            ``format`` (null for high precision) and, for quantized ones, ``components``.
+        buffers: Per name: ``shape`` and ``dtype``.
+        delayed: Per module with delayed scaling: its recipe, number of GEMMs and shapes.
+        optimizer: Class, groups with their options, and the state tensors per parameter; null when none was
+        saved.
+        extra: The user's values; tensors in it are references to DCP keys.
+        files: Per file of the directory: bytes and CRC-32.
+        format_version: :data:`FORMAT_VERSION`.
+    """
+
+    versions: dict[str, str]
+    mesh: dict[str, int]
+    saved_at: int
+    parameters: dict[str, dict[str, Any]]
+    buffers: dict[str, dict[str, Any]]
+    delayed: dict[str, dict[str, Any]]
+    optimizer: dict[str, Any] | None
+    extra: dict[str, Any]
+    files: dict[str, list[int]] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest into a directory, synced to disk. Local operation."""
+    body = asdict(manifest)
+    with (directory / FILE_NAME).open("w", encoding="utf-8") as file:
+        json.dump({"digest": _digest(body), **body}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a directory. Local operation.
+
+    Raises:
+        CheckpointError: It is unreadable, was changed, or was written by a newer te_fsdp.
+    """
+    path = directory / FILE_NAME
+    damaged = "the checkpoint is damaged, load an earlier one"
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        version, digest = body["format_version"], body.pop("digest")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            message(f"{path}: unreadable manifest ({type(error).__name__}: {error})", fix=damaged)
+        ) from error
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            message(
+                f"{path}: written by a newer te_fsdp, {body.get('versions')}",
+                expected=f"format version {FORMAT_VERSION} or older",
+                got=version,
+                fix="update te_fsdp",
+            )
+        )
+    if digest != _digest(body):
+        raise CheckpointError(
+            message(
+                f"{path}: unreadable manifest", expected=f"digest {digest}", got=_digest(body), fix=damaged
+            )
+        )
+    try:
+        return Manifest(**body)
+    except TypeError as error:
+        raise CheckpointError(message(f"{path}: unreadable manifest ({error})", fix=damaged)) from error
+
+
+def check_files(directory: Path, manifest: Manifest, *, checksums: bool = False) -> list[str]:
+    """Listed files that are missing, of another size, or (if asked) of another checksum."""
+    problems = []
+    for name, (size, crc) in manifest.files.items():
+        path = directory / name
+        try:
+            have = path.stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if have != size:
+            problems.append(f"{name}: expected {size} bytes, got {have}")
+        elif checksums and checksum(path) != crc:
+            problems.append(f"{name}: its contents have changed (CRC-32)")
+    return problems
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

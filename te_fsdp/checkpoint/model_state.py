@@ -1,0 +1,220 @@
+"""A model's side of a checkpoint: its tensors as entries, and the manifest's description of them.
+
+Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
+quantized weight, ``delayed.<module>:<tensor>`` of delayed scaling's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _te
+from te_fsdp.binding import binding_of
+from te_fsdp.checkpoint.collective import world_size
+from te_fsdp.checkpoint.entries import (
+    Entry,
+    Owned,
+    clean_name,
+    cut_entry,
+    owned_buffers,
+    owned_parameters,
+    whole_entry,
+)
+from te_fsdp.errors import CheckpointError, message
+from te_fsdp.quantized.components import components_of, describe_format, finish_writing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.layout.boxes import Box
+
+__all__ = [
+    "ModelState",
+    "delayed_state",
+    "dtype_name",
+    "make_delayed",
+    "missing_modules",
+    "model_state",
+    "reset_delayed",
+    "share_newest_amax",
+    "shorten",
+]
+
+
+@dataclass
+class ModelState:
+    """What a model contributes to a checkpoint, or takes from one.
+
+    Attributes:
+        owned: Parameters by name.
+        described: The manifest's ``parameters``.
+        buffers: The manifest's ``buffers``.
+        entries: Tensors by key.
+        keys: Keys of each parameter or buffer.
+    """
+
+    owned: dict[str, Owned]
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def finish_loading(self, names: set[str]) -> None:
+        """Drop what quantized weights derived from the bytes that were replaced. Local operation."""
+        for name in names & set(self.owned):
+            if _te.is_quantized(self.owned[name].local):
+                finish_writing(self.owned[name].local)
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Entries and description of a model's parameters and persistent buffers. Local operation.
+
+    FSDP2 units are resharded: the entries are views of the sharded parameters.
+
+    Raises:
+        CheckpointError: Parameters or buffers on meta.
+        PlacementError: A shard whose place in the original is unknown.
+    """
+    state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
+    buffers = dict(owned_buffers(model))
+    absent = [n for n, o in state.owned.items() if o.local.is_meta] + [
+        n for n, b in buffers.items() if b.is_meta
+    ]
+    if absent:
+        raise CheckpointError(
+            message(
+                f"{len(absent)} tensor(s) on meta: {shorten(absent)}",
+                expected="a model on its device",
+                fix="call te_fsdp.materialize(model) first",
+            )
+        )
+    for name, owned in state.owned.items():
+        _add_parameter(state, name, owned)
+    for name, buffer in buffers.items():
+        state.buffers[name] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
+        state.entries[f"model.{name}"] = whole_entry(buffer)
+        state.keys[name] = [f"model.{name}"]
+    return state
+
+
+def _add_parameter(state: ModelState, name: str, owned: Owned) -> None:
+    info, local = owned.info(), owned.local
+    binding = binding_of(owned.module)
+    layout = str(info.rule.layout) if binding is not None else None
+    described: dict[str, Any] = {
+        "shape": list(info.original_shape),
+        "dtype": dtype_name(owned.parameter.dtype),
+        "layout": layout,
+        "format": describe_format(local),
+    }
+    if described["format"] is None:
+        whole = info.local_shape == info.original_shape and not hasattr(owned.parameter, "placements")
+        entry = whole_entry(local) if whole else cut_entry(local, info.original_shape, info.boxes)
+        state.entries[f"model.{name}"] = entry
+        state.keys[name] = [f"model.{name}"]
+    else:
+        entries = _component_entries(local, info.original_shape, info.boxes, name)
+        described["components"] = sorted(key.partition(":")[2] for key in entries)
+        state.entries |= entries
+        state.keys[name] = list(entries)
+    state.described[name] = described
+
+
+def _component_entries(
+    local: torch.Tensor, original: tuple[int, ...], boxes: tuple[Box, ...], name: str
+) -> dict[str, Entry]:
+    """Entries of a quantized weight's components."""
+    entries = {}
+    for component in components_of(local, name):
+        key = f"model.{name}:{component.name}"
+        if component.block is None:
+            entries[key] = whole_entry(component.tensor)
+        else:
+            entries[key] = cut_entry(
+                component.tensor, component.shape(original), component.boxes(boxes, name)
+            )
+    return entries
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shorten(names: list[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# --- delayed scaling
+
+
+def _delayed(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Modules with delayed-scaling state, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        states = _te.delayed_states(module)
+        if states is not None:
+            found[clean_name("", prefix)] = (module, states)
+    return found
+
+
+def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Description and copies of delayed scaling's state. Local operation."""
+    described: dict[str, Any] = {}
+    entries: dict[str, Entry] = {}
+    for name, (module, states) in _delayed(model).items():
+        described[name] = _te.describe_delayed_recipe(module)
+        for key, state in states.items():
+            entries[f"delayed.{name}:{key}.scale"] = whole_entry(state.scale.clone())
+            entries[f"delayed.{name}:{key}.amax_history"] = whole_entry(state.amax_history.clone())
+    return described, entries
+
+
+def share_newest_amax(entries: dict[str, Entry]) -> None:
+    """Give copied histories the maximum over ranks in their newest row. Collective over the world.
+
+    Between a step and the next forward that row holds what each rank saw alone (the optimizer quantizes
+    shards). TE takes the maximum over ranks before it reads the row, so that the maximum on all ranks is the
+    same state.
+    """
+    histories = [
+        e.pieces[0].tensor for key, e in entries.items() if key.endswith("amax_history") and not e.is_empty
+    ]
+    if not histories or world_size() == 1:
+        return
+    newest = torch.cat([history[0] for history in histories])
+    dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+    for history, row in zip(histories, newest.split([h.shape[1] for h in histories]), strict=True):
+        history[0] = row
+
+
+def missing_modules(model: nn.Module, described: dict[str, Any]) -> list[str]:
+    """Described modules that the model does not have, or that cannot hold delayed-scaling state."""
+    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    return [name for name in described if not hasattr(modules.get(name), "fp8_meta")]
+
+
+def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
+    """Entries of the described modules' live delayed-scaling state, made where there is none."""
+    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    entries = {}
+    for name, recipe in described.items():
+        for key, state in _te.make_delayed_states(modules[name], recipe).items():
+            entries[f"delayed.{name}:{key}.scale"] = whole_entry(state.scale)
+            entries[f"delayed.{name}:{key}.amax_history"] = whole_entry(state.amax_history)
+    return entries
+
+
+def reset_delayed(model: nn.Module, keep: set[str]) -> None:
+    """Make delayed-scaling state that the checkpoint lacks that of a fresh module. Local operation."""
+    for name, (_, states) in _delayed(model).items():
+        if name not in keep:
+            for state in states.values():
+                state.scale.fill_(1.0)
+                state.amax_history.zero_()

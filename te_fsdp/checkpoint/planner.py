@@ -1,0 +1,177 @@
+"""Entries through PyTorch's distributed checkpoint: planners for it, and its errors made ours.
+
+DCP's stock planners trust ``compute_local_shape_and_global_offset``, which describes one contiguous box per
+rank. These planners say exactly which boxes a rank holds, as many as there are; everything else (who writes a
+replica, the global plan and its validation, reading what overlaps) is DCP's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from te_fsdp.errors import CheckpointError, message
+
+if TYPE_CHECKING:
+    from te_fsdp.checkpoint.entries import Entry
+
+__all__ = ["Entries", "read_entries", "read_metadata", "write_entries"]
+
+Entries = dict[str, "Entry"]
+#: Called with the bytes that were just written or read.
+Tick = Callable[[int], None]
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Writes every piece of every entry; DCP removes the pieces that other ranks hold too."""
+
+    def __init__(self, entries: Entries, tick: Tick) -> None:
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+        )
+        self.entries, self.tick = entries, tick
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, entry in self.entries.items():
+            for piece in entry.pieces:
+                offsets = torch.Size(piece.offsets)
+                chunk = ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.size())
+                data = TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(piece.tensor),
+                    size=torch.Size(entry.shape),
+                )
+                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        tensor = _piece(self.entries, index)
+        self.tick(tensor.numel() * tensor.element_size())
+        return tensor
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads every piece of every entry, straight into the rank's own memory."""
+
+    def __init__(self, entries: Entries) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.entries = entries
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for key, entry in self.entries.items():
+            saved = self.metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata), key
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), p.tensor.size()) for p in entry.pieces]
+            items += create_read_items_for_chunk_list(key, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return _piece(self.entries, index)
+
+
+def _piece(entries: Entries, index: MetadataIndex) -> torch.Tensor:
+    return next(p.tensor for p in entries[index.fqn].pieces if p.offsets == tuple(index.offset or ()))
+
+
+def write_entries(path: Path, entries: Entries, tick: Tick) -> None:
+    """Write entries into a directory, files synced to disk. Collective over the world.
+
+    Args:
+        path: The directory; made if it is not there.
+        entries: Tensors by key; the same keys on all ranks.
+        tick: Told the bytes of each tensor that this rank writes.
+
+    Raises:
+        CheckpointError: Any rank failed; raised on all of them.
+    """
+    planner = _SavePlanner({k: e for k, e in entries.items() if not e.is_empty}, tick)
+    writer = dcp.FileSystemWriter(path, sync_files=True)
+    _run("save", path, lambda no_dist: dcp.save({}, storage_writer=writer, planner=planner, no_dist=no_dist))
+
+
+def read_entries(path: Path, entries: Entries) -> None:
+    """Fill the memory of entries from a directory. Collective over the world.
+
+    Raises:
+        CheckpointError: Any rank failed; raised on all of them. Some tensors may have been filled.
+    """
+    planner = _LoadPlanner({k: e for k, e in entries.items() if not e.is_empty})
+    reader = dcp.FileSystemReader(path)
+    _run("load", path, lambda no_dist: dcp.load({}, storage_reader=reader, planner=planner, no_dist=no_dist))
+
+
+def read_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor in a directory, by key. Local operation.
+
+    Raises:
+        CheckpointError: The metadata is unreadable.
+    """
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        saved = metadata.state_dict_metadata.items()
+        return {
+            k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)
+        }
+    except Exception as error:
+        raise CheckpointError(
+            message(
+                f"{path}: unreadable .metadata ({error})",
+                fix="the checkpoint is damaged, load an earlier one",
+            )
+        ) from error
+
+
+def _run(what: str, path: Path, call: Callable[[bool], Any]) -> None:
+    """Call DCP; its CheckpointException, which is no Exception, becomes a CheckpointError."""
+    try:
+        with warnings.catch_warnings():
+            # One process without torch.distributed is a mesh like any other.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call(not dist.is_initialized())
+    except dcp.api.CheckpointException as error:
+        ranks = sorted(error.failures)
+        first = error.failures[ranks[0]][0]
+        why = "Some tensors of the model may have been read already" if what == "load" else ""
+        raise CheckpointError(
+            message(
+                f"{path}: {what} failed on rank(s) {', '.join(map(str, ranks))}: {type(first).__name__}: {first}",
+                why=why,
+                fix="see the cause above; check that all ranks reach the directory",
+            )
+        ) from first

@@ -1,0 +1,176 @@
+"""The tensors that make up a quantized weight, each in the layout of the original weight.
+
+    weight (M, K)   component              one element covers (rows, columns)
+    float8          data                   1 x 1          scale: one for the whole weight
+    mxfp8           rowwise data, scale    1 x 1, 1 x 32
+                    columnwise data, scale 1 x 1, 32 x 1  (quantized independently of the rowwise ones)
+    float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
+    nvfp4           data, scale            1 x 2 (two values in a byte), 1 x 16, and transposed; amax of the
+    whole weight
+
+A component is a view of the weight's own buffer without its padding, so that whoever writes into it writes
+the weight. A rectangle of the weight is a rectangle of each component as long as it consists of whole blocks;
+nothing is ever sliced through TE's quantized tensors, some of which answer with a temporary copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.layout.boxes import Box
+
+__all__ = ["Component", "components_of", "describe_format", "finish_writing"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One tensor of a quantized weight.
+
+    Attributes:
+        name: TE's name of the buffer.
+        tensor: View of the buffer: local shape divided by ``block``, or one element for a value of the whole
+        weight.
+        block: Rows and columns of the weight that one element covers; ``None`` for a value of the whole
+        weight.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    block: tuple[int, ...] | None
+
+    def shape(self, original: Sequence[int]) -> tuple[int, ...]:
+        """Shape of this component of the whole weight of shape ``original``."""
+        if self.block is None:
+            return tuple(self.tensor.shape)
+        return tuple(size // step for size, step in zip(original, self.block, strict=True))
+
+    def boxes(self, boxes: Sequence[Box], label: str) -> list[Box]:
+        """Rectangles of the weight as rectangles of this component.
+
+        Raises:
+            PlacementError: A rectangle cuts through a block.
+        """
+        if self.block is None:
+            zeros = (0,) * self.tensor.ndim
+            return [Box(zeros, zeros, tuple(self.tensor.shape))]
+        return [_scaled(box, self.block, f"{label} ({self.name})") for box in boxes]
+
+
+# Per format and buffer: block, and whether the buffer is stored transposed (TE 2.20.2, the same in 2.18 and
+# 2.19).
+_TABLE: dict[str, dict[str, tuple[tuple[int, int] | None, bool]]] = {
+    "float8": {"data": ((1, 1), False), "fp8_scale_inv": (None, False)},
+    "mxfp8": {
+        "rowwise_data": ((1, 1), False),
+        "rowwise_scale_inv": ((1, 32), False),
+        "columnwise_data": ((1, 1), False),
+        "columnwise_scale_inv": ((32, 1), False),
+    },
+    "float8-block": {
+        "rowwise_data": ((1, 1), False),
+        "rowwise_scale_inv": ((128, 128), False),
+        "columnwise_data": ((1, 1), True),
+        "columnwise_scale_inv": ((128, 128), True),
+    },
+    "nvfp4": {
+        "rowwise_data": ((1, 2), False),
+        "rowwise_scale_inv": ((1, 16), False),
+        "columnwise_data": ((2, 1), True),
+        "columnwise_scale_inv": ((16, 1), True),
+        "amax_rowwise": (None, False),
+        "amax_columnwise": (None, False),
+    },
+}
+# Options of TE's tensors under which the table does not hold.
+_UNKNOWN = {"with_gemm_swizzled_scales": True, "is_2D_scaled": False, "row_scaled_nvfp4": True}
+
+
+def describe_format(local: torch.Tensor) -> str | None:
+    """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one."""
+    name = _te.format_of(local)
+    if name is None:
+        return None
+    metadata = local.get_metadata()  # type: ignore[attr-defined]
+    dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
+    scaling = " delayed" if _te.has_delayed_scale(local) else " current" if name == "float8" else ""
+    return f"{name}{scaling} {getattr(dtype, 'name', dtype)}"
+
+
+def components_of(local: torch.Tensor, label: str) -> list[Component]:
+    """The components of a quantized local tensor, those that it has. Local operation.
+
+    Args:
+        local: One of TE's quantized tensors.
+        label: Name for messages.
+
+    Raises:
+        PlacementError: A format or an option of it that has no known layout.
+    """
+    name, metadata = _te.format_of(local), local.get_metadata()  # type: ignore[attr-defined]
+    odd = {key: metadata[key] for key, value in _UNKNOWN.items() if metadata.get(key, not value) == value}
+    if name not in _TABLE or odd or (name != "float8" and local.ndim != 2):
+        raise PlacementError(
+            message(
+                f"{label}: quantized weight without a known layout",
+                expected=f"a 2-D weight in one of {', '.join(_TABLE)}",
+                got=f"{name} of shape {tuple(local.shape)} {odd or ''}".rstrip(),
+                fix="keep this weight in high precision",
+            )
+        )
+    found = []
+    for buffer_name, (block, transposed) in _TABLE[name].items():
+        buffer = metadata[buffer_name]
+        if buffer is not None:
+            found.append(Component(buffer_name, *_view(buffer, block, transposed, local.shape, label)))
+    return found
+
+
+def _view(
+    buffer: torch.Tensor, block: tuple[int, int] | None, transposed: bool, shape: torch.Size, label: str
+) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
+    if block is None:
+        return buffer.detach().view(-1), None
+    steps = block if len(shape) == 2 else (1,) * len(shape)
+    sizes = tuple(math.ceil(size / step) for size, step in zip(shape, steps, strict=True))
+    view = buffer.detach()
+    view = view.t() if transposed else view
+    if view.ndim != len(sizes) or any(have < want for have, want in zip(view.shape, sizes, strict=True)):
+        raise PlacementError(
+            message(
+                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
+            )
+        )
+    return view[tuple(slice(0, size) for size in sizes)], steps
+
+
+def finish_writing(local: torch.Tensor) -> None:
+    """Forget what a quantized tensor derived from bytes that have been overwritten. Local operation."""
+    _te.forget_transpose(local)
+    _te.forget_high_precision_value(local)
+
+
+def _scaled(box: Box, block: tuple[int, ...], label: str) -> Box:
+    """A rectangle of the weight in units of blocks."""
+    for values in (box.original, box.local, box.sizes):
+        if any(value % step for value, step in zip(values, block, strict=True)):
+            raise PlacementError(
+                message(
+                    f"{label}: a rank's rectangle at {box.original} of size {box.sizes} cuts through blocks",
+                    expected=f"multiples of {block}",
+                    got=f"{values}",
+                    why="The block would belong to two places of the original weight at once",
+                    fix="choose sizes of which every rank gets whole blocks, or high-precision weights",
+                )
+            )
+
+    def divide(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(value // step for value, step in zip(values, block, strict=True))
+
+    return Box(divide(box.original), divide(box.local), divide(box.sizes))
