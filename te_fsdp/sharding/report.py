@@ -65,7 +65,8 @@ class Report:
         from rich.table import Table
 
         table = Table(title="parameters on this rank", title_justify="left")
-        for header in ("name", "shape", "layout", "placements", "local shape", "dtype / format"):
+        table.add_column("name", no_wrap=True)
+        for header in ("shape", "layout", "placements", "local shape", "dtype / format"):
             table.add_column(header, overflow="fold")
         table.add_column("bytes", justify="right")
         for row in self.rows:
@@ -74,8 +75,10 @@ class Report:
         table.add_section()
         table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
         out = io.StringIO()
-        Console(file=out, width=150, color_system=None).print(table)
-        return out.getvalue().rstrip("\n")
+        # As wide as the names need: cut ones could not be searched for.
+        width = max(150, max((len(row.name) for row in self.rows), default=0) + 100)
+        Console(file=out, width=width, color_system=None).print(table)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def report(model: nn.Module) -> Report:

@@ -33,8 +33,11 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture(scope="module")
-def te() -> object:
-    """`transformer_engine.pytorch`, emulated; a process has one TransformerEngine, so it stays for later modules."""
+def te() -> Iterator[object]:
+    """`transformer_engine.pytorch`, emulated, architecture 10.0.
+
+    A process has one TransformerEngine, so it stays imported for later modules; the architecture is put back.
+    """
     try:
         emulation.install_from_env(default="10.0")
     except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension
@@ -42,4 +45,7 @@ def te() -> object:
     import transformer_engine.pytorch
 
     torch.set_num_threads(1)
-    return transformer_engine.pytorch
+    before = "{}.{}".format(*emulation.arch())
+    emulation.switch_arch("10.0")
+    yield transformer_engine.pytorch
+    emulation.switch_arch(before)

@@ -1,0 +1,210 @@
+"""fully_shard and report in one process that plays a rank of many: placements, shapes, formats, bytes, the table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import te_fsdp
+from te_fsdp.mesh import AXES, Meshes
+
+WORLD, ME = 16, 8
+NORMS = ("mlp.layer_norm_weight", "mlp.layer_norm_bias")
+
+
+def meshes_at(shape: tuple[int, int, int], place: int) -> Meshes:
+    """Meshes of a stretch of the world in which this process has a given place."""
+    ranks = torch.arange(math.prod(shape)).reshape(shape) + ME - place
+    return Meshes(DeviceMesh("cpu", ranks, mesh_dim_names=AXES))
+
+
+class Model(nn.Module):
+    """A gated TE module, a module of the user's own, and a tied one."""
+
+    def __init__(self, te, meshes: Meshes, device: str, recipe: object = None, hidden: int = 64) -> None:
+        super().__init__()
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            self.mlp = te.LayerNormMLP(
+                hidden,
+                2 * hidden,
+                set_parallel_mode=True,
+                activation="swiglu",
+                params_dtype=torch.bfloat16,
+                device=device,
+                **meshes.te_kwargs(),
+            )
+        self.head = nn.Linear(hidden, 10, bias=False, device=device)
+        self.tied = self.head
+
+
+def rows(model: nn.Module, column: str) -> dict[str, object]:
+    return {row.name: getattr(row, column) for row in te_fsdp.report(model)}
+
+
+@pytest.fixture
+def world(fake_world, te):
+    fake_world(WORLD, ME)
+    return te
+
+
+PLACEMENTS = {
+    (1, 2, 2): ("dp_shard:S(0) tp:R", "dp_shard:_S(0, 2) tp:S(0)", "dp_shard:S(0) tp:S(1)"),
+    (1, 4, 1): ("dp_shard:S(0)",) * 3,
+    (2, 2, 1): ("dp_replicate:R dp_shard:S(0)",) * 3,
+    (1, 1, 4): ("dp_shard:S(0) tp:R", "dp_shard:_S(0, 4) tp:S(0)", "dp_shard:S(0) tp:S(1)"),
+    (2, 2, 2): (
+        "dp_replicate:R dp_shard:S(0) tp:R",
+        "dp_replicate:R dp_shard:_S(0, 2) tp:S(0)",
+        "dp_replicate:R dp_shard:S(0) tp:S(1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("shape", PLACEMENTS, ids=lambda shape: "x".join(map(str, shape)))
+def test_every_rank(world, shape, device):
+    """Logical shapes are the whole module's; local ones those of the closed form; the head has uneven shards."""
+    copies, first, second = PLACEMENTS[shape]
+    shard, tp = shape[1:]
+    for place in range(math.prod(shape)):
+        meshes = meshes_at(shape, place)
+        model = te_fsdp.fully_shard(Model(world, meshes, device), meshes)
+        step = -(-10 // shard)
+        head = max(0, min(step, 10 - step * (place // tp % shard)))
+        want = {
+            **dict.fromkeys(NORMS, ((64,), "plain", copies, (64 // shard,))),
+            "mlp.fc1_weight": ((256, 64), "stacked(1, 1)", first, (256 // shard // tp, 64)),
+            "mlp.fc1_bias": ((256,), "stacked(1, 1)", first, (256 // shard // tp,)),
+            "mlp.fc2_weight": ((64, 128), "plain", second, (64 // shard, 128 // tp)),
+            "mlp.fc2_bias": ((64,), "plain", copies, (64 // shard,)),
+            "head.weight": ((10, 64), "plain", copies, (head, 64)),
+        }
+        report = te_fsdp.report(model)
+        assert {r.name: (r.shape, r.layout, r.placements, r.local_shape) for r in report} == want
+        for row in report:
+            size = math.prod(row.local_shape) * (4 if row.name == "head.weight" else 2)
+            assert row.bytes == (0 if device == "meta" else size), row
+        assert report.total_bytes == sum(row.bytes for row in report)
+
+
+def recipes() -> dict:
+    from transformer_engine.common import recipe
+
+    return {
+        "float8": recipe.Float8CurrentScaling(),
+        "mxfp8": recipe.MXFP8BlockScaling(),
+        "float8-block": recipe.Float8BlockScaling(),
+        "nvfp4": recipe.NVFP4BlockScaling(),
+    }
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def quantized_bytes(fmt: str, rows: int, columns: int) -> int:
+    """Bytes of a quantized weight on architecture 10.0: data and scales of both directions, scales padded."""
+    if fmt == "float8":  # one direction and one fp32 scale: 10.0 multiplies without a transpose
+        return rows * columns + 4
+    if fmt == "mxfp8":  # a byte of scale per 32 values; padded to 128 x 4
+        scales = _up(rows, 128) * _up(columns // 32, 4) + _up(rows // 32, 4) * _up(columns, 128)
+        return 2 * rows * columns + scales
+    if fmt == "nvfp4":  # half a byte; a byte of scale per 16 values, padded to 128 x 4; two fp32 amaxes
+        scales = _up(rows, 128) * _up(columns // 16, 4) + _up(columns, 128) * _up(rows // 16, 4)
+        return rows * columns + scales + 8
+    # float8-block: fp32 per 128 x 128 values, padded to four columns
+    blocks = (rows // 128, columns // 128)
+    return 2 * rows * columns + 4 * (blocks[0] * _up(blocks[1], 4) + blocks[1] * _up(blocks[0], 4))
+
+
+@pytest.mark.parametrize("fmt", ["float8", "mxfp8", "float8-block", "nvfp4"])
+def test_formats(world, fmt):
+    """What a weight will be, and is: by name, and by bytes counted out."""
+    hidden = 256 if fmt == "float8-block" else 64
+    meshes = meshes_at((1, 2, 2), 1)
+    model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()[fmt], hidden), meshes)
+    weights = ("mlp.fc1_weight", "mlp.fc2_weight")
+    dtypes = rows(model, "dtype")
+    assert {dtypes[name] for name in weights} == {f"bfloat16, will be {fmt}, on meta"}
+    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16, on meta", "float32, on meta")
+    assert te_fsdp.report(model).total_bytes == 0
+
+    on_device = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()[fmt], hidden), meshes)
+    dtypes, sizes, shapes = (rows(on_device, column) for column in ("dtype", "bytes", "local_shape"))
+    assert {dtypes[name] for name in weights} == {f"{fmt} (bfloat16)"}
+    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16", "float32")
+    assert {name: sizes[name] for name in weights} == {
+        name: quantized_bytes(fmt, *shapes[name]) for name in weights
+    }
+
+
+BOXES = str.maketrans(dict.fromkeys("│┃", "|") | dict.fromkeys("─━", "-"))
+
+TABLE = """
+parameters on this rank
++-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
+| name                  | shape    | layout        | placements                | local shape | dtype / format   |  bytes |
++-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
+| mlp.layer_norm_weight | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
+| mlp.layer_norm_bias   | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
+| mlp.fc1_weight        | 256 x 64 | stacked(1, 1) | dp_shard:_S(0, 2) tp:S(0) | 64 x 64     | mxfp8 (bfloat16) |  9,216 |
+| mlp.fc1_bias          | 256      | stacked(1, 1) | dp_shard:_S(0, 2) tp:S(0) | 64          | bfloat16         |    128 |
+| mlp.fc2_weight        | 64 x 128 | plain         | dp_shard:S(0) tp:S(1)     | 32 x 64     | mxfp8 (bfloat16) |  5,120 |
+| mlp.fc2_bias          | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
+| head.weight           | 10 x 64  | plain         | dp_shard:S(0) tp:R        | 5 x 64      | float32          |  1,280 |
++-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
+| 7 parameters          |          |               |                           |             |                  | 15,936 |
++-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
+"""  # noqa: E501
+
+
+def in_ascii(table: str) -> str:
+    """A printed table with its box-drawing characters replaced."""
+    return "".join(c if c.isascii() else "+" for c in table.translate(BOXES))
+
+
+def test_the_table(world):
+    meshes = meshes_at((1, 2, 2), 1)
+    model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
+    assert in_ascii(str(te_fsdp.report(model))) == TABLE.strip()
+
+
+def test_long_names_stay_whole(world):
+    meshes = meshes_at((2, 2, 2), 0)
+    model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()["mxfp8"]), meshes)
+    name = "decoder." * 30 + "mlp"
+    holder = nn.Module()
+    for part in reversed(name.split(".")):
+        inner, holder = (model if part == "mlp" else holder), nn.Module()
+        holder.add_module(part, inner)
+    lines = str(te_fsdp.report(holder)).splitlines()
+    for end in ("mlp.layer_norm_weight", "head.weight"):
+        [line] = [line for line in lines if f"{name}.{end} " in line]
+        assert "dp_shard:S(0)" in line and "tp:R" in line
+
+
+def test_before_anything_is_sharded(world):
+    """A plain model, a scalar among its parameters, one parameter registered twice, one named after no axis."""
+    model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2))
+    model.register_parameter("gain", nn.Parameter(torch.ones((), dtype=torch.float64)))
+    model.register_parameter("again", model.gain)
+    report = te_fsdp.report(model)
+    assert [(r.name, r.shape, r.placements, r.dtype, r.bytes) for r in report] == [
+        ("gain", (), "-", "float64", 8),
+        ("0.weight", (2, 3), "-", "float32, on meta", 0),
+        ("0.bias", (2,), "-", "float32, on meta", 0),
+        ("1.weight", (2,), "-", "float32", 8),
+        ("1.bias", (2,), "-", "float32", 8),
+    ]
+    assert (len(report), report.total_bytes) == (5, 24)
+    assert "| scalar |" in in_ascii(str(report))
+
+
+def test_axes_without_names(world):
+    model = nn.Linear(4, 4, bias=False)
+    te_fsdp.set_device_mesh(model, tp_mesh=DeviceMesh("cpu", [ME, ME + 1]))
+    assert rows(model, "placements") == {"weight": "0:R"}
