@@ -148,7 +148,7 @@ def _check_item(item: Planned, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMe
                     f"{label}: tp_mesh",
                     expected=f"the ranks of tp_group, {have}",
                     got=want,
-                    fix="pass one of the two",
+                    fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
                 )
             )
 
@@ -177,12 +177,17 @@ def _check_same(
     raise OrderError(
         message(
             f"{label}: {what}",
-            expected=f"tp_mesh={binding.tp_mesh}, weight_mesh={binding.weight_mesh}",
-            got=f"tp_mesh={tp_mesh}, weight_mesh={weight_mesh}",
+            expected=f"tp_mesh={_ranks(binding.tp_mesh)}, weight_mesh={_ranks(binding.weight_mesh)}",
+            got=f"tp_mesh={_ranks(tp_mesh)}, weight_mesh={_ranks(weight_mesh)}",
             why="The parameters are placed already",
             fix=fix,
         )
     )
+
+
+def _ranks(mesh: DeviceMesh | None) -> str:
+    """A mesh by its ranks, which its own text leaves out."""
+    return "None" if mesh is None else f"ranks {mesh.mesh.tolist()}"
 
 
 def _bind(

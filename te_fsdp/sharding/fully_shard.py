@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
@@ -59,14 +60,15 @@ def fully_shard(
 
     Raises:
         MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches
-            nothing, a model that is sharded already, and quantized weights whose shards would not fit their
-            format.
+            nothing or has no forward, a scalar parameter, a model that is sharded already, and quantized
+            weights whose shards would not fit their format.
         InitError: Ranks that must hold equal values do not.
     """
     weight_mesh = meshes.weight
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         _check_order(model)
         chosen = _find_units(model, units)
+        _check_accepted(model, chosen)
         check_device_mesh(model, meshes.tp, weight_mesh)
     check_same_model(model, meshes.device_mesh)
     set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
@@ -114,6 +116,36 @@ def _check_order(model: nn.Module) -> None:
             )
 
 
+def _check_accepted(model: nn.Module, chosen: list[nn.Module]) -> None:
+    """What FSDP2 would refuse half way, when some units are cut already."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in [*chosen, model]:
+        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        if container and type(module).forward is torch.nn.Module.forward:
+            name = names[id(module)]
+            raise PlacementError(
+                message(
+                    f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                    expected="a module with a forward",
+                    got="a container without",
+                    why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                    fix=f'units="{name}.*" for each of its children'
+                    if name
+                    else "shard the module that calls it",
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise PlacementError(
+                message(
+                    f"{name}: fully_shard of a scalar parameter",
+                    expected="at least one dim to cut",
+                    got="shape ()",
+                    fix="make it a tensor of shape (1,)",
+                )
+            )
+
+
 def _find_units(model: nn.Module, units: Iterable[type | str] | type | str | None) -> list[nn.Module]:
     """Modules that become FSDP2 units, outer before inner, each once."""
     if units is None:
@@ -146,7 +178,7 @@ def _find_units(model: nn.Module, units: Iterable[type | str] | type | str | Non
 def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
     """The first few names of the tree, for a message."""
     named = [n for n in names if n]
-    return ", ".join(named[:most]) + (", ..." if len(named) > most else "")
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
 
 
 def _finish(model: nn.Module) -> None:

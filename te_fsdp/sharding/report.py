@@ -75,8 +75,8 @@ class Report:
         table.add_section()
         table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
         out = io.StringIO()
-        # As wide as the names need: cut ones could not be searched for.
-        width = max(150, max((len(row.name) for row in self.rows), default=0) + 100)
+        # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
+        width = max((len(row.name) for row in self.rows), default=0) + 150
         Console(file=out, width=width, color_system=None).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

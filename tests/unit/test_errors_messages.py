@@ -1,0 +1,315 @@
+"""Every mistake that one process can make, by the whole text of its error; those of meshes are in test_mesh."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import te_fsdp
+from te_fsdp import errors
+from te_fsdp.errors import (
+    InitError,
+    MeshError,
+    OrderError,
+    PlacementError,
+    PrecisionError,
+    TeFsdpError,
+    message,
+)
+from te_fsdp.mesh import Meshes
+
+
+def test_the_template():
+    assert message("up: wrong") == "up: wrong."
+    assert message("up: wrong", expected=2, got=4) == "up: wrong: expected 2, got 4."
+    assert message("up: wrong", got=0) == "up: wrong: got 0."
+    assert message("up: wrong", expected=0) == "up: wrong: expected 0."
+    # Clauses may come with or without a full stop.
+    whole = message("up: wrong", expected="a", got="b.", why="It matters.", fix="do this.")
+    assert whole == message("up: wrong", expected="a", got="b", why="It matters", fix="do this")
+    assert whole == "up: wrong: expected a, got b. It matters. Fix: do this."
+
+
+def test_the_family():
+    """One root; each also the built-in that a Python user would catch."""
+    caught_as = {
+        "MeshError": "ValueError",
+        "PlacementError": "ValueError",
+        "PrecisionError": "ValueError",
+        "OrderError": "RuntimeError",
+        "InitError": "RuntimeError",
+        "CheckpointError": "RuntimeError",
+    }
+    assert {"TeFsdpError", "message", *caught_as} == set(errors.__all__)
+    for name, builtin in caught_as.items():
+        error = getattr(errors, name)
+        assert issubclass(error, (TeFsdpError,)) and issubclass(error, getattr(builtins, builtin))
+        assert getattr(te_fsdp, name) is error
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match=r"^module 'te_fsdp' has no attribute 'fully_shared'$"):
+        te_fsdp.fully_shared  # noqa: B018
+    assert set(te_fsdp.__all__) == set(dir(te_fsdp)) and "fully_shard" in dir(te_fsdp)
+
+
+# ------------------------------------------------------------------------------- a world of four, played by rank 0
+
+
+class Model(nn.Module):
+    """Calls one module, named `up`."""
+
+    def __init__(self, up: nn.Module) -> None:
+        super().__init__()
+        self.up = up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+class Job:
+    """Four ranks, and models on them."""
+
+    def __init__(self, te) -> None:
+        self.te = te
+        self.dp = Meshes.build(device_type="cpu")
+        self.tp = Meshes.build(tp=2, device_type="cpu")
+        self.pair = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        self.across = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
+
+    def column(self, device: str = "meta", *, tp: bool = True, **options: object) -> Model:
+        """A model with a column-parallel linear of 64 x 64."""
+        kwargs = self.tp.te_kwargs() if tp else {}
+        return Model(
+            self.te.Linear(64, 64, parallel_mode="column" if tp else None, device=device, **kwargs, **options)
+        )
+
+    def quantized(self, recipe: str, device: str = "meta", *, tp: bool = True) -> Model:
+        """The same with a quantized weight."""
+        from transformer_engine.common import recipe as recipes
+
+        with self.te.quantized_model_init(enabled=True, recipe=getattr(recipes, recipe)()):
+            return self.column(device, tp=tp, params_dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def job(te, fake_world) -> Job:
+    fake_world(4)
+    return Job(te)
+
+
+def placed(job: Job, placements: list, mesh: DeviceMesh) -> Model:
+    model = job.column()
+    model.up.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, placements))
+    return model
+
+
+def after_our_fully_shard(job: Job) -> None:
+    model = te_fsdp.fully_shard(job.column(tp=False), job.dp)
+    te_fsdp.set_device_mesh(model, None, job.dp.weight)  # changes nothing: allowed
+    te_fsdp.set_device_mesh(model, job.tp.tp)
+
+
+def after_torchs_fully_shard(job: Job) -> None:
+    te_fsdp.set_device_mesh(torch_fully_shard(job.column(tp=False), mesh=job.dp.fsdp), job.tp.tp)
+
+
+def our_fully_shard_after_torchs(job: Job) -> None:
+    te_fsdp.fully_shard(torch_fully_shard(job.column(tp=False), mesh=job.dp.fsdp), job.dp)
+
+
+def other_meshes(job: Job) -> None:
+    model = job.column(tp=False)
+    te_fsdp.set_device_mesh(model, job.tp.tp)
+    te_fsdp.set_device_mesh(model, job.across)
+
+
+def forward_without_hooks(job: Job) -> None:
+    model = te_fsdp.fully_shard(job.column("cpu"), job.tp, units="up")
+    model.forward = model.up.forward
+    model.up.forward(torch.ones(2, 64))
+
+
+def torchs_fully_shard_of_blocks(job: Job) -> None:
+    model = job.quantized("Float8BlockScaling", "cpu", tp=False)
+    model.up.weight = nn.Parameter(model.up.weight)
+    te_fsdp.set_device_mesh(model)
+    torch_fully_shard(model, mesh=job.pair)
+
+
+def unfilled(job: Job) -> None:
+    model = te_fsdp.fully_shard(job.column(init_method=lambda weight: weight[:1].fill_(1.0)), job.tp)
+    te_fsdp.materialize(model)
+
+
+MISTAKES = {
+    "weight mesh without tp": (
+        lambda job: te_fsdp.set_device_mesh(job.column(), job.tp.tp, DeviceMesh("cpu", [2, 3])),
+        MeshError,
+        "set_device_mesh(Model): weight_mesh: expected a mesh that contains the tp ranks [0, 1], got ranks [2, 3]. "
+        "Fix: pass te_fsdp.Meshes(...).weight, the flattened (dp_shard, tp) mesh.",
+    ),
+    "scale of its own": (
+        lambda job: te_fsdp.set_device_mesh(job.quantized("Float8CurrentScaling"), job.tp.tp),
+        MeshError,
+        "up.weight: weight_mesh of a quantized weight with one scale per tensor: expected the mesh of all ranks that "
+        "hold pieces of it, got None. Each rank would quantize its piece with a scale of its own. Fix: pass "
+        "weight_mesh=te_fsdp.Meshes(...).weight.",
+    ),
+    "tp_mesh is not tp_group": (
+        lambda job: te_fsdp.set_device_mesh(job.column(), job.across),
+        MeshError,
+        "up: tp_mesh: expected the ranks of tp_group, [0, 1], got [0, 2]. Fix: pass the mesh that tp_group belongs to, "
+        "or build the module with tp_size alone.",
+    ),
+    "other meshes": (
+        other_meshes,
+        OrderError,
+        "up: set_device_mesh with other meshes than before: expected tp_mesh=ranks [0, 1], weight_mesh=None, got "
+        "tp_mesh=ranks [0, 2], weight_mesh=None. The parameters are placed already. "
+        "Fix: bind a model once; build a new one for a new mesh.",
+    ),
+    "after our fully_shard": (
+        after_our_fully_shard,
+        OrderError,
+        "up: set_device_mesh after fully_shard: expected tp_mesh=None, weight_mesh=ranks [0, 1, 2, 3], got "
+        "tp_mesh=ranks [0, 1], weight_mesh=None. The parameters are placed already. "
+        "Fix: call set_device_mesh before fully_shard.",
+    ),
+    "after torch's fully_shard": (
+        after_torchs_fully_shard,
+        OrderError,
+        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
+        "got DTensor with placements (Shard(dim=0),). FSDP2 would not see the tensor-parallel placement, and "
+        "checkpoints would lose tp shards. Fix: call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which "
+        "does both.",
+    ),
+    "our fully_shard after torch's": (
+        our_fully_shard_after_torchs,
+        OrderError,
+        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got FSDPModel. "
+        "The tensor-parallel placements must be set before FSDP2 cuts the parameters. Fix: call te_fsdp.fully_shard "
+        "once, and not torch's fully_shard before it.",
+    ),
+    "a parameter on a grid": (
+        lambda job: te_fsdp.fully_shard(
+            placed(job, [Shard(0), Replicate()], DeviceMesh("cpu", [[0, 1], [2, 3]])), job.tp
+        ),
+        OrderError,
+        "up.weight: fully_shard on a parameter that is sharded already: expected a plain parameter or a DTensor on the "
+        "tp mesh, got placements (Shard(dim=0), Replicate()). Fix: build the model anew.",
+    ),
+    "unit of no name": (
+        lambda job: te_fsdp.fully_shard(job.column(), job.tp, units=["up", "layers.0"]),
+        PlacementError,
+        "fully_shard: unit 'layers.0' matches no module: expected a class or a name out of up. Fix: name modules as "
+        "model.named_modules() does.",
+    ),
+    "unit of no class": (
+        lambda job: te_fsdp.fully_shard(job.column(), job.tp, units=nn.Conv2d),
+        PlacementError,
+        "fully_shard: unit 'Conv2d' matches no module: expected a class or a name out of up. Fix: name modules as "
+        "model.named_modules() does.",
+    ),
+    "unit without children": (
+        lambda job: te_fsdp.fully_shard(
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), job.dp, units="3.*"
+        ),
+        PlacementError,
+        "fully_shard: unit '3.*' matches no module: expected a class or a name out of 0, 1, 2, 3, 4, 5, 6, 7 and 2 "
+        "more. Fix: name modules as model.named_modules() does.",
+    ),
+    "a container as unit": (
+        lambda job: te_fsdp.fully_shard(Model(nn.ModuleList([nn.Linear(4, 4)])), job.dp, units="up"),
+        PlacementError,
+        "up: fully_shard of a ModuleList: expected a module with a forward, got a container without. FSDP2 gathers "
+        'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of its children.',
+    ),
+    "a container as model": (
+        lambda job: te_fsdp.fully_shard(nn.ModuleDict({"up": nn.Linear(4, 4)}), job.dp),
+        PlacementError,
+        "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without. FSDP2 gathers "
+        "weights in the hooks of forward, which a container never runs. Fix: shard the module that calls it.",
+    ),
+    "a scalar": (
+        lambda job: te_fsdp.fully_shard(Model(nn.ParameterList([torch.ones(())])), job.dp),
+        PlacementError,
+        "up.0: fully_shard of a scalar parameter: expected at least one dim to cut, got shape (). Fix: make it a "
+        "tensor of shape (1,).",
+    ),
+    "a cut through blocks": (
+        lambda job: te_fsdp.fully_shard(job.quantized("MXFP8BlockScaling"), job.tp),
+        PlacementError,
+        "up.weight: shards of a mxfp8 weight of tp-local shape (32, 64) over 2 FSDP rank(s): expected rows divisible "
+        "by 2 * 32 and columns divisible by 32, got 32 rows and 64 columns. One scale spans 32 row(s) and column(s); "
+        "a cut through a block has no right scale. Fix: use 64 rows per tp rank, fewer FSDP or tp ranks, or "
+        "high-precision weights.",
+    ),
+    "uneven quantized shards": (
+        lambda job: te_fsdp.fully_shard(
+            job.quantized("Float8CurrentScaling", tp=False),
+            Meshes.from_device_mesh(DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("dp_shard",))),
+        ),
+        PlacementError,
+        "up.weight: shards of a float8 weight of tp-local shape (64, 64) over 3 FSDP rank(s): expected rows divisible "
+        "by 3 * 1 and columns divisible by 1, got 64 rows and 64 columns. FSDP2 cannot gather uneven shards of a "
+        "quantized weight. Fix: use 66 rows per tp rank, fewer FSDP or tp ranks, or high-precision weights.",
+    ),
+    "shards that are dequantized": (
+        torchs_fully_shard_of_blocks,
+        PrecisionError,
+        "up.weight: shards of a quantized weight: expected float8-block shards, got torch.bfloat16 shards. FSDP2 "
+        "splits by tensor operations that TE answers with dequantized copies. Fix: use te_fsdp.fully_shard, or build "
+        "the model on meta and call reset_parameters after fully_shard.",
+    ),
+    "forward without hooks": (
+        forward_without_hooks,
+        OrderError,
+        "up: forward with 'weight' on mesh axes ('dp_shard', 'tp'): expected the gathered parameter, got a shard of "
+        "it, placements (_StridedShard(dim=0, sf=2), Shard(dim=0)). FSDP2 gathers in the forward hooks of the sharded "
+        "units, which did not run. Fix: call the module that was sharded (not .forward, not a method of it), or "
+        "unshard() it first.",
+    ),
+    "an init method that does not fill": (
+        unfilled,
+        InitError,
+        "up.weight: never initialised: expected an init method that fills the whole tensor, got values left unset. "
+        "Fix: pass an init_method to the TE module that fills the tensor in place.",
+    ),
+    "a keyword mesh of three axes": (
+        lambda job: te_fsdp.Linear(4, 4, parallel_mode="column", tp_mesh=job.tp.device_mesh, device="meta"),
+        MeshError,
+        "Linear: tp_mesh: expected a 1-D DeviceMesh, got 3-D mesh of shape (1, 2, 2) with axes ('dp_replicate', "
+        "'dp_shard', 'tp'). Fix: pass one axis, for example tp_mesh=mesh[\"tp\"], or the flattened weight mesh of "
+        "te_fsdp.Meshes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(job, mistake):
+    make, error, text = MISTAKES[mistake]
+    with pytest.raises(error) as caught:
+        make(job)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("mistake", ["a container as unit", "a scalar", "unit of no name"])
+def test_a_refusal_changes_nothing(job, mistake):
+    """Also none of the units before the one that is refused."""
+    first, up = nn.Linear(4, 4), job.te.Linear(4, 4, device="cpu")
+    second = nn.ModuleList([up])
+    if mistake == "a scalar":
+        up.register_module("own", nn.ParameterList([torch.ones(())]))
+    model = nn.Sequential(first, second)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    with pytest.raises(PlacementError):
+        te_fsdp.fully_shard(model, job.dp, units=["0", "1" if mistake != "unit of no name" else "2"])
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert (type(first), type(up)) == (nn.Linear, job.te.Linear)
