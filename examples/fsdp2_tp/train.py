@@ -320,6 +320,19 @@ def check(options: Options, meshes: te_fsdp.Meshes) -> None:
         stop("--save-every needs --save DIR.")
 
 
+def planned_saves(options: Options, begin: int) -> dict[int, Path]:
+    """Steps to save after, and where."""
+    if not options.save:
+        return {}
+    every = options.save_every or options.steps
+    paths = {n: options.save / f"step-{n}" for n in range(begin + 1, options.steps + 1) if n % every == 0}
+    paths[options.steps] = options.save / f"step-{options.steps}"
+    taken = [str(path) for path in paths.values() if path.exists()]
+    if taken:
+        stop(f"{', '.join(taken)} exists already: --resume {options.save}, or remove it.")
+    return paths
+
+
 def portion(options: Options, meshes: te_fsdp.Meshes) -> tuple[int, int, int, torch.Tensor]:
     """This rank's sequences of the global batch (first, how many) and its part of each (of how many, places).
 
@@ -350,6 +363,8 @@ def main(options: Options) -> None:
         print(te_fsdp.report(model))
     if progress["step"] >= options.steps:
         stop(f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}.")
+    paths = planned_saves(options, progress["step"])
+    dist.barrier()  # nobody saves before all have looked
     log = Log(options, meshes, list(progress["losses"])) if RANK == 0 else None
 
     first, share, parts, places = portion(options, meshes)
@@ -371,9 +386,8 @@ def main(options: Options) -> None:
         progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
         if log:
             log.step(step, progress["losses"][-1], time.perf_counter() - began)
-        last = step + 1 == options.steps
-        if options.save and (last or (options.save_every and (step + 1) % options.save_every == 0)):
-            te_fsdp.checkpoint.save(options.save / f"step-{step + 1}", model, optimizer, extra=progress)
+        if step + 1 in paths:
+            te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
     if log:
         log.close()
