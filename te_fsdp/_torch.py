@@ -22,7 +22,6 @@ __all__ = [
     "attributes_of",
     "dtensor",
     "flatten_mesh",
-    "fsdp_reshards_after_forward",
     "fsdp_parameter_groups",
     "is_fsdp_module",
     "is_persistent",
@@ -108,8 +107,3 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
-
-
-def fsdp_reshards_after_forward(module: nn.Module) -> bool:
-    """Whether an FSDP module frees its gathered weights after forward (``FSDPParamGroup._reshard_after_forward``)."""
-    return any(group._reshard_after_forward for group in fsdp_parameter_groups(module))
