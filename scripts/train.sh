@@ -41,8 +41,7 @@ else
     batch=$((gpus * (gpus / 2) * 2))
   fi
 fi
-# gelu: the rows of a gated fc1 cannot be loaded at another tensor-parallel size in this version.
-common="--recipe $recipe --activation gelu --batch $batch --out $out"
+common="--recipe $recipe --batch $batch --out $out"
 
 run() {
   local processes=$1
