@@ -89,9 +89,17 @@ install_gpu() {
 case $setup in
   none)
     python=$(find_python)
-    missing=$("$python" -c 'from importlib.util import find_spec as f
-print(*[n for n in ("torch", "transformer_engine") if f(n) is None])')
-    [ -z "$missing" ] || fail "SETUP=none, but $python has no $missing. Fix: install it, or leave SETUP=none out."
+    needed="torch transformer_engine rich"
+    for extra in $extras; do
+      case $extra in
+        example) needed+=" tyro tqdm matplotlib" ;;
+        test) needed+=" pytest" ;;
+      esac
+    done
+    missing=$("$python" -c 'import sys
+from importlib.util import find_spec
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $needed)
+    [ -z "$missing" ] || fail "SETUP=none, but $python lacks: $missing. Fix: install it, or leave SETUP=none out."
     say "SETUP=none: using $python as it is"
     exit 0 ;;
   auto) if has_driver; then setup=gpu; else setup=cpu; fi ;;
