@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, PrecisionError, message
+from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 
@@ -129,6 +130,14 @@ class ResettableModule(MeshModule):
         for name, parameter in self._parameters.items():
             if binding is not None and parameter is not None:
                 binding.carry(name, parameter)
+
+    def get_extra_state(self) -> Any:
+        """TE's entry for state dicts; where plain DCP cannot reshard the weights, a dict that says so."""
+        return guard(self, super().get_extra_state())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take back what :meth:`get_extra_state` gave, or raise ``CheckpointError`` where the weights would not fit."""
+        super().set_extra_state(unguard(self, state))
 
 
 class OpMeshModule(ResettableModule):
