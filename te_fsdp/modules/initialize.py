@@ -95,9 +95,10 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     for name, parameter in before.items():
         full = _sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
         module._parameters[name] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = _sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
+    # Buffers that lie on the device already are as their maker wants them, NaN included.
+    pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+    for name, buffer in pending.items():
+        module._buffers[name] = _sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
     try:
         reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
@@ -109,7 +110,8 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             unset.append(name)
         else:
             _store(module, name, parameter, _take(filled[name], infos[name]), binding_of(module))
-    return unset + [name for name, b in module._buffers.items() if b is not None and _has_sentinel(b)]
+    left = {name: module._buffers.get(name) for name in pending}
+    return unset + [name for name, b in left.items() if b is not None and _has_sentinel(b)]
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
@@ -217,14 +219,18 @@ def _sentinel_value(dtype: torch.dtype) -> int | bool:
 
 
 def _has_sentinel(tensor: torch.Tensor) -> bool:
-    """Whether values were left unset. Integers: only when all are (the smallest integer may be meant); bools: never."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+    """Whether values were left unset.
+
+    Integers: only when all are, as the smallest integer may be meant. Bools and unsigned integers, of which every
+    value may be: never.
+    """
+    if tensor.numel() == 0:
         return False
     if tensor.is_meta:
         return True
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
-    return tensor.dtype != torch.uint8 and bool((tensor == _sentinel_value(tensor.dtype)).all())
+    return tensor.dtype.is_signed and bool((tensor == _sentinel_value(tensor.dtype)).all())
 
 
 def _check_filled(full: torch.Tensor, label: str) -> None:

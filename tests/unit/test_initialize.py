@@ -1,0 +1,169 @@
+"""materialize in one process: values, dtypes, buffers, random states, and what it cannot initialise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import te_fsdp
+from te_fsdp.errors import InitError
+
+ROOT = Path(__file__).resolve().parents[2]
+INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)
+FLOATS = (torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+
+
+class Table(nn.Module):
+    """A parameter and a buffer of one dtype; `fill` says what reset_parameters does about the buffer."""
+
+    def __init__(self, dtype: torch.dtype, fill: str, device: str = "meta") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device=device))
+        self.register_buffer("table", torch.empty(4, dtype=dtype, device=device))
+        self.fill = fill
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.fill == "zeros":
+            self.table.zero_()
+        elif self.fill == "half":
+            self.table[:2] = 1
+
+
+def unset(model: nn.Module) -> str:
+    with pytest.raises(InitError) as caught:
+        te_fsdp.materialize(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_buffers_of_every_dtype(dtype):
+    """Zeros are a value, of unsigned dtypes too."""
+    model = te_fsdp.materialize(Table(dtype, "zeros"))
+    assert model.table.dtype == dtype and not model.table.is_meta and (model.table == 0).all()
+    assert torch.equal(model.weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+@pytest.mark.parametrize("fill", ["nothing", "half"])
+def test_buffers_that_are_left_unset(dtype, fill):
+    """Seen of floats also in part, of signed integers as a whole; not of dtypes without a value to spare."""
+    seen = dtype in FLOATS or (fill == "nothing" and dtype.is_signed)
+    if seen:
+        assert unset(Table(dtype, fill)) == (
+            "1 tensor(s) were never initialised: table: expected an initialiser for each, got tensors on meta, or "
+            "values that reset_parameters left unset. They would hold whatever the memory held. Fix: define "
+            "reset_parameters() on the module that owns them, filling every own parameter and buffer."
+        )
+    else:
+        te_fsdp.materialize(Table(dtype, fill))
+
+
+def test_what_lies_on_the_device_already_is_left_alone():
+    """A NaN that somebody put there is no sign of a forgotten initialisation."""
+    model = Table(torch.float32, "nothing")
+    model.table = torch.full((4,), float("nan"))
+    whole = Table(torch.float32, "nothing", device="cpu")
+    nn.init.constant_(whole.weight, 5.0)
+    te_fsdp.materialize(nn.ModuleList([model, whole]))
+    assert model.table.isnan().all() and (model.weight == 1).all() and (whole.weight == 5).all()
+
+
+def test_a_buffer_of_no_elements_and_one_that_is_none():
+    model = Table(torch.float32, "zeros")
+    model.register_buffer("empty", torch.empty(0, 3, device="meta"))
+    model.register_buffer("none", None)
+    model.register_parameter("off", None)
+    te_fsdp.materialize(model)
+    assert (
+        model.empty.shape == (0, 3) and not model.empty.is_meta and model.none is None and model.off is None
+    )
+
+
+def tree() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.Sequential(nn.Embedding(5, 8), nn.BatchNorm1d(8))
+    )
+
+
+def test_the_values_are_those_of_building_on_the_device():
+    torch.manual_seed(3)
+    expected = tree()
+    with torch.device("meta"):
+        model = tree()
+    before = torch.get_rng_state()
+    te_fsdp.materialize(model, seed=3)
+    assert torch.equal(torch.get_rng_state(), before), "the random state was not put back"
+    for (name, value), want in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, want), name
+    with torch.device("meta"):
+        other = tree()
+    te_fsdp.materialize(other, seed=4)  # negative control
+    assert not torch.equal(other[0].weight, expected[0].weight)
+
+
+def test_without_a_seed_it_draws_from_the_current_state():
+    with torch.device("meta"):
+        models = [tree(), tree()]
+    torch.manual_seed(3)
+    te_fsdp.materialize(models[0])
+    te_fsdp.materialize(models[1])
+    assert not torch.equal(models[0][0].weight, models[1][0].weight)
+    torch.manual_seed(3)
+    assert torch.equal(models[0][0].weight, tree()[0].weight)
+
+
+def test_everything_that_is_left_is_named_at_once():
+    """Modules without reset_parameters, and one that fills a part; the others are initialised all the same."""
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Module(), Table(torch.float32, "half"))
+    model[1].gain = nn.Parameter(torch.empty(2, device="meta"))
+    model[1].register_buffer("shift", torch.empty(2, device="meta"))
+    assert unset(model).startswith("3 tensor(s) were never initialised: 1.gain, 1.shift, 2.table: expected")
+    assert not model[0].weight.is_meta
+
+
+def test_an_error_of_reset_parameters_comes_through():
+    class Broken(nn.Linear):
+        def reset_parameters(self) -> None:
+            if not self.weight.is_meta:
+                raise KeyError("no such table")
+
+    with pytest.raises(KeyError, match="no such table"):
+        te_fsdp.materialize(Broken(2, 2, device="meta"))
+
+
+def test_without_transformer_engine():
+    """A model of plain modules needs no TE; asking for a TE class says how to get it."""
+    script = """
+import sys
+sys.modules["transformer_engine"] = None  # as if it were not installed
+import torch, te_fsdp
+meshes = te_fsdp.Meshes.build(device_type="cpu")
+model = torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta"), torch.nn.Linear(4, 2, device="meta"))
+te_fsdp.materialize(te_fsdp.fully_shard(model, meshes, units="0"), seed=1)
+model(torch.ones(2, 4)).sum().backward()
+assert len(te_fsdp.report(model)) == 4
+try:
+    te_fsdp.Linear
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("te_fsdp needs TransformerEngine 2.18 to 2.20, whose import failed: ")
+    assert result.stdout.strip().endswith(
+        "Fix: pip install 'te-fsdp[gpu]' on a machine with an NVIDIA GPU, or pip install 'te-fsdp[emulation]' and "
+        "call te_fsdp.emulation.install() before anything imports transformer_engine."
+    )
