@@ -10,6 +10,7 @@ gives the same bytes again: each is already a point of the format's grid under i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,30 +47,23 @@ class Stashed:
     keep_high_precision: bool
 
 
-def check_shardable(model: nn.Module, fsdp_size: int) -> None:
-    """Raise, before anything is cut, if a weight that is or will be quantized would get unfit shards.
+def check_shardable(weights: Iterable[tuple[str, nn.Module, str]], fsdp_size: int) -> None:
+    """Raise, before anything is changed, if a weight that is or will be quantized would get unfit shards.
 
     Local operation; every rank sees the same shapes and raises the same.
+
+    Args:
+        weights: Label, owner and name of each weight that TE may hold quantized; tp-local, not yet cut by FSDP2.
+        fsdp_size: Ranks that FSDP2 will shard over.
 
     Raises:
         PlacementError: Names the parameter, its tp-local shape, and the smallest size that fits.
     """
-    for prefix, module in model.named_modules():
-        binding = binding_of(module)
-        if binding is None:
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is None or not binding.rules[name].quantizable:
-                continue
-            quantizer = _te.weight_quantizer(module, name)
-            if quantizer is not None:
-                shape = tuple(_torch.local_of(parameter).shape)
-                _check_blocks(
-                    f"{prefix}.{name}" if prefix else name,
-                    shape,
-                    _te.format_of_quantizer(quantizer),
-                    fsdp_size,
-                )
+    for label, module, name in weights:
+        parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
+        if parameter is not None and quantizer is not None:
+            shape = tuple(_torch.local_of(parameter).shape)
+            _check_blocks(label, shape, _te.format_of_quantizer(quantizer), fsdp_size)
 
 
 def _check_blocks(label: str, shape: tuple[int, ...], fmt: str, fsdp_size: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch, errors
-from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, MeshError, TeFsdpError, message
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.plan import Planned
 
 __all__ = ["check_replicas", "check_same_model", "raised_on_all_ranks"]
 
@@ -108,7 +108,7 @@ def check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def check_replicas(model: nn.Module, meshes: Meshes) -> None:
+def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
@@ -121,15 +121,15 @@ def check_replicas(model: nn.Module, meshes: Meshes) -> None:
         InitError: Names the parameters that differ.
     """
     names, sums, replicated = [], [], []
+    rules = {id(item.module): item.rules for item in planned}
     for prefix, module in model.named_modules():
-        binding = binding_of(module)
         for name, parameter in module._parameters.items():
             local = None if parameter is None else _torch.local_of(parameter)
             if local is None or local.is_meta:
                 continue
             names.append(f"{prefix}.{name}" if prefix else name)
             sums.append(_checksum(local))
-            rule = binding.rules.get(name) if binding is not None else None
+            rule = rules.get(id(module), {}).get(name)
             replicated.append(rule is None or rule.shard_dim is None)
     if not names:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.plan import Planned
 
 __all__ = ["fully_shard"]
 
@@ -46,14 +47,12 @@ def fully_shard(
     device, and the amax of quantized ones.
 
     Args:
-        model: A tree of TE modules (others are allowed); parameters on meta or on the device. Changed in
-            place.
+        model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
         meshes: The job's meshes.
         units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a
             trailing ``.*`` means every child). By default every ``te.TransformerLayer``.
         mp_policy: FSDP2's mixed precision policy. ``None``: compute in the parameters' own dtype.
-        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3) or keep them
-            (ZeRO-2 traffic).
+        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3), or keep them.
 
     Returns:
         ``model``.
@@ -69,15 +68,14 @@ def fully_shard(
         _check_order(model)
         chosen = _find_units(model, units)
         _check_accepted(model, chosen)
-        check_device_mesh(model, meshes.tp, weight_mesh)
+        planned = check_device_mesh(model, meshes.tp, weight_mesh)
+        check_shardable(_quantizable(planned), meshes.size("dp_shard"))
     check_same_model(model, meshes.device_mesh)
+    check_replicas(model, planned, meshes)
     set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
-    check_shardable(model, meshes.size("dp_shard"))
-    check_replicas(model, meshes)
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     options: dict[str, Any] = {
         "mesh": meshes.fsdp_with_size_one,
-        "mp_policy": policy,
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
     stash = stash_quantized(model)
@@ -89,6 +87,13 @@ def fully_shard(
     _finish(model)
     _log.debug("fully_shard: %d units over %s", len(chosen) + (model not in chosen), meshes)
     return model
+
+
+def _quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Label, owner and name of every weight that TE may hold quantized."""
+    for item in planned:
+        for name in (n for n, rule in item.rules.items() if rule.quantizable):
+            yield f"{item.name}.{name}" if item.name else name, item.module, name
 
 
 def _check_order(model: nn.Module) -> None:
