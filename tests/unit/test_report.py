@@ -142,7 +142,8 @@ def test_formats(world, fmt):
     }
 
 
-BOXES = str.maketrans(dict.fromkeys("│┃", "|") | dict.fromkeys("─━", "-"))
+# Rich draws with light and heavy lines.
+BOXES = str.maketrans(dict.fromkeys("\u2502\u2503", "|") | dict.fromkeys("\u2500\u2501", "-"))
 
 TABLE = """
 parameters on this rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from parity import binding as bodies
-from parity import mistakes
+from parity import lifetime, mistakes
 from parity.placements import PLACEMENTS
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
@@ -96,23 +96,23 @@ def test_activation_recomputation(pool, axes, wrap, reentrant):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (DP4, "te_fsdp")])
 def test_a_deleted_model_is_freed(pool, axes, wrap):
-    assert min(pool.run(bodies.freed, 2 if axes is TP2 else 4, axes=axes, wrap=wrap)) > 30
+    assert min(pool.run(lifetime.freed, 2 if axes is TP2 else 4, axes=axes, wrap=wrap)) > 30
 
 
 @pytest.mark.ranks(2)
 def test_deepcopy(pool):
-    pool.run(bodies.copied, 2)
+    pool.run(lifetime.copied, 2)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tp_mesh", ["none", "one"])
 def test_without_tensor_parallelism(pool, tp_mesh):
-    pool.run(bodies.no_tensor_parallelism, 2, tp_mesh=tp_mesh)
+    pool.run(lifetime.no_tensor_parallelism, 2, tp_mesh=tp_mesh)
 
 
 @pytest.mark.ranks(2)
 def test_binding_parts_then_the_whole(pool):
-    pool.run(bodies.called_twice, 2)
+    pool.run(lifetime.called_twice, 2)
 
 
 # --- errors: which module or parameter, expected, got, fix -----------------------------------------------------------

@@ -63,8 +63,6 @@ def parity(
         origin: "meta" (then `materialize`) or "device".
         drop: negative controls, see `_spoiled`.
     """
-    import transformer_engine.pytorch as te
-
     import te_fsdp
 
     check_full_precision()
@@ -79,15 +77,7 @@ def parity(
     torch.manual_seed(5)
     subject = KINDS[kind](build, **options)
     with _spoiled(drop):
-        if wrap == "te_fsdp":
-            more = {} if units is None else {"units": getattr(te, units)}
-            te_fsdp.fully_shard(subject.module, meshes, **more)
-        else:
-            te_fsdp.set_device_mesh(subject.module, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
-    if wrap == "torch":
-        for unit in (*subject.module.children(), subject.module):
-            if not isinstance(unit, nn.ModuleList):
-                fully_shard(unit, mesh=meshes.fsdp_with_size_one)
+        _wrap(subject.module, meshes, wrap, units)
     checks = Findings()
     if origin == "meta":
         torch.manual_seed(5)
@@ -105,6 +95,23 @@ def parity(
     copy_shards(reference.module, subject.module)
     train(checks, subject, reference, Cut.of(meshes))
     return checks.settle(minimum=4)
+
+
+def _wrap(module: nn.Module, meshes: Any, wrap: str, units: str | None) -> None:
+    """Shard the subject in one of the three ways that `parity` names."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    if wrap == "te_fsdp":
+        more = {} if units is None else {"units": getattr(te, units)}
+        te_fsdp.fully_shard(module, meshes, **more)
+        return
+    te_fsdp.set_device_mesh(module, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    if wrap == "torch":
+        for unit in (*module.children(), module):
+            if not isinstance(unit, nn.ModuleList):
+                fully_shard(unit, mesh=meshes.fsdp_with_size_one)
 
 
 class Findings(harness.Comparisons):
