@@ -157,7 +157,9 @@ def _check_same_values(entries: dict[str, Entry]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: "contiguous" tensors of one element may have any stride, which views as bytes refuse.
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _digest(data: bytes) -> bytes:

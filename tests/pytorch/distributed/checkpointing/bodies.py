@@ -1,0 +1,289 @@
+"""Bodies: save, load into a model that was initialised differently, compare everything, go on training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from checkpointing.models import Case, Run
+
+BEFORE, AFTER = 2, 3
+EXTRA = {"step": 7, "betas": (0.9, 1e-30), "data": {"order": [3, 1, 2], "name": "a/b", "none": None}}
+
+
+def save_through(route: str, run: Run, path: str) -> None:
+    """Save by te_fsdp.checkpoint or by plain DCP."""
+    import te_fsdp
+
+    if route == "te_fsdp":
+        te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra={**EXTRA, "noise": torch.arange(5.0)})
+        return
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def load_through(route: str, run: Run, path: str) -> None:
+    """Load by te_fsdp.checkpoint or by plain DCP."""
+    import te_fsdp
+
+    if route == "te_fsdp":
+        extra = te_fsdp.checkpoint.load(path, run.model, run.optimizer)
+        assert torch.equal(extra.pop("noise"), torch.arange(5.0))
+        assert extra == EXTRA and type(extra["betas"]) is tuple, extra
+        return
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+def local_state(run: Run) -> dict[str, torch.Tensor]:
+    """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
+    from te_fsdp import _te, _torch
+
+    found: dict[str, torch.Tensor] = {}
+    names = {}
+    for name, parameter in run.model.named_parameters():
+        local, names[id(parameter)] = _torch.local_of(parameter), name
+        if _te.is_quantized(local):
+            buffers = local.get_metadata().items()
+            # The cached transpose of float8 is made from the bytes when needed.
+            kept = {k: b for k, b in buffers if isinstance(b, torch.Tensor) and k != "data_transpose"}
+            found |= {f"{name}:{k}": _crop(k, b, local).clone() for k, b in kept.items()}
+        else:
+            found[name] = local.detach().clone()
+    found |= {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    for parameter, state in run.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{names[id(parameter)]}.{key}"] = _torch.local_of(value).detach().clone()
+    for name, module in run.model.named_modules():
+        for key, state in (_te.delayed_states(module) or {}).items():
+            found[f"{name}:{key}.scale"] = state.scale.clone()
+            # The newest row is each rank's own until the next forward takes the maximum over ranks.
+            found[f"{name}:{key}.amax_history"] = state.amax_history[1:].clone()
+    return found
+
+
+def _crop(name: str, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A scale buffer without the padding, which kernels leave as they find it."""
+    if "scale_inv" not in name or buffer.numel() == 1:
+        return buffer
+    from te_fsdp.quantized.components import components_of
+
+    return next(c.tensor for c in components_of(local, name) if c.name == name)
+
+
+def options(run: Run) -> list[dict[str, Any]]:
+    """Options of the optimizer's groups."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names that are missing on a side, or whose dtype, shape or bytes differ."""
+    wrong = sorted(left.keys() ^ right.keys())
+    for name in left.keys() & right.keys():
+        a, b = left[name], right[name]
+        same = a.dtype == b.dtype and a.shape == b.shape
+        if not same or not torch.equal(_bytes(a), _bytes(b)):
+            wrong.append(name)
+    return wrong
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> dict[str, Any]:
+    """Save, load into a differently initialised model: all state and the next losses, bit for bit.
+
+    Returns:
+        Number of tensors compared, how many differed without the load, losses of the three runs.
+    """
+    run = Run(case, axes, seed=0)
+    run.steps(BEFORE)
+    path = f"{directory}/{route}"
+    saved = local_state(run)
+    save_through(route, run, path)
+    assert not differing(saved, local_state(run)), "saving changed the model"
+    losses = run.steps(AFTER)
+    other = Run(case, axes, seed=1)
+    other.position = BEFORE
+    fresh = differing(saved, local_state(other))
+    unloaded = Run(case, axes, seed=1)
+    unloaded.position = BEFORE
+    load_through(route, other, path)
+    wrong = differing(saved, local_state(other))
+    outcome = {"wrong": wrong, "tensors": len(saved), "fresh": len(fresh), "losses": losses}
+    outcome["options"] = options(other)
+    outcome["loaded"], outcome["unloaded"] = other.steps(AFTER), unloaded.steps(AFTER)
+    return outcome
+
+
+def logical_state(run: Run) -> dict[str, torch.Tensor]:
+    """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
+    from te_fsdp import _te, _torch
+    from te_fsdp.modules.shards import shard_info
+
+    found: dict[str, torch.Tensor] = {}
+    names = {id(p): n for n, p in run.model.named_parameters()}
+    for module in run.model.modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, info = names[id(parameter)], shard_info(module, own, parameter)
+            local = _torch.local_of(parameter)
+            values = {name: local.dequantize() if _te.is_quantized(local) else local.detach()}
+            for key, state in run.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, torch.Tensor):
+                    values[f"{name}.{key}"] = _torch.local_of(state).detach()
+            for label, value in values.items():
+                whole = value.shape == torch.Size() or tuple(value.shape) != info.local_shape
+                found[label] = value.cpu().clone() if whole else _together(label, value, info)
+    return found
+
+
+def _together(name: str, local: torch.Tensor, info: Any) -> torch.Tensor:
+    pieces = [(box.original_slices(), local[box.local_slices()].cpu()) for box in info.boxes]
+    everyone: list[Any] = [pieces]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, pieces)
+    original = torch.empty(info.original_shape, dtype=local.dtype)
+    written = torch.zeros(info.original_shape, dtype=torch.bool)
+    for slices, values in (piece for pieces in everyone for piece in pieces):
+        if written[slices].any():  # a replica
+            assert torch.equal(_bytes(original[slices]), _bytes(values)), f"{name}: replicas differ"
+        original[slices], written[slices] = values, True
+    assert written.all(), f"{name}: holes"
+    return original
+
+
+def save_for_others(
+    case: Case, axes: dict[str, int] | None, directory: str, routes: tuple[str, ...]
+) -> list[float]:
+    """Train, save by each route, write down the logical state, train on; returns the further losses."""
+    run = Run(case, axes, seed=0)
+    run.steps(BEFORE)
+    expected = logical_state(run)
+    for route in routes:
+        save_through(route, run, f"{directory}/{route}")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(expected, f"{directory}/expected.pt")
+    return run.steps(AFTER)
+
+
+def load_elsewhere(
+    case: Case,
+    axes: dict[str, int] | None,
+    directory: str,
+    route: str,
+    *,
+    spoil: str = "",
+    train: bool = True,
+) -> dict[str, Any]:
+    """Load what another mesh saved; compare logical values bit for bit, train on.
+
+    Args:
+        case: As saved.
+        axes: This mesh.
+        directory: Where `save_for_others` wrote.
+        route: Which of its checkpoints.
+        spoil: Negative control: "plain" for stacked rows loaded as if they were plain, "skip" for no load.
+        train: Whether to train on.
+    """
+    run = Run(case, axes, seed=1)
+    run.position = BEFORE
+    if spoil == "plain":
+        with _rows_taken_as_plain(run):
+            load_through(route, run, f"{directory}/{route}")
+    elif spoil != "skip":
+        load_through(route, run, f"{directory}/{route}")
+    expected = torch.load(f"{directory}/expected.pt", weights_only=True)
+    wrong = differing(expected, logical_state(run))
+    return {"wrong": wrong, "tensors": len(expected), "losses": run.steps(AFTER if train else 0)}
+
+
+@contextmanager
+def _rows_taken_as_plain(run: Run) -> Iterator[None]:
+    """Every cut parameter counts as one block, and the comparison that would notice is off."""
+    from te_fsdp.binding import binding_of
+    from te_fsdp.checkpoint import compare, loading
+    from te_fsdp.layout.rules import PLAIN
+
+    bindings = [b for b in map(binding_of, run.model.modules()) if b is not None]
+    rules = [binding.rules for binding in bindings]
+    for binding in bindings:
+        binding.rules = {name: replace(rule, layout=PLAIN) for name, rule in binding.rules.items()}
+    loading.compare_model = lambda *args: compare.Differences()
+    try:
+        yield
+    finally:
+        loading.compare_model = compare.compare_model
+        for binding, own in zip(bindings, rules, strict=True):
+            binding.rules = own
+
+
+def pass_on(case: Case, axes: dict[str, int], directory: str, name: str, to: str) -> None:
+    """Load a checkpoint and save it again under another name."""
+    import te_fsdp
+
+    run = Run(case, axes, seed=2)
+    te_fsdp.checkpoint.load(f"{directory}/{name}", run.model, run.optimizer)
+    te_fsdp.checkpoint.save(f"{directory}/{to}", run.model, run.optimizer)
+
+
+def there_and_back(case: Case, axes: dict[str, int], directory: str, name: str, raw: str) -> list[str]:
+    """Raw local state after a load equals what this rank wrote down before the journey over other meshes.
+
+    Args:
+        case: As saved.
+        axes: The mesh of the beginning.
+        directory: Where things lie.
+        name: Checkpoint to load; "" to train and write down instead.
+        raw: File name of what is written down.
+    """
+    import te_fsdp
+
+    run = Run(case, axes, seed=1 if name else 0)
+    path = Path(directory, f"{raw}.{dist.get_rank()}")
+    if not name:
+        run.steps(BEFORE)
+        te_fsdp.checkpoint.save(f"{directory}/te_fsdp", run.model, run.optimizer)
+        torch.save({k: v.cpu() for k, v in local_state(run).items()}, path)
+        return []
+    te_fsdp.checkpoint.load(f"{directory}/{name}", run.model, run.optimizer)
+    expected = torch.load(path, weights_only=True)
+    return differing(expected, {k: v.cpu() for k, v in local_state(run).items()})
+
+
+def refuse_plain(case: Case, axes: dict[str, int], directory: str) -> str:
+    """Loading by plain DCP raises on this mesh and changes nothing; returns the error's text."""
+    run = Run(case, axes, seed=1)
+    before = local_state(run)
+    try:
+        load_through("plain", run, f"{directory}/plain")
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        weights = {k: v for k, v in local_state(run).items() if k in before}
+        assert not differing(before, weights), "changed although it refused"
+        return str(error)
+    raise AssertionError("loaded")
+
+
+def refuse_to_save(case: Case, axes: dict[str, int], directory: str) -> str:
+    """Saving by plain DCP raises on this rank; returns the error's text."""
+    run = Run(case, axes, seed=1)
+    run.steps(1)
+    try:
+        save_through("plain", run, f"{directory}/plain")
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        return str(error)
+    raise AssertionError("saved")
