@@ -65,7 +65,7 @@ def test_same_mesh(pool, tmp_path, case, axes, route):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ["te_fsdp", "plain"])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_same_mesh_quantized(pool, tmp_path, recipe, route):
     case = _quantized(recipe, stacked=True)
     check_same(pool.run(bodies.same_mesh, 4, case=case, axes=DP2_TP2, route=route, directory=str(tmp_path)))
@@ -100,8 +100,11 @@ def check_elsewhere(results: list[dict], losses: list[float], case: Case) -> Non
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("case", [STACKED, FUSED], ids=["adamw", "fused"])
-@pytest.mark.parametrize("origin", ["dp2xtp2", "tp4", "stock"])
+@pytest.mark.parametrize(
+    ("origin", "case"),
+    [("dp2xtp2", STACKED), ("dp2xtp2", FUSED), ("tp4", STACKED), ("stock", FUSED)],
+    ids=["dp2xtp2-adamw", "dp2xtp2-fused", "tp4-adamw", "stock-fused"],
+)
 def test_stacked_layouts_onto_every_mesh(pool, tmp_path, origin, case):
     losses = _run(pool, bodies.save_for_others, origin, case, tmp_path, routes=("te_fsdp",))[0]
     for mesh in {"dp2xtp2": ("dp4", "tp4", "one", "stock"), "tp4": ("dp2xtp2",), "stock": ("dp2xtp2",)}[

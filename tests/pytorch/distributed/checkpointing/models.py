@@ -150,6 +150,7 @@ class Run:
 
         generator = torch.Generator().manual_seed(100 + self.position)
         self.position += 1
+        torch.manual_seed(self.position)  # NVFP4 rounds gradients at random
         ids, target = torch.randint(0, 11, (2, SEQUENCE, BATCH), generator=generator).to(harness.device())
         if self.meshes is not None:
             mesh, sizes = self.meshes.device_mesh, self.meshes.size

@@ -1,0 +1,237 @@
+"""Bodies that do something wrong: each returns the error's class and text, after checking that nothing has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpointing.bodies import differing, local_state
+from checkpointing.models import Case, Run
+
+AXES = {"dp_shard": 2}
+
+
+class Small(nn.Module):
+    """A few parameters, to be wrong about."""
+
+    def __init__(self, width: int = 8, extra: str = "", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        options = {"dtype": dtype, "device": harness.device()}
+        self.first = nn.Linear(4, width, **options)
+        self.second = nn.Linear(width, 3, **options)
+        if extra:
+            setattr(self, extra, nn.Linear(2, 2, **options))
+
+
+def shard(model: nn.Module) -> nn.Module:
+    import te_fsdp
+
+    return te_fsdp.fully_shard(model, te_fsdp.Meshes.build(**AXES, device_type=harness.device_type()))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that has made a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """Class and text of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def load_into_another_model(directory: str, kind: str) -> tuple[str, str]:
+    """Load a checkpoint of Small into a model or optimizer that differs; nothing may change."""
+    import te_fsdp
+
+    model = shard(Small())
+    te_fsdp.checkpoint.save(f"{directory}/step-1", model, adam(model))
+    options: dict[str, Any] = {
+        "names": {"extra": "third"},
+        "shapes": {"width": 6},
+        "dtype": {"dtype": torch.bfloat16},
+        "one rank": {"extra": "third" if dist.get_rank() == 1 else ""},
+    }.get(kind, {})
+    different = Small(**options)
+    # The models of the ranks differ, which sharding itself would notice.
+    other = different if kind == "one rank" else shard(different)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    if kind == "groups":
+        optimizer = torch.optim.AdamW([{"params": list(m.parameters())} for m in other.children()])
+    elif kind == "class":
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    before = _values(other)
+    found = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(before, _values(other), strict=True))
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] != 0.1
+    return found
+
+
+def load_in_part(directory: str) -> dict[str, Any]:
+    """strict=False takes what fits and names the rest in a warning."""
+    import te_fsdp
+
+    model = shard(Small())
+    te_fsdp.checkpoint.save(f"{directory}/step-1", model, adam(model), extra={"step": 1})
+    other = shard(Small(extra="third"))
+    before = _values(other.third)
+    optimizer = torch.optim.AdamW(other.parameters())
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("te_fsdp")
+    log.addHandler(handler)
+    try:
+        extra = te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, strict=False)
+    finally:
+        log.removeHandler(handler)
+    same = all(torch.equal(a, b) for a, b in zip(_values(model), _values(other), strict=False))
+    untouched = all(torch.equal(a, b) for a, b in zip(before, _values(other.third), strict=True))
+    return {
+        "extra": extra,
+        "same": same,
+        "untouched": untouched,
+        "warnings": warnings,
+        "state": len(optimizer.state),
+    }
+
+
+def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tuple[str, str]]:
+    """An optimizer over the parameters from before, on all ranks or on one."""
+    import te_fsdp
+    from te_fsdp.sharding.optimizer import check_optimizer
+
+    model = Small()
+    early = torch.optim.AdamW(model.parameters())
+    shard(model)
+    late = adam(model)
+    te_fsdp.checkpoint.save(f"{directory}/step-1", model, late)
+    wrong = early if only_rank in (None, dist.get_rank()) else late
+    found = [
+        error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, wrong)),
+        error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", model, wrong)),
+        error_of(lambda: check_optimizer(model, early)),
+    ]
+    check_optimizer(model, late)
+    assert not Path(directory, "step-2").exists()
+    return found
+
+
+def damaged(directory: str, kind: str) -> tuple[str, str]:
+    """A directory that is no whole checkpoint, seen by all ranks alike; nothing may change."""
+    import te_fsdp
+
+    model = shard(Small())
+    path = Path(directory, "step-1")
+    te_fsdp.checkpoint.save(path, model, adam(model))
+    if dist.get_rank() == 0:
+        data = next(path.glob("__0_*.distcp"))
+        if kind == "truncated":
+            data.write_bytes(data.read_bytes()[:-100])
+        elif kind == "missing file":
+            data.unlink()
+        elif kind == "manifest":
+            manifest = path / "te_fsdp.json"
+            manifest.write_text(manifest.read_text()[:-100])
+        elif kind == "plain":
+            (path / "te_fsdp.json").unlink()
+    dist.barrier()
+    target = {"no path": Path(directory, "step-11"), "parent": Path(directory)}.get(kind, path)
+    before = _values(model)
+    found = error_of(lambda: te_fsdp.checkpoint.load(target, model))
+    assert all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
+    newest = te_fsdp.checkpoint.latest(directory)
+    assert newest == (path if kind in ("no path", "parent") else None)
+    return found
+
+
+def failing_write(directory: str) -> dict[str, Any]:
+    """Rank 1 cannot write: all ranks raise, nothing appears, the next save works and cleans up."""
+    import te_fsdp
+    from te_fsdp.checkpoint import planner
+
+    model = shard(Small())
+    optimizer = adam(model)
+    te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
+    original = planner._SavePlanner.lookup_object
+
+    def broken(self: Any, index: Any) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        planner._SavePlanner.lookup_object = broken
+    found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
+    planner._SavePlanner.lookup_object = original
+    left = sorted(p.name for p in Path(directory).iterdir())
+    newest = te_fsdp.checkpoint.latest(directory)
+    dist.barrier()
+    te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer)
+    again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
+    after = sorted(p.name for p in Path(directory).iterdir())
+    return {"error": found, "left": left, "newest": str(newest), "again": again, "after": after}
+
+
+def drifted(directory: str, what: str) -> tuple[str, str]:
+    """Ranks disagree on what is written once for all."""
+    import te_fsdp
+    from te_fsdp import _te, _torch
+
+    if what == "scale":
+        run = Run(Case(optimizer="fused", recipe="current", quantized=True), AXES, seed=0)
+        model: nn.Module = run.model
+        local = next(x for p in model.parameters() if _te.is_quantized(x := _torch.local_of(p)))
+        local.get_metadata()["fp8_scale_inv"].mul_(1 + dist.get_rank())
+    elif what == "unsharded":
+        torch.manual_seed(dist.get_rank())
+        model = Small()
+    else:
+        model = Small(extra="third" if dist.get_rank() else "")
+    found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-1", model))
+    assert not Path(directory, "step-1").exists()
+    return found
+
+
+def other_format(directory: str) -> list[tuple[str, str]]:
+    """bf16 weights into a quantized model and back; main weights into an optimizer without; nothing may change."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    import te_fsdp
+
+    quantized, plain = Case(optimizer="fused", recipe="mxfp8", quantized=True), Case(optimizer="fused")
+    found = []
+    for saved, loaded in ((quantized, plain), (plain, quantized)):
+        run, other = Run(saved, AXES, seed=0), Run(loaded, AXES, seed=1)
+        run.steps(1)
+        path = f"{directory}/{saved.recipe}"
+        te_fsdp.checkpoint.save(path, run.model, run.optimizer)
+        before = local_state(other)
+        found.append(
+            error_of(lambda path=path, run=other: te_fsdp.checkpoint.load(path, run.model, run.optimizer))
+        )
+        assert not differing(before, local_state(other))
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    groups = [{"params": trained[:3]}, {"params": trained[3:]}]
+    without = FusedAdam(groups, master_weights=False)
+    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, without)))
+    eight = FusedAdam(groups, exp_avg_dtype=torch.uint8)
+    found.append(error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/x", run.model, eight)))
+    return found
