@@ -273,42 +273,66 @@ def without_gradients(case: str, axes: dict[str, int], wrap: str) -> None:
 def recomputed(axes: dict[str, int], wrap: str, reentrant: bool) -> None:
     """Body: te.checkpoint runs forward twice; gradients are those without it.
 
-    Not to the bit, with stock TE in one process neither: the gradients of the two residual branches may be added in
-    another order, one rounding (6e-8) of terms a few times larger than their sum.
+    Not to the bit, with stock TE in one process neither: residual gradients are added in another order, and on GPUs the
+    activation's fused kernels are others. What stock TE itself differs by is measured here, and four times that, or
+    2e-6 (a few roundings of 6e-8 of terms a few times larger than their sum), is allowed.
     """
-    import transformer_engine.pytorch as te
-
     import te_fsdp
 
-    meshes, gradients = _meshes(axes), []
-    for recompute in (False, True):
+    meshes = _meshes(axes)
+
+    def built(build: Build) -> nn.Module:
         torch.manual_seed(0)
-        build = Build(harness.device(), **meshes.te_kwargs(), sequence_parallel=True)
-        model = nn.Sequential(
+        return nn.Sequential(
             *(KINDS["transformer_layer"](build, qk_norm_type="RMSNorm").module for _ in range(2))
         )
+
+    def sharded() -> nn.Module:
+        model = built(Build(harness.device(), **meshes.te_kwargs(), sequence_parallel=True))
         if wrap == "tp":
             te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp)
         else:
             te_fsdp.fully_shard(model, meshes)
-        torch.manual_seed(1)
-        x = torch.randn(
-            SEQUENCE // meshes.size("tp"), BATCH, HIDDEN, device=harness.device(), requires_grad=True
-        )
-        run = _with_checkpoints(te, model, meshes, reentrant) if recompute else model
-        run(x).square().sum().backward()
-        gradients.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}})
-    checks = Findings()
-    for name, gradient in gradients[1].items():
-        pair = [getattr(g, "_local_tensor", g) for g in (gradient, gradients[0][name])]
-        checks.attempt(checks.close, name, *pair, 2e-6, "residual gradients added in another order")
-    checks.settle(len(gradients[0]) // 2)
+        return model
+
+    tp = meshes.size("tp")
+    stock = [_gradients(built(Build(harness.device())), 1, None, once, reentrant) for once in (False, True)]
+    own = max(_relative(stock[1][name], stock[0][name]) for name in stock[0])
+    group = meshes.te_kwargs()["tp_group"]
+    ours = [_gradients(sharded(), tp, group, once, reentrant) for once in (False, True)]
+    checks, allowed = Findings(), max(2e-6, 4 * own)
+    for name, gradient in ours[1].items():
+        why = f"four times stock TE's own {own:.1e}, or a few roundings"
+        checks.attempt(checks.close, name, gradient, ours[0][name], allowed, why)
+    checks.settle(len(ours[0]) // 2)
 
 
-def _with_checkpoints(te: Any, model: nn.Module, meshes: Any, reentrant: bool) -> Any:
+def _gradients(
+    model: nn.Module, tp: int, tp_group: Any, recompute: bool, reentrant: bool
+) -> dict[str, torch.Tensor]:
+    """Local gradients of the input and of every parameter after one backward."""
+    torch.manual_seed(1)
+    x = torch.randn(SEQUENCE // tp, BATCH, HIDDEN, device=harness.device(), requires_grad=True)
+    run = _with_checkpoints(model, tp_group, reentrant) if recompute else model
+    run(x).square().sum().backward()
+    grads = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+    return {name: getattr(g, "_local_tensor", g) for name, g in grads.items()}
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The larger of the relative errors by norm and of the worst element, as `Comparisons.close` takes them."""
+    difference = (actual - expected).double()
+    by_norm = difference.norm() / expected.double().norm().clamp(min=1e-30)
+    worst = difference.abs().max() / expected.abs().max().clamp(min=1e-30)
+    return float(max(by_norm, worst))
+
+
+def _with_checkpoints(model: nn.Module, tp_group: Any, reentrant: bool) -> Any:
+    import transformer_engine.pytorch as te
+
     def run(x: torch.Tensor) -> torch.Tensor:
         for layer in model:
-            x = te.checkpoint(layer, x, tp_group=meshes.te_kwargs()["tp_group"], use_reentrant=reentrant)
+            x = te.checkpoint(layer, x, tp_group=tp_group, use_reentrant=reentrant)
         return x
 
     return run

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parity.binding import _meshes
 from parity.models import BATCH, GROUPS, HEADS, HIDDEN, KINDS, SEQUENCE, Build
+from parity.runs import Findings
 
 
 def freed(axes: dict[str, int], wrap: str) -> int:
@@ -67,6 +68,8 @@ def copied() -> None:
 def no_tensor_parallelism(tp_mesh: str) -> None:
     """Body: without a tp mesh, or with one of size 1, a model computes what stock TE computes, bit for bit.
 
+    But for gradients on GPUs, where kernels sum over tokens in an order that varies from run to run.
+
     Args:
         tp_mesh: "none", or "one" for a mesh of one rank.
     """
@@ -88,10 +91,14 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
     for one in models:
         one(x).square().sum().backward()
         gradients.append({name: harness.full(p.grad) for name, p in one.named_parameters()})
-    checks = harness.Comparisons()
+    checks, bits = Findings(), harness.device_type() == "cpu"
     for name, gradient in gradients[0].items():
-        checks.same_bits(name, gradient, gradients[1][name])
-    checks.require(10)
+        if bits:
+            checks.attempt(checks.same_bits, name, gradient, gradients[1][name])
+        else:
+            why = "atomic sums over 32 tokens: some fp32 roundings"
+            checks.attempt(checks.close, name, gradient, gradients[1][name], 1e-6, why)
+    checks.settle(10)
     fully_shard(model, mesh=mesh["dp"])
     harness.assert_same_bits("sharded", model(x), stock(x))
 
