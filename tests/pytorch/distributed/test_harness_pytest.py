@@ -57,9 +57,11 @@ def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **e
         "-rs",
         *options,
     ]
+    # Under `make coverage` this process tells its children by COVERAGE_* to measure what it measures itself.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
         [*command, "--rootdir", str(folder), "-c", os.devnull, str(folder / "test_sample.py")],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", **env},
+        env={**inherited, "PYTHONPATH": path, "COLUMNS": "200", **env},
         capture_output=True,
         text=True,
         timeout=200,
