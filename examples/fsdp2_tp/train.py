@@ -1,11 +1,10 @@
-"""A byte-level language model of TransformerEngine layers: FSDP2, tensor parallelism, resumed on another mesh.
+"""A byte-level language model of TransformerEngine layers on FSDP2 x TP, resumed on another mesh.
 
 Train on 2 x FSDP, 2 x TP, save, and go on with 4 x FSDP. On NVIDIA GPUs as it stands; on the CPU after
 `export TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` (TransformerEngine emulated: losses count, speed does not):
 
-    cd examples/fsdp2_tp
-    torchrun --standalone --nproc-per-node 4 train.py --tp 2 --recipe current --steps 20 --save out/ckpt
-    torchrun --standalone --nproc-per-node 4 train.py --tp 1 --recipe current --steps 40 --resume out/ckpt
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train.py --tp 2 --steps 20 --save out/ckpt
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train.py --tp 1 --steps 40 --resume out/ckpt
 
 The text is the Python standard library's own source, or --data FILE_OR_DIR. README.md here tells more.
 """
@@ -27,8 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
+from matplotlib.figure import Figure
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from tqdm import tqdm
 
 import te_fsdp
@@ -211,6 +211,12 @@ def build(options: Options, meshes: te_fsdp.Meshes, recipe: te_recipe.Recipe | N
         units=[te.TransformerLayer],
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # Sum, not average: a rank's loss is its share of the global mean. Gradients are then of one size on every
+            # mesh, which delayed scaling needs when it resumes. (gloo needs the second line for the first.)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
     te_fsdp.materialize(model, seed=options.seed)
     adam = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if not fused:
@@ -235,14 +241,13 @@ def start_main_weights(model: nn.Module, optimizer: Any) -> None:
             local.clear_high_precision_init_val()
 
 
-def resume(options: Options, model: nn.Module, optimizer: Any, fresh: dict[str, Any]) -> dict[str, Any]:
+def resume(options: Options, model: nn.Module, optimizer: Any, about: dict[str, Any]) -> dict[str, Any]:
     """Load --resume into model and optimizer; returns the progress that was saved with them."""
     path = te_fsdp.checkpoint.latest(options.resume) or options.resume
     progress = te_fsdp.checkpoint.load(path, model, optimizer)
-    for what in ("data", "seed", "seq"):
-        if progress[what] != fresh[what]:
-            saved, ours = progress[what], fresh[what]
-            stop(f"{path} was trained with {what} {saved}, this run has {ours}: other batches would follow.")
+    for what, ours in about.items():
+        if ours != progress[what]:
+            stop(f"{path} has {what} {progress[what]}, this run {ours}: other batches would follow.")
     if RANK == 0:
         print(f"resumed from {path}: step {progress['step']}, sequence {progress['position']}")
     return progress
@@ -255,8 +260,7 @@ class Log:
         self.emulated = os.environ.get("TE_FSDP_EMULATION") if te_fsdp.emulation.active() else None
         self.about = {"mesh": str(meshes), "recipe": options.recipe, "emulated": self.emulated}
         self.losses, self.start, self.rates = losses, len(losses), []
-        self.tokens = options.batch * options.seq  # in a step, over all ranks
-        self.out = options.out
+        self.tokens, self.out = options.batch * options.seq, options.out
         self.out.mkdir(parents=True, exist_ok=True)
         # Another run's rows stay as far as this one builds upon them.
         path = self.out / "metrics.jsonl"
@@ -264,13 +268,12 @@ class Log:
         path.write_text("".join(f"{row}\n" for row in earlier if json.loads(row)["step"] < self.start))
         self.file = path.open("a")
         label = f"training (TE emulated, {self.emulated})" if self.emulated else "training"
-        # Not on a terminal: a line now and then instead of an animation.
-        every = 0.1 if sys.stderr.isatty() else 10.0
+        every = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates
         self.bar = tqdm(total=options.steps, initial=self.start, desc=label, unit="step", mininterval=every)
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """Add one step."""
-        rate = self.tokens / seconds
+        rate = self.tokens / seconds  # over all ranks
         self.losses.append(loss)
         self.rates.append(rate)
         row = {"step": step, "loss": loss, "loss_hex": loss.hex(), "tokens_per_s": round(rate, 1)}
@@ -282,27 +285,23 @@ class Log:
         """Draw loss.png and print the summary line."""
         self.bar.close()
         self.file.close()
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
         if self.start:
             axes.plot(self.losses[: self.start], color="gray", label="before the checkpoint")
             axes.axvline(self.start - 0.5, color="gray", linewidth=0.8, linestyle=":")
         axes.plot(range(self.start, len(self.losses)), self.losses[self.start :], label=self.about["mesh"])
-        axes.set(xlabel="step", ylabel="loss (nats per byte)", title=f"recipe {self.about['recipe']}")
+        axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        axes.set_title(f"recipe {self.about['recipe']}", loc="left")
         if self.emulated:
             axes.set_title(f"TransformerEngine emulated, arch {self.emulated}", loc="right", fontsize=8)
         axes.legend()
         figure.savefig(self.out / "loss.png", dpi=80)
-        rate = sorted(self.rates)[len(self.rates) // 2] if self.rates else 0.0
+        rate = sorted(self.rates)[len(self.rates) // 2]
         note = " (emulated: says nothing about speed)" if self.emulated else ""
         step, first, last = len(self.losses), self.losses[self.start], self.losses[-1]
-        print(
-            f"done: step {step}, loss {first:.4f} -> {last:.4f}, {rate:,.0f} tokens/s{note}, see {self.out}"
-        )
+        shown = f"loss {first:.4f} -> {last:.4f}, {rate:,.0f} tokens/s{note}"
+        print(f"done: step {step}, {shown}, see {self.out}")
 
 
 def check(options: Options, meshes: te_fsdp.Meshes) -> None:
@@ -324,27 +323,26 @@ def planned_saves(options: Options, begin: int) -> dict[int, Path]:
     """Steps to save after, and where."""
     if not options.save:
         return {}
-    every = options.save_every or options.steps
-    paths = {n: options.save / f"step-{n}" for n in range(begin + 1, options.steps + 1) if n % every == 0}
-    paths[options.steps] = options.save / f"step-{options.steps}"
+    steps = {n for n in range(begin + 1, options.steps) if options.save_every and n % options.save_every == 0}
+    paths = {n: options.save / f"step-{n}" for n in sorted(steps | {options.steps})}
     taken = [str(path) for path in paths.values() if path.exists()]
+    dist.barrier()  # nobody saves before all have looked
     if taken:
         stop(f"{', '.join(taken)} exists already: --resume {options.save}, or remove it.")
     return paths
 
 
-def portion(options: Options, meshes: te_fsdp.Meshes) -> tuple[int, int, int, torch.Tensor]:
-    """This rank's sequences of the global batch (first, how many) and its part of each (of how many, places).
+def portion(options: Options, meshes: te_fsdp.Meshes) -> tuple[int, int, torch.Tensor, int]:
+    """This rank's sequences of the global batch (first, how many), its places in each, how many ranks share them.
 
     Ranks of one tp group take the same sequences: whole ones, or one part each with sequence parallelism.
     """
-    axes = ("dp_replicate", "dp_shard", "tp")
-    replica, shard, tp_rank = (meshes.device_mesh.get_local_rank(axis) for axis in axes)
+    replica, shard, tp_rank = map(meshes.device_mesh.get_local_rank, ("dp_replicate", "dp_shard", "tp"))
     share = options.batch // (meshes.size("dp_replicate") * meshes.size("dp_shard"))
     first = (replica * meshes.size("dp_shard") + shard) * share
     parts = meshes.size("tp") if options.sequence_parallel else 1
     places = torch.arange(options.seq, device=meshes.device).chunk(parts)[tp_rank % parts]
-    return first, share, parts, places
+    return first, share, places, meshes.size("tp") // parts
 
 
 def main(options: Options) -> None:
@@ -355,34 +353,33 @@ def main(options: Options) -> None:
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
     model, optimizer = build(options, meshes, recipe)
     # What a checkpoint keeps beside model and optimizer; the losses for the plot of a resumed run.
-    progress = {"step": 0, "position": 0, "losses": []}
-    progress |= {"data": text.digest, "seed": options.seed, "seq": options.seq}
+    about = {"data": text.digest, "seed": options.seed, "seq": options.seq}
+    progress = {"step": 0, "position": 0, "losses": [], **about}
     if options.resume:
-        progress = resume(options, model, optimizer, progress)
+        progress = resume(options, model, optimizer, about)
     if RANK == 0:
         print(te_fsdp.report(model))
     if progress["step"] >= options.steps:
         stop(f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}.")
     paths = planned_saves(options, progress["step"])
-    dist.barrier()  # nobody saves before all have looked
     log = Log(options, meshes, list(progress["losses"])) if RANK == 0 else None
 
-    first, share, parts, places = portion(options, meshes)
+    first, share, places, copies = portion(options, meshes)
     for step in range(progress["step"], options.steps):
         began = time.perf_counter()
         torch.manual_seed(options.seed + 7919 * step + first)  # for recipes that round stochastically
         tokens = text.take(progress["position"] + first, share).to(meshes.device)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             logits = model(tokens[places], places)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[places + 1].flatten())
-        # FSDP2 averages over data parallel; gradients of parts of a sequence are summed over tp.
-        (loss / parts).backward()
+        total = F.cross_entropy(logits.flatten(0, 1).float(), tokens[places + 1].flatten(), reduction="sum")
+        loss = total / (options.batch * options.seq)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
         mean = loss.detach().double()
         dist.all_reduce(mean)
-        progress["losses"].append(mean.item() / dist.get_world_size())
+        progress["losses"].append(mean.item() / copies)
         progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
         if log:
             log.step(step, progress["losses"][-1], time.perf_counter() - began)
@@ -391,9 +388,12 @@ def main(options: Options) -> None:
 
     if log:
         log.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(tyro.cli(Options, console_outputs=RANK == 0))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Communication threads that are still ending when the interpreter shuts down abort it now and then.
+    sys.stdout.flush()
+    os._exit(0)
