@@ -41,6 +41,11 @@ def fails():
 """
 
 
+def unmeasured_environment() -> dict[str, str]:
+    """Under `make coverage` this process tells its children by COVERAGE_* to measure what it measures itself."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+
+
 def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **env: str) -> str:
     (folder / "test_sample.py").write_text(sample)
     path = os.pathsep.join([str(HERE), *(entry for entry in sys.path if entry)])
@@ -57,11 +62,9 @@ def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **e
         "-rs",
         *options,
     ]
-    # Under `make coverage` this process tells its children by COVERAGE_* to measure what it measures itself.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(
         [*command, "--rootdir", str(folder), "-c", os.devnull, str(folder / "test_sample.py")],
-        env={**inherited, "PYTHONPATH": path, "COLUMNS": "200", **env},
+        env={**unmeasured_environment(), "PYTHONPATH": path, "COLUMNS": "200", **env},
         capture_output=True,
         text=True,
         timeout=200,
@@ -97,12 +100,16 @@ def test_coverage_is_measured_in_workers(tmp_path):
     measure = ("-m", "coverage", "run", f"--data-file={data}", "--parallel-mode", f"--include={tmp_path}/*")
     output = run_sample(tmp_path, sample, "--device", "cpu", python=measure)
     assert "1 passed" in output, output
-    coverage = [sys.executable, "-m", "coverage"]
+    coverage, env = [sys.executable, "-m", "coverage"], unmeasured_environment()
     subprocess.run(
-        [*coverage, "combine", f"--data-file={data}", str(tmp_path)], check=True, capture_output=True
+        [*coverage, "combine", f"--data-file={data}", str(tmp_path)], check=True, capture_output=True, env=env
     )
     report = subprocess.run(
-        [*coverage, "report", f"--data-file={data}", "-m"], capture_output=True, text=True, cwd=tmp_path
+        [*coverage, "report", f"--data-file={data}", "-m"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
     ).stdout
     line = next(line for line in report.splitlines() if line.startswith("measured.py"))
     assert line.split()[1:4] == ["3", "0", "100%"], report
