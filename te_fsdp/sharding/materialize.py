@@ -32,7 +32,7 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
     on the device draws from the same random state. Modules are initialised in the order of
     ``model.modules()``: TE modules by their init methods, others by their ``reset_parameters``. Weights under
     ``quantized_model_init`` are quantized, with one scale per weight. Modules without a tensor on meta are
-    left alone.
+    left alone. Tied parameters stay tied, with the initial values of the last module that owns them.
 
     Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of
     temporary memory.
