@@ -120,10 +120,10 @@ def owned_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def clean_name(prefix: str, name: str) -> str:
     """Full name without the parts that wrappers add."""
-    full = f"{prefix}.{name}" if prefix else name
+    full = ".".join(part for part in (prefix, name) if part) + "."
     for wrapper in _WRAPPERS:
         full = full.replace(wrapper, "")
-    return full
+    return full[:-1]
 
 
 def cut_entry(local: torch.Tensor, shape: Iterable[int], boxes: Iterable[Box]) -> Entry:

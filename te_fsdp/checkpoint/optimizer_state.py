@@ -222,6 +222,10 @@ def prepare_loading(optimizer: Optimizer, saved: dict[str, Any], owned: dict[str
             if described is None:
                 optimizer.state.pop(parameter, None)
                 continue
+            if not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
+                # TE's FusedAdam keeps more about a state than the state itself.
+                low = parameter.dtype == torch.bfloat16
+                optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
             present = optimizer.state[parameter]
             fresh = {k: _slot(d, parameter, present.get(k), on_device) for k, d in described.items()}
             present.clear()

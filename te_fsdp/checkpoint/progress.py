@@ -29,3 +29,5 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(text, total=total)
         yield lambda count: progress.advance(task, count)
+        # Replicas that other ranks write never pass here.
+        progress.update(task, completed=total)

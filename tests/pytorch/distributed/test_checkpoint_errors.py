@@ -47,6 +47,11 @@ def test_strict_false_takes_what_fits(pool, tmp_path):
     assert "optimizer group 0" in warning
 
 
+def test_main_weights_follow_a_partial_load(pool, tmp_path):
+    outcome = same_on_all(pool.run(mistakes.main_weights_follow, 2, directory=str(tmp_path)))
+    assert outcome["wrong"] == 0 and outcome["state"] > 10
+
+
 @pytest.mark.parametrize("only_rank", [None, 1])
 def test_an_optimizer_built_before_sharding(pool, tmp_path, only_rank):
     results = pool.run(mistakes.optimizer_before_sharding, 2, directory=str(tmp_path), only_rank=only_rank)

@@ -120,11 +120,12 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
     fresh = differing(saved, local_state(other))
     unloaded = Run(case, axes, seed=1)
     unloaded.position = BEFORE
+    (without,) = unloaded.steps(1)
     load_through(route, other, path)
     wrong = differing(saved, local_state(other))
     outcome = {"wrong": wrong, "tensors": len(saved), "fresh": len(fresh), "losses": losses}
     outcome["options"] = options(other)
-    outcome["loaded"], outcome["unloaded"] = other.steps(AFTER), unloaded.steps(AFTER)
+    outcome["loaded"], outcome["unloaded"] = other.steps(AFTER), without
     return outcome
 
 

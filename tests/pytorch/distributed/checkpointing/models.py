@@ -21,6 +21,7 @@ class Case:
     Attributes:
         stacked: gated fc1 and fused, non-interleaved QKV with grouped queries; otherwise plain layouts alone.
         optimizer: "adamw" (fp32 weights), "sgd" (with momentum) or "fused" (TE's, bf16 weights, fp32 main ones).
+            "fused bf16": moments in bf16. "remainders": main weights as the 16 bits that bf16 weights lack.
         recipe: TE's quantization recipe; "none" for none.
         quantized: whether weights are held quantized.
         unused: whether a trainable parameter is used by nothing. Its missing state breaks torch's set_state_dict.
@@ -34,7 +35,7 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.optimizer == "fused" else torch.float32
+        return torch.float32 if self.optimizer in ("adamw", "sgd") else torch.bfloat16
 
 
 class Model(nn.Module):
@@ -135,8 +136,11 @@ class Run:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         # Two groups with options of their own.
         groups = [{"params": trained[:3], "lr": 3e-3}, {"params": trained[3:], "weight_decay": 0.2}]
-        if self.case.optimizer == "fused":
-            return FusedAdam(groups, lr=2e-3, betas=(0.8, 0.95), master_weights=True)
+        if self.case.dtype is torch.bfloat16:
+            dtypes = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
+            options = {"fused": {}, "fused bf16": dtypes, "remainders": {"store_param_remainders": True}}
+            more = options[self.case.optimizer]
+            return FusedAdam(groups, lr=2e-3, betas=(0.8, 0.95), master_weights=True, **more)
         if self.case.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
         return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95))
