@@ -2,9 +2,7 @@
 
 FSDP2 splits parameters with tensor operations for which TE's block formats have no quantized answer:
 float8-block and NVFP4 weights come out dequantized, MXFP8 ones raise or dequantize (TE 2.20.2). te_fsdp hands
-FSDP2 the high-precision values instead and quantizes each shard afterwards, with the scale of the whole
-weight. Quantizing dequantized values
-gives the same bytes again: each is already a point of the format's grid under its scale.
+FSDP2 the high-precision values instead, quantizes each shard afterwards, and copies the whole weight's bytes into it.
 """
 
 from __future__ import annotations
@@ -17,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import binding_of
+from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import PlacementError, message
+from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import quantize_shard
+from te_fsdp.quantized.components import components_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,12 +38,14 @@ class Stashed:
         module: Owner.
         name: Parameter name in the owner.
         quantizer: The weight's own quantizer.
+        whole: The tp-local quantized weight, whose bytes the shards take over.
         keep_high_precision: Whether the shard shall keep its high-precision value, as the whole weight did.
     """
 
     module: nn.Module
     name: str
     quantizer: Any
+    whole: torch.Tensor
     keep_high_precision: bool
 
 
@@ -103,14 +105,14 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
                 continue
             kept = _te.high_precision_value(local)
             value = local.dequantize() if kept is None else kept.to(local.device)
-            stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), kept is not None))
+            stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), local, kept is not None))
             module._parameters[name] = _replace(parameter, value)
             binding.requantizes = True
     return stashed
 
 
 def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
-    """Quantize the shards of stashed weights, one scale for one weight.
+    """Quantize the shards of stashed weights: each is its part of the whole weight, to the byte.
 
     Collective over the weight mesh for formats with one scale per tensor.
     """
@@ -120,10 +122,34 @@ def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
         assert parameter is not None and binding is not None
         value = _torch.local_of(parameter).detach()
         local = quantize_shard(value, item.quantizer, binding)
+        _copy_bytes(item, parameter, local, binding)
         if item.keep_high_precision:
             _te.attach_high_precision_value(local, value.cpu())
         item.module._parameters[item.name] = _replace(parameter, local)
         binding.requantizes = False
+
+
+def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, binding: Binding) -> None:
+    """Overwrite a fresh shard with its rows of the tp-local weight. Local operation.
+
+    Quantizing dequantized values gives the same values, but not always the same bytes: MXFP8 rounds the amax of a
+    block up to a power of two, and the dequantized amax may lie below one that the original exceeded; its columnwise
+    bytes come from the original values, not from the rowwise ones.
+    """
+    if _te.format_of(local) not in BLOCK_ROWS:
+        return  # hybrids: no table of their buffers
+    mesh = parameter.device_mesh  # type: ignore[missing-attribute]
+    axis = mesh.ndim - (2 if binding.tp_mesh is not None else 1)
+    shape = tuple(local.shape)
+    start = mesh.get_coordinate()[axis] * shape[0]
+    box = Box((start,) + (0,) * (len(shape) - 1), (0,) * len(shape), shape)
+    label = binding.label(item.name)
+    sources = {component.name: component for component in components_of(item.whole, label)}
+    for target in components_of(local, label):
+        if target.name in sources:
+            source, (part,) = sources[target.name], target.boxes([box], label)
+            target.tensor[part.local_slices()].copy_(source.tensor[part.original_slices()])
+    _te.forget_transpose(local)
 
 
 def _replace(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.nn.Parameter:

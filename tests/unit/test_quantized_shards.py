@@ -15,8 +15,10 @@ import te_fsdp
 from te_fsdp import _te
 from te_fsdp.binding import Binding
 from te_fsdp.errors import MeshError
+from te_fsdp.layout.boxes import Box
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather
+from te_fsdp.quantized.components import components_of
 from te_fsdp.quantized.shards import BLOCK_ROWS
 
 WORLD, ME = 16, 8
@@ -59,14 +61,10 @@ def local(model: nn.Module) -> torch.Tensor:
     return model.up.weight._local_tensor
 
 
-# Scales that span a block of 32 or 128: a shard of whole blocks has the very scales of the whole weight.
-@pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "Float8BlockScaling"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_shard_is_the_slice_of_the_whole_weight(world, recipe, place):
-    """In every value, although FSDP2 cut high-precision ones: quantizing a point of the grid gives it again.
-
-    Of MXFP8 not in every byte: a block whose largest value was rounded down may get half the scale and twice the codes.
-    """
+    """In every byte, although FSDP2 cut high-precision values: the bytes are copied."""
     whole = Model(world, recipe).up.weight
     fmt = _te.format_of(whole)
     model = te_fsdp.fully_shard(Model(world, recipe), meshes_at(place))
@@ -74,9 +72,14 @@ def test_a_shard_is_the_slice_of_the_whole_weight(world, recipe, place):
     assert _te.format_of(shard) == fmt
     part = slice(place * ROWS // 2, (place + 1) * ROWS // 2)
     assert torch.equal(shard.dequantize(), whole.dequantize()[part])
-    if fmt == "float8-block":
-        assert torch.equal(shard._rowwise_data, whole._rowwise_data[part])
-        assert torch.equal(shard._columnwise_data, whole._columnwise_data[:, part])
+    sources = {c.name: c for c in components_of(whole.detach(), "whole")}
+    targets = components_of(shard, "shard")
+    assert {c.name for c in targets} == set(sources)
+    box = Box((part.start, 0), (0, 0), tuple(shard.shape))
+    for target in targets:
+        cut = target.boxes([box], "weight")[0]
+        expected = sources[target.name].tensor[cut.original_slices()]
+        assert torch.equal(target.tensor[cut.local_slices()], expected), target.name
     other = slice((1 - place) * ROWS // 2, (2 - place) * ROWS // 2)
     assert not torch.equal(shard.dequantize(), whole.dequantize()[other])  # negative control
 
