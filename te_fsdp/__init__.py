@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.materialize import materialize as materialize
+    from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.report import report as report
 
 # Where each public name lives, by role.
@@ -35,6 +36,7 @@ _HOMES = {
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
+    "check_optimizer": "te_fsdp.sharding.optimizer",
     # errors
     "TeFsdpError": "te_fsdp.errors",
     "MeshError": "te_fsdp.errors",

@@ -24,6 +24,8 @@ from te_fsdp.quantized.components import components_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from te_fsdp.layout.rules import Layout
+
 __all__ = ["BLOCK_ROWS", "check_shardable", "restore_quantized", "stash_quantized"]
 
 #: Rows (and columns) that one scale spans: a shard must hold whole blocks. Float8 has one scale per tensor.
@@ -49,23 +51,42 @@ class Stashed:
     keep_high_precision: bool
 
 
-def check_shardable(weights: Iterable[tuple[str, nn.Module, str]], fsdp_size: int) -> None:
+def check_shardable(weights: Iterable[tuple[str, nn.Module, str, Layout]], fsdp_size: int) -> None:
     """Raise, before anything is changed, if a weight that is or will be quantized would get unfit shards.
 
     Local operation; every rank sees the same shapes and raises the same.
 
     Args:
-        weights: Label, owner and name of each weight that TE may hold quantized; tp-local, not yet cut by FSDP2.
+        weights: Label, owner, name, layout of each weight that TE may hold quantized; tp-local, not yet cut.
         fsdp_size: Ranks that FSDP2 will shard over.
 
     Raises:
         PlacementError: Names the parameter, its tp-local shape, and the smallest size that fits.
     """
-    for label, module, name in weights:
+    for label, module, name, layout in weights:
         parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
         if parameter is not None and quantizer is not None:
             shape = tuple(_torch.local_of(parameter).shape)
-            _check_blocks(label, shape, _te.format_of_quantizer(quantizer), fsdp_size)
+            fmt = _te.format_of_quantizer(quantizer)
+            _check_blocks(label, shape, fmt, fsdp_size)
+            _check_stacked(label, shape, fmt, layout)
+
+
+def _check_stacked(label: str, shape: tuple[int, ...], fmt: str, layout: Layout) -> None:
+    """No scale may span two of the tensors that are stacked in one weight: in the original they lie apart."""
+    block, parts = BLOCK_ROWS.get(fmt, 1), layout.blocks
+    heights = [shape[0] * part // sum(parts) for part in parts]
+    if not layout.is_stacked or all(height % block == 0 for height in heights):
+        return
+    raise PlacementError(
+        message(
+            f"{label}: stacked {fmt} weight of tp-local shape {shape}",
+            expected=f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows",
+            got=f"{heights} rows",
+            why="A scale would span rows that lie apart in the unsharded weight, and no checkpoint could hold it",
+            fix="use fewer tp ranks, wider heads or MLP, or high-precision weights",
+        )
+    )
 
 
 def _check_blocks(label: str, shape: tuple[int, ...], fmt: str, fsdp_size: int) -> None:

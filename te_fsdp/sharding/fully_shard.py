@@ -21,6 +21,7 @@ from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_a
 if TYPE_CHECKING:
     from torch import nn
 
+    from te_fsdp.layout.rules import Layout
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import Planned
 
@@ -89,11 +90,12 @@ def fully_shard(
     return model
 
 
-def _quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Label, owner and name of every weight that TE may hold quantized."""
+def _quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str, Layout]]:
+    """Label, owner, name and layout of every weight that TE may hold quantized."""
     for item in planned:
-        for name in (n for n, rule in item.rules.items() if rule.quantizable):
-            yield f"{item.name}.{name}" if item.name else name, item.module, name
+        for name, rule in item.rules.items():
+            if rule.quantizable:
+                yield f"{item.name}.{name}" if item.name else name, item.module, name, rule.layout
 
 
 def _check_order(model: nn.Module) -> None:

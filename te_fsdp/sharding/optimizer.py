@@ -18,8 +18,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise if an optimizer holds parameters that are not (or no longer) the model's.
 
     Sharding, and materialisation from meta, put new parameters into the model. An optimizer built before goes
-    on with the old
-    ones: its steps change nothing that the model reads. Local operation, though FSDP2 units are resharded.
+    on with the old ones: its steps change nothing that the model reads. Local operation, though FSDP2 units
+    are resharded.
 
     Args:
         model: The model, sharded or not.

@@ -112,6 +112,19 @@ def unfit_blocks() -> None:
     te_fsdp.fully_shard(model, _meshes())
 
 
+def unfit_stacked_blocks() -> None:
+    """MXFP8, gate and up of 16 rows each in one tp-local weight of 32: a block would hold rows of both."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+
+    import te_fsdp
+
+    meshes = _meshes(tp=2)
+    options = {"activation": "swiglu", "set_parallel_mode": True, "device": "meta", **meshes.te_kwargs()}
+    with te.quantized_model_init(enabled=True, recipe=MXFP8BlockScaling()):
+        te_fsdp.fully_shard(te.LayerNormMLP(64, 32, **options), meshes)
+
+
 def fused_accumulation() -> None:
     import te_fsdp
 

@@ -28,6 +28,11 @@ CASES = [
         ["linear.weight", "mxfp8", "(8, 8)", "divisible by 2 * 32", "got 8 rows", "Fix: use 64 rows"],
     ),
     (
+        bodies.unfit_stacked_blocks,
+        "PlacementError",
+        ["fc1_weight", "stacked mxfp8", "(32, 64)", "a multiple of 32 rows", "got [16, 16] rows", "Fix:"],
+    ),
+    (
         bodies.fused_accumulation,
         "PlacementError",
         ["linear (Linear)", "fuse_wgrad_accumulation=True", "Fix:"],
@@ -41,7 +46,7 @@ CASES = [
     ("body", "error", "words"), CASES, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_text(pool, body, error, words):
-    if body is bodies.unfit_blocks and not pool.run(bodies_support, 1)[0]:
+    if body in (bodies.unfit_blocks, bodies.unfit_stacked_blocks) and not pool.run(bodies_support, 1)[0]:
         pytest.skip("MXFP8 needs Blackwell, or the emulation of one")
     for raised in pool.run_expect_error(body, 2):
         assert raised.type_name == error, raised
