@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from checkpointing import bodies
 from checkpointing.models import Case
@@ -10,6 +12,8 @@ DP2_TP2 = {"dp_shard": 2, "tp": 2}
 DP4 = {"dp_shard": 4}
 TP4 = {"dp_shard": 1, "tp": 4}
 ONE = {"dp_shard": 1}
+# For machines with two GPUs.
+TP2, DP2 = {"dp_shard": 1, "tp": 2}, {"dp_shard": 2}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 
 PLAIN, STACKED = Case(), Case(stacked=True)
@@ -51,8 +55,15 @@ SAME = [
     (Case(optimizer="remainders"), DP4, "te_fsdp"),
     (STACKED, HSDP_TP, "te_fsdp"),
     (FUSED, HSDP_TP, "plain"),
+    (STACKED, TP2, "te_fsdp"),
+    (FUSED, TP2, "plain"),
+    (FUSED, DP2, "te_fsdp"),
 ]
-IDS = {id(DP2_TP2): "dp2xtp2", id(DP4): "dp4", id(HSDP_TP): "hsdp2x2xtp2", id(TP4): "tp4", id(ONE): "one"}
+IDS = {id(DP2_TP2): "dp2xtp2", id(DP4): "dp4", id(HSDP_TP): "hsdp2x2xtp2", id(TP2): "tp2", id(DP2): "dp2"}
+
+
+def _ranks(axes: dict[str, int]) -> int:
+    return math.prod(axes.values())
 
 
 @pytest.mark.parametrize(
@@ -61,16 +72,14 @@ IDS = {id(DP2_TP2): "dp2xtp2", id(DP4): "dp4", id(HSDP_TP): "hsdp2x2xtp2", id(TP
         pytest.param(
             *row,
             id=f"{row[0].optimizer}-{IDS[id(row[1])]}-{row[2]}",
-            marks=pytest.mark.ranks(8 if row[1] is HSDP_TP else 4),
+            marks=pytest.mark.ranks(_ranks(row[1])),
         )
         for row in SAME
     ],
 )
 def test_same_mesh(pool, tmp_path, case, axes, route):
-    ranks = 8 if axes is HSDP_TP else 4
-    check_same(
-        run_body(pool, bodies.same_mesh, ranks, case=case, axes=axes, route=route, directory=str(tmp_path))
-    )
+    where = {"axes": axes, "directory": str(tmp_path)}
+    check_same(run_body(pool, bodies.same_mesh, _ranks(axes), case=case, route=route, **where))
 
 
 @pytest.mark.ranks(4)
@@ -94,6 +103,7 @@ def test_same_mesh_delayed(pool, tmp_path, recipe, quantized):
 
 
 MESHES = {"dp2xtp2": (DP2_TP2, 4), "dp4": (DP4, 4), "tp4": (TP4, 4), "one": (ONE, 1), "stock": (None, 1)}
+MESHES |= {"tp2": (TP2, 2), "dp2": (DP2, 2)}
 # fp32: as in the parity tests, ten chained sums of up to 256 products in another order. bf16: activations are
 # rounded to 8 bits, so that a loss may move by a unit in the last place.
 TOLERANCE = {"adamw": 1e-5, "fused": 2**-8}
@@ -109,6 +119,15 @@ def check_elsewhere(results: list[dict], losses: list[float], case: Case) -> Non
         assert outcome["wrong"] == []
         assert outcome["tensors"] > 30
         assert outcome["losses"] == pytest.approx(losses, rel=TOLERANCE[case.optimizer], abs=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", [STACKED, FUSED], ids=["adamw", "fused"])
+def test_stacked_layouts_between_meshes_of_two(pool, tmp_path, case):
+    losses = _run(pool, bodies.save_for_others, "tp2", case, tmp_path, routes=("te_fsdp",))[0]
+    for mesh in ("dp2", "one"):
+        results = _run(pool, bodies.load_elsewhere, mesh, case, tmp_path, route="te_fsdp")
+        check_elsewhere(results, losses, case)
 
 
 @pytest.mark.ranks(4)
