@@ -165,9 +165,18 @@ class ForeignModule(MeshModule):
             InitError: Parameters or buffers that it left unset, by name.
         """
         stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
-        if binding_of(self) is None:
+        binding = binding_of(self)
+        if binding is None:
             stock()
             return
         unset = initialize_by_reset(self, stock)
         if unset:
-            raise InitError(message(f"{type(self).__name__}.reset_parameters left unset: {', '.join(unset)}"))
+            raise InitError(
+                message(
+                    f"{', '.join(binding.label(name) for name in unset)}: never initialised",
+                    expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
+                    got="values left unset",
+                    why="They would hold whatever the memory held",
+                    fix="fill them in reset_parameters",
+                )
+            )

@@ -76,6 +76,21 @@ def never_initialised() -> None:
     te_fsdp.materialize(model)
 
 
+class ResetForgets(nn.Linear):
+    """Its reset_parameters fills the weight and forgets the bias."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def reset_forgets_one() -> None:
+    """Called by the user, after FSDP2, on a module that TE does not know."""
+    import te_fsdp
+
+    model = te_fsdp.fully_shard(Block(ResetForgets(8, 8, device="meta"), "meta"), _meshes())
+    model.own.reset_parameters()
+
+
 def reset_fails_on_one_rank() -> None:
     import te_fsdp
 

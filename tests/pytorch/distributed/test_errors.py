@@ -20,6 +20,11 @@ CASES = [
     ),
     (bodies.model_differs_between_ranks, "MeshError", ["Block", "different models", "Fix:"]),
     (bodies.never_initialised, "InitError", ["own.scale", "own.table", "reset_parameters", "Fix:"]),
+    (
+        bodies.reset_forgets_one,
+        "InitError",
+        ["own.bias: never initialised", "ResetForgets.reset_parameters", "got values left unset", "Fix:"],
+    ),
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
     (bodies.sharded_twice, "OrderError", ["fully_shard", "sharded already", "Fix:"]),
     (
