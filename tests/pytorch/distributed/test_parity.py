@@ -22,8 +22,9 @@ MESHES = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "hsdp_tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "tp2": {"dp_shard": 1, "tp": 2},
+    "dp2": {"dp_shard": 2},
 }
-WORLD = {"hsdp_tp": 8, "tp2": 2}
+WORLD = {"hsdp_tp": 8, "tp2": 2, "dp2": 2}
 
 # What every run of a case needs. TE cannot split a Linear on meta, so that attention without input norm and
 # with separate projections starts on the device.
@@ -100,6 +101,7 @@ def _runs() -> list:
         runs += [("dp4", name, False), ("hsdp", name, False), ("tp4", name, cut and place % 2 == 0)]
     for place, name in enumerate(_first_of_kind()):
         runs.append(("hsdp_tp", name, CUT_BY_SEQUENCE[name] and place % 2 == 1))
+        runs.append(("dp2", name, False))
     # GroupedLinear has no bias under tensor parallelism.
     return [_param(*run) for run in runs] + [
         pytest.param(mesh, "grouped", {"bias": True}, False, id=f"{mesh}-grouped_bias")
