@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
+    from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.report import report as report
@@ -36,6 +37,7 @@ _HOMES = {
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
+    "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
     "check_optimizer": "te_fsdp.sharding.optimizer",
     # errors
     "TeFsdpError": "te_fsdp.errors",

@@ -26,6 +26,7 @@ __all__ = [
     "is_fsdp_module",
     "is_persistent",
     "local_of",
+    "multiply_all_",
     "shard_dim_of",
     "spec_of",
     "with_local",
@@ -98,6 +99,15 @@ def is_fsdp_module(module: nn.Module) -> bool:
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a module's buffer belongs to its state dict (``Module._non_persistent_buffers_set``)."""
     return name not in module._non_persistent_buffers_set
+
+
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply plain tensors in place by a scalar tensor, few kernels for many tensors (``torch._foreach_mul_``)."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), group in by_kind.items():
+        torch._foreach_mul_(group, factor.to(device))
 
 
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:

@@ -1,0 +1,60 @@
+"""`te_fsdp.clip_grad_norm_` equals torch's clipping of the unsharded model, on any mixture of meshes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from parity import clipping
+
+MESHES = {
+    "dp2_tp2": {"dp_shard": 2, "tp": 2},
+    "dp4": {"dp_shard": 4},
+    "tp4": {"dp_shard": 1, "tp": 4},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "hsdp_tp": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+}
+
+
+def _mesh(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.ranks(math.prod(MESHES[name].values())), id=name)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("mesh", [_mesh(name) for name in MESHES])
+def test_norm_and_gradients(pool, mesh, norm_type):
+    ranks = math.prod(MESHES[mesh].values())
+    results = pool.run(clipping.clipping, ranks, axes=MESHES[mesh], norm_type=norm_type)
+    assert len({result["total"] for result in results}) == 1
+
+
+@pytest.mark.ranks(4)
+def test_an_empty_shard_without_gradient_does_not_hang(pool):
+    """dp4 cuts 3 rows into 1, 1, 1, 0: the last rank has nothing to add, but must take part."""
+    pool.run(clipping.clipping, 4, axes=MESHES["dp4"], norm_type=2.0, lacking=True)
+
+
+@pytest.mark.ranks(2)
+def test_not_finite_is_an_error_on_all_ranks(pool):
+    errors = pool.run_expect_error(clipping.non_finite, 2, axes={"dp_shard": 2})
+    assert {error.type_name for error in errors} == {"PrecisionError"}
+    assert all("norm" in error.message and "nan" in error.message for error in errors)
+
+
+@pytest.mark.ranks(4)
+def test_one_rank_alone_is_wrong(pool):
+    """Negative control: the norm of a rank's own shards is not the model's."""
+    for result in pool.run(clipping.clipping, 4, axes=MESHES["dp2_tp2"], norm_type=2.0):
+        assert abs(result["local"] - clipping.MAX_NORM) > 0.05
+
+
+@pytest.mark.ranks(4)
+def test_parameters_on_two_meshes(pool):
+    pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"])
+
+
+@pytest.mark.ranks(4)
+def test_torch_cannot(pool):
+    """Why there is a function of our own: torch refuses gradients on different meshes."""
+    errors = pool.run_expect_error(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], torch_alone=True)
+    assert all("mesh" in error.message for error in errors)
