@@ -1,0 +1,120 @@
+"""The emulation against results that the real TransformerEngine gave on a GPU, case by case.
+
+`golden.xz` is made by `tests.conformance.record` on an H200. Where a case has no bound it is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fsdp import emulation
+from tests.conformance import golden
+from tests.conformance.case import KINDS, Bound, Case, every_case, run_case
+from tests.conformance.check import difference, differences
+from tests.conformance.inputs import Env
+
+GOLDEN = Path(__file__).with_name("golden.xz")
+
+
+@pytest.fixture(scope="module")
+def env():
+    try:
+        emulation.install_from_env(default="9.0")
+    except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension
+        pytest.skip(str(error))
+    before = "{}.{}".format(*emulation.arch())
+    emulation.switch_arch("9.0")
+    torch.set_num_threads(1)
+    yield Env("cpu")
+    emulation.switch_arch(before)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    if not GOLDEN.exists():
+        pytest.skip("no recorded results here")
+    about, cases = golden.read(GOLDEN)
+    assert about["emulated"] is None and about["capability"] == [9, 0], "not recorded on a Hopper GPU"
+    return cases
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_emulation_is_what_the_gpu_computes(env, recorded, kind):
+    wrong, count = [], 0
+    for case in every_case():
+        if case.kind != kind:
+            continue
+        wanted = recorded[case.name]
+        count += 1
+        if "raised" in wanted:
+            wrong += _must_raise(case, env)
+        else:
+            wrong += differences(case, *run_case(case, env), wanted)
+    assert count and not wrong, f"{len(wrong)} differences in {count} cases:\n" + "\n".join(wrong[:40])
+
+
+def _must_raise(case: Case, env: Env) -> list[str]:
+    try:
+        run_case(case, env)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError):
+        return []
+    return [f"{case.name}: raised on the GPU, not here"]
+
+
+def test_every_recorded_result_has_its_case(recorded):
+    assert {case.name for case in every_case()} == set(recorded)
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with one bit of its middle value changed, the lowest one that no NaN hides."""
+    other = tensor.clone()
+    raw = other.view(-1).view(torch.uint8)
+    raw[(other.numel() // 2) * other.element_size()] ^= 1
+    return other
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_one_bit_is_found_where_bits_must_be_equal(tmp_path, dtype):
+    tensor = torch.arange(1000).to(dtype)
+    cases = {"a/b": {"inputs": "", "outputs": {"short": tensor[:64], "long": tensor}}}
+    golden.write(tmp_path / "file", {}, golden.pack(cases, lambda case, key: True))
+    outputs = golden.read(tmp_path / "file")[1]["a/b"]["outputs"]
+    for key, value in {"short": tensor[:64], "long": tensor}.items():
+        assert difference(value, outputs[key], Bound()) is None
+        assert "differ" in difference(_flipped(value), outputs[key], Bound())
+
+
+def test_a_value_beyond_its_bound_is_found(tmp_path):
+    tensor = torch.linspace(-3, 3, 4000).reshape(50, 80)
+    bound = Bound(relative=2**-20, absolute=2**-22)
+    cases = {"a/b": {"inputs": "", "outputs": {"y": tensor}}}
+    golden.write(tmp_path / "file", {}, golden.pack(cases, lambda case, key: False))
+    kept = golden.read(tmp_path / "file")[1]["a/b"]["outputs"]["y"]
+    assert "sample" in kept and difference(tensor * (1 + 2**-21), kept, bound) is None
+    assert "out of bound" in difference(tensor * (1 + 2**-17), kept, bound)
+    hole = tensor.clone()
+    hole[0, 0] = float("nan")
+    assert "NaN" in difference(hole, kept, bound)
+    assert "recorded" in difference(tensor.reshape(80, 50), kept, bound)
+
+
+def test_codes_beyond_their_bound_are_found():
+    codes = torch.arange(256, dtype=torch.uint8)
+    bound = Bound(steps=1, share=0.01)
+    assert difference(codes, codes, bound) is None
+    one, far = codes.clone(), codes.clone()
+    one[7], far[7] = 8, 9
+    assert difference(one, codes, bound) is None
+    assert "2 steps" in difference(far, codes, bound)
+    one[20:40] += 1
+    assert "of the codes differ" in difference(one, codes, bound)
+
+
+def test_other_inputs_are_found(env):
+    case = next(every_case())
+    outputs, inputs = run_case(case, env)
+    assert differences(case, outputs, inputs, {"inputs": inputs, "outputs": outputs}) == []
+    assert "not those" in differences(case, outputs, "another", {"inputs": inputs, "outputs": outputs})[0]
