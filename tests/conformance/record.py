@@ -4,9 +4,10 @@ On a machine with an NVIDIA GPU and the real TransformerEngine:
 
     python -m tests.conformance.record golden.full.xz --packed golden.xz
 
-`golden.full.xz` is for looking at differences: it holds every output, the longest ones as samples. `golden.xz` is the
-file for the repository, in which long outputs that must be equal bit for bit are digests, and others samples. A case that raises is recorded with its message.
-With `--emulated 9.0` the emulation is recorded instead: a test of this script, never a reference.
+`golden.full.xz` is for looking at differences: it holds every output, the longest ones as samples. `golden.xz` is
+the file for the repository, in which long outputs that must be equal bit for bit are digests, and others samples.
+A case that raises is recorded with its message. With `--emulated 9.0` the emulation is recorded instead: a test of
+this script, never a reference.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tests.conformance import golden
 
 #: Processes that may die before the rest is given up.
 MOST_RESTARTS = 12
+#: Seconds for all cases in one process.
+PATIENCE = 240
 
 
 def _about(device: str, emulated: str | None) -> dict[str, Any]:
@@ -95,7 +98,10 @@ def record(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, golde
             command += ["--first", str(first)] + (
                 ["--emulated", options.emulated] if options.emulated else []
             )
-            code = subprocess.run(command, check=False).returncode
+            try:
+                code = subprocess.run(command, check=False, timeout=PATIENCE).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
             missing = [
                 number for number in wanted if number >= first and not Path(folder, str(number)).exists()
             ]
