@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).with_name("golden.xz")
 @pytest.fixture(scope="module")
 def env():
     try:
-        emulation.install_from_env(default="9.0")
+        emulation.install_from_env(default="10.0")
     except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension
         pytest.skip(str(error))
     before = "{}.{}".format(*emulation.arch())
