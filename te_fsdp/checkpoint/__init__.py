@@ -1,8 +1,11 @@
-"""Checkpoints in one canonical layout, loadable on any mesh: ``save``, ``load``, ``latest``."""
+"""Checkpoints in one canonical layout, loadable on any mesh: ``save``, ``load``, ``latest``, ``verify``."""
 
+from te_fsdp.checkpoint.background import SaveHandle
 from te_fsdp.checkpoint.directory import latest
+from te_fsdp.checkpoint.extra import PerRank
 from te_fsdp.checkpoint.loading import load
+from te_fsdp.checkpoint.rng import rng_state, set_rng_state
 from te_fsdp.checkpoint.saving import save
 from te_fsdp.checkpoint.verifying import verify
 
-__all__ = ["latest", "load", "save", "verify"]
+__all__ = ["PerRank", "SaveHandle", "latest", "load", "rng_state", "save", "set_rng_state", "verify"]

@@ -1,17 +1,32 @@
-"""All ranks go on, or all raise the same: small collectives over the default process group."""
+"""All ranks go on, or all raise the same: small collectives over the default process group, or over one of our own."""
 
 from __future__ import annotations
 
+import datetime
+import functools
+import pickle
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-__all__ = ["all_agree", "from_rank_0", "gather", "rank", "world_size"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Ranks", "all_agree", "from_rank_0", "gather", "mesh_sizes", "own_ranks", "rank", "world_size"]
 
 T = TypeVar("T")
+U = TypeVar("U")
+
+#: Seconds that a rank waits for another that is alive but silent: longer than any write may take.
+_PATIENCE = datetime.timedelta(hours=2)
 
 
 def rank() -> int:
@@ -22,6 +37,17 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def mesh_sizes(model: nn.Module) -> dict[str, int]:
+    """World size and the axes of the widest mesh among a model's parameters."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    sizes = {"ranks": world_size()}
+    if meshes:
+        mesh = max(meshes, key=lambda m: m.ndim)
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
+    return sizes
 
 
 def gather(value: T) -> list[T]:
@@ -62,20 +88,136 @@ def all_agree(call: Callable[[], T]) -> T:
     Raises:
         TeFsdpError: The first failing rank's; its text names the ranks if not all failed.
     """
-    result, mine = None, None
+    result, mine = _attempt(call)
+    problem = _worst(gather(_told(mine)))
+    if problem is None:
+        return result  # type: ignore[return-value]
+    raise problem from (mine.__cause__ if mine is not None else None)
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, TeFsdpError | None]:
+    """The function's result, or what it raised as an error of ours."""
     try:
-        result = call()
+        return call(), None
     except TeFsdpError as error:
-        mine = error
-    except Exception as error:
+        return None, error
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         mine = CheckpointError(f"{type(error).__name__}: {error}")
         mine.__cause__ = error
-    seen = gather(None if mine is None else (type(mine), str(mine)))
+        return None, mine
+
+
+def _told(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str] | None:
+    return None if error is None else (type(error), str(error))
+
+
+def _worst(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
+    """The error of the first failing rank, with the ranks named if not all failed."""
     failed = [r for r, problem in enumerate(seen) if problem is not None]
     if not failed:
-        return result  # type: ignore[return-value]
+        return None
     kind, text = seen[failed[0]]  # type: ignore[misc]
     if len(failed) < len(seen):
         text = f"on rank(s) {', '.join(map(str, failed))}: {text}"
-    error = kind(text)
-    raise error from (mine.__cause__ if mine is not None else None)
+    return kind(text)
+
+
+@functools.cache
+def _groups() -> weakref.WeakKeyDictionary[Any, Any]:
+    """Our gloo group of each default process group; gone with it."""
+    return weakref.WeakKeyDictionary()
+
+
+def own_ranks() -> Ranks:
+    """The world over a gloo group of our own, made at the first call. Collective over the world.
+
+    Traffic over it disturbs no collective of training, whatever thread it comes from.
+    """
+    if world_size() == 1:
+        return Ranks(0, 1, None)
+    world = dist.group.WORLD
+    group = _groups().get(world)
+    if group is None:
+        group = _groups()[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return Ranks(rank(), world_size(), group)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank 0 in the middle, the others around it; pickled messages over a group that nobody else uses.
+
+    It works in any thread, one at a time, and goes on working when the program destroys its process groups:
+    the methods of the group itself are called, not torch.distributed's functions, which would refuse.
+
+    Attributes:
+        rank: This one.
+        size: How many there are.
+        group: A gloo group of them; ``None`` for one rank.
+    """
+
+    rank: int
+    size: int
+    group: Any
+
+    def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
+        """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
+
+        Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere.
+
+        Args:
+            mine: What each rank contributes.
+            on_rank_0: Takes the contributions by rank, returns the replies by rank.
+
+        Raises:
+            TeFsdpError: The first failing rank's; its text names the ranks if not all failed. Other
+                exceptions come as CheckpointError. A rank that has died: CheckpointError.
+        """
+        result, error = _attempt(mine)
+        try:
+            if self.rank != 0:
+                self._send((result, _told(error)), 0)
+                reply, problem = self._receive(0)
+            else:
+                reply, problem = self._answer(result, error, on_rank_0)
+        except RuntimeError as lost:  # gloo's
+            if isinstance(lost, TeFsdpError):
+                raise
+            raise CheckpointError(f"rank {self.rank} lost another rank: {lost}") from lost
+        if problem is not None:
+            raise problem from (error.__cause__ if error is not None else None)
+        return reply
+
+    def _answer(
+        self, result: Any, error: TeFsdpError | None, on_rank_0: Callable[[list[Any]], list[U]]
+    ) -> Any:
+        """Rank 0's part of a round."""
+        results, told, dead = [result], [_told(error)], set()
+        for other in range(1, self.size):
+            try:
+                value, problem = self._receive(other)
+            except RuntimeError as lost:
+                dead.add(other)
+                value, problem = None, (CheckpointError, f"the rank has ended: {lost}")
+            results.append(value)
+            told.append(problem)
+        replies, worst = None, _worst(told)
+        if worst is None:
+            replies, worst = _attempt(lambda: on_rank_0(results))
+        for other in set(range(1, self.size)) - dead:
+            try:
+                self._send((None if replies is None else replies[other], worst), other)
+            except RuntimeError as lost:  # the others shall have their reply
+                worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
+        return (None if replies is None else replies[0]), worst
+
+    def _send(self, value: Any, to: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self.group.send([torch.tensor([data.numel()])], to, 0).wait()
+        self.group.send([data], to, 0).wait()
+
+    def _receive(self, source: int) -> Any:
+        size = torch.empty(1, dtype=torch.int64)
+        self.group.recv([size], source, 0).wait()
+        data = bytearray(int(size))
+        self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0).wait()
+        return pickle.loads(data)

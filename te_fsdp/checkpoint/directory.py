@@ -1,10 +1,12 @@
 """Directories of checkpoints: a save that is visible only when whole, and finding whole ones.
 
-A save writes into a hidden directory beside its target and renames it at the end. What a killed save leaves
-behind is hidden, never taken for a checkpoint, and removed by a later save.
+A save writes into a hidden directory beside its target and renames it at the end; an old checkpoint is renamed
+before its files are removed. What a killed job leaves behind is hidden, never taken for a checkpoint, and removed
+by a later save.
 
-    DIR/step-100                                   whole
-    DIR/.step-200.te_fsdp-saving.HOST.PID.TOKEN    being written, or left by a killed job
+    DIR/step-100                                     whole
+    DIR/.step-200.te_fsdp-saving.HOST.PID.TOKEN      being written, or left by a killed job
+    DIR/.step-50.te_fsdp-removing.HOST.PID.TOKEN     being removed, or left by a killed job
 """
 
 from __future__ import annotations
@@ -18,13 +20,29 @@ import socket
 import time
 from pathlib import Path
 
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, check_files, read_manifest
+from te_fsdp.checkpoint.manifest import (
+    DCP_METADATA,
+    FILE_NAME,
+    Manifest,
+    check_files,
+    checksum,
+    read_manifest,
+)
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["begin", "commit", "latest", "open_checkpoint"]
+__all__ = [
+    "begin",
+    "commit",
+    "discard",
+    "hidden_name",
+    "latest",
+    "open_checkpoint",
+    "visible",
+    "sync_directory",
+]
 
 _log = logging.getLogger("te_fsdp")
-_MARK = ".te_fsdp-saving."
+_SAVING, _REMOVING = ".te_fsdp-saving.", ".te_fsdp-removing."
 #: After so many seconds a temporary directory of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
 
@@ -47,23 +65,35 @@ def begin(target: Path) -> Path:
             )
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".*{_MARK}*"):
-        if _is_abandoned(left, target):
-            _log.info("removing %s, left by a save that did not finish", left)
-            shutil.rmtree(left, ignore_errors=True)
-    host = socket.gethostname().replace(".", "-")
-    temporary = target.parent / f".{target.name}{_MARK}{host}.{os.getpid()}.{secrets.token_hex(4)}"
+    for mark in (_SAVING, _REMOVING):
+        for left in target.parent.glob(f".*{mark}*"):
+            if _is_abandoned(left, mark, target):
+                _log.info("removing %s, left by a job that was killed", left)
+                shutil.rmtree(left, ignore_errors=True)
+    temporary = hidden_name(target, saving=True)
     temporary.mkdir()
     return temporary
 
 
-def _is_abandoned(left: Path, target: Path) -> bool:
-    """Whether nobody writes into a temporary directory any more.
+def hidden_name(target: Path, *, saving: bool) -> Path:
+    """A new name beside a checkpoint, for it while it is being written, or being removed."""
+    host = socket.gethostname().replace(".", "-")
+    mark = _SAVING if saving else _REMOVING
+    return target.parent / f".{target.name}{mark}{host}.{os.getpid()}.{secrets.token_hex(4)}"
 
-    It is the same checkpoint's, or its process on this machine is dead, or it is a day old.
+
+def discard(temporary: Path) -> None:
+    """Remove the hidden directory of a save that failed. Rank 0 alone calls this."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_abandoned(left: Path, mark: str, target: Path) -> bool:
+    """Whether nobody works on a hidden directory any more.
+
+    It is of the same checkpoint's save, or its process on this machine is dead, or it is a day old.
     """
-    name, _, owner = left.name.partition(_MARK)
-    if name == f".{target.name}":
+    name, _, owner = left.name.partition(mark)
+    if name == f".{target.name}" and mark == _SAVING:
         return True
     host, _, rest = owner.partition(".")
     pid = rest.partition(".")[0]
@@ -87,12 +117,12 @@ def _is_alive(pid: int) -> bool:
 
 def commit(temporary: Path, target: Path) -> None:
     """Make a finished save visible, durably. Rank 0 alone calls this, after all ranks have written."""
-    _sync(temporary)
+    sync_directory(temporary)
     os.rename(temporary, target)
-    _sync(target.parent)
+    sync_directory(target.parent)
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Flush a directory's entries to disk, where the system can."""
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -117,10 +147,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         Path of the checkpoint, or ``None`` where there is none, the directory itself included.
     """
     found: list[tuple[int, str, Path]] = []
-    for path in _checkpoints(Path(directory)):
+    for path in visible(Path(directory)):
         try:
             manifest = read_manifest(path)
-            problems = check_files(path, manifest)
+            problems = _problems(path, manifest)
         except CheckpointError as error:
             problems, manifest = [str(error)], None
         if problems or manifest is None:
@@ -130,7 +160,16 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return max(found)[2] if found else None
 
 
-def _checkpoints(directory: Path) -> list[Path]:
+def _problems(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with a checkpoint, as far as that shows without reading its tensors."""
+    problems = check_files(path, manifest)
+    listed = manifest.files.get(DCP_METADATA)
+    if not problems and (listed is None or checksum(path / DCP_METADATA) != listed[1]):
+        problems.append(f"{DCP_METADATA}: its contents have changed (CRC-32)")
+    return problems
+
+
+def visible(directory: Path) -> list[Path]:
     """Visible directories with a manifest."""
     if not directory.is_dir():
         return []
@@ -150,7 +189,7 @@ def open_checkpoint(path: Path) -> Manifest:
     if not (path / FILE_NAME).is_file():
         raise CheckpointError(_nothing_there(path))
     manifest = read_manifest(path)
-    problems = check_files(path, manifest)
+    problems = _problems(path, manifest)
     if problems:
         raise CheckpointError(
             message(
@@ -171,7 +210,7 @@ def _nothing_there(path: Path) -> str:
             got="none",
             fix="load it with torch.distributed.checkpoint.load, or save it with te_fsdp.checkpoint.save",
         )
-    inside, beside = _checkpoints(path), _checkpoints(path.parent)
+    inside, beside = visible(path), visible(path.parent)
     if inside:
         names = ", ".join(p.name for p in inside[-5:])
         fix = f"load one of them: te_fsdp.checkpoint.latest({str(path)!r}) finds the newest"

@@ -48,15 +48,13 @@ class Entry:
     Attributes:
         shape: Shape of the original.
         dtype: Element type.
-        pieces: What this rank holds of it; none on a rank that holds nothing.
-        same_everywhere: Whether every rank must hold the same whole tensor, which is checked before it is
-        written once.
+        pieces: What this rank holds of it; none on a rank that holds nothing. What several ranks hold must be
+            equal, which is checked before it is written once.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
-    same_everywhere: bool = False
 
     @property
     def bytes(self) -> int:
@@ -140,8 +138,8 @@ def cut_entry(local: torch.Tensor, shape: Iterable[int], boxes: Iterable[Box]) -
     return Entry(tuple(shape), local.dtype, pieces)
 
 
-def whole_entry(tensor: torch.Tensor, *, same_everywhere: bool = True) -> Entry:
+def whole_entry(tensor: torch.Tensor) -> Entry:
     """Entry of a tensor that every rank holds whole."""
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
-    return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor),), same_everywhere)
+    return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor),))

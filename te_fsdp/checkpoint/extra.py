@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,47 +12,85 @@ from te_fsdp import _te
 from te_fsdp.checkpoint.entries import Entry, whole_entry
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["decode", "encode", "tensor_slots"]
+__all__ = ["OwnParts", "PerRank", "decode", "encode", "for_rank", "join_ranks", "tensor_slots"]
 
 # Single-key objects stand for what JSON lacks.
-_TUPLE, _TENSOR = "te_fsdp.tuple", "te_fsdp.tensor"
+_TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
+_RESERVED = (_TUPLE, _TENSOR, _PER_RANK)
 
 
-def encode(value: Any, where: str = "extra") -> tuple[Any, dict[str, Entry]]:
+@dataclass(frozen=True)
+class PerRank:
+    """A value in ``extra`` of which every rank has its own, such as the state of its random generators.
+
+    On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be:
+    ``load`` names it in a warning and gives ``None`` in its place.
+
+    Attributes:
+        value: What ``extra`` may hold; ranks may hold different things.
+    """
+
+    value: Any
+
+
+@dataclass
+class OwnParts:
+    """This rank's values of the PerRank places in an ``extra``.
+
+    Attributes:
+        rank: This rank.
+        encoded: JSON form by place.
+        entries: Tensors that they refer to; their keys name the rank.
+    """
+
+    rank: int
+    encoded: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
     """JSON form of a value, and the tensors that it refers to.
 
     Args:
         value: Nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors.
         where: Name of the value, for messages and as the prefix of tensor keys.
+        own: Takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it,
+            they are refused.
 
     Raises:
         CheckpointError: Names the entry of another type.
     """
+    if isinstance(value, PerRank) and own is not None:
+        own.encoded[where], more = encode(value.value, f"{where}@{own.rank}")
+        own.entries |= more
+        return {_PER_RANK: where}, {}
     if value is None or type(value) in (bool, int, float, str):
         return value, {}
     if _is_plain_tensor(value):
         described = {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}
-        return {_TENSOR: described}, {where: whole_entry(value, same_everywhere=False)}
+        return {_TENSOR: described}, {where: whole_entry(value)}
     entries: dict[str, Entry] = {}
-    if isinstance(value, dict) and all(type(k) is str and k not in (_TUPLE, _TENSOR) for k in value):
+    if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
         encoded: Any = {}
         for key, item in value.items():
             # Escaped as in a JSON pointer, so that no two paths give one key.
-            encoded[key], more = encode(item, f"{where}/{key.replace('~', '~0').replace('/', '~1')}")
+            encoded[key], more = encode(
+                item, f"{where}/{key.replace('~', '~0').replace('/', '~1').replace('@', '~2')}", own
+            )
             entries |= more
         return encoded, entries
     if type(value) in (list, tuple):
         items = []
         for index, item in enumerate(value):
-            json_item, more = encode(item, f"{where}/{index}")
+            json_item, more = encode(item, f"{where}/{index}", own)
             items.append(json_item)
             entries |= more
         return (items if type(value) is list else {_TUPLE: items}), entries
     got = type(value).__name__
     if isinstance(value, dict):
-        got = (
-            f"a dict with the key {next(k for k in value if type(k) is not str or k in (_TUPLE, _TENSOR))!r}"
-        )
+        got = f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
+    if isinstance(value, PerRank):
+        got = "PerRank inside of PerRank, or outside of extra"
     raise CheckpointError(
         message(
             f"{where}: cannot be stored",
@@ -66,6 +105,63 @@ def _is_plain_tensor(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
     return not value.is_meta and not _te.is_quantized(value)
+
+
+def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
+    """Put what each rank holds at the PerRank places into rank 0's JSON form.
+
+    Args:
+        encoded: From :func:`encode` on rank 0.
+        ranks: Each rank's :attr:`OwnParts.encoded`.
+
+    Raises:
+        CheckpointError: The ranks have such values at different places.
+    """
+    for rank, parts in enumerate(ranks):
+        if parts.keys() != ranks[0].keys():
+            raise CheckpointError(
+                message(
+                    f"extra: PerRank values at different places on rank 0 and rank {rank}",
+                    expected=sorted(ranks[0]),
+                    got=sorted(parts),
+                    fix="give extra the same keys on all ranks",
+                )
+            )
+
+    def join(node: Any) -> Any:
+        if isinstance(node, list):
+            return [join(item) for item in node]
+        if isinstance(node, dict) and set(node) == {_PER_RANK}:
+            return {_PER_RANK: [parts[node[_PER_RANK]] for parts in ranks]}
+        return {key: join(item) for key, item in node.items()} if isinstance(node, dict) else node
+
+    return join(encoded)
+
+
+def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
+    """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh.
+
+    Args:
+        encoded: The manifest's ``extra``.
+        saved: Mesh that saved it, from :func:`te_fsdp.checkpoint.collective.mesh_sizes`.
+        here: This mesh.
+        rank: This rank.
+    """
+    same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
+    lost: list[str] = []
+
+    def pick(node: Any, where: str) -> Any:
+        if isinstance(node, list):
+            return [pick(item, f"{where}/{index}") for index, item in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        if set(node) == {_PER_RANK}:
+            if not same:
+                lost.append(where)
+            return node[_PER_RANK][rank] if same else None
+        return {key: pick(item, where if key == _TUPLE else f"{where}/{key}") for key, item in node.items()}
+
+    return pick(encoded, "extra"), lost
 
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:

@@ -12,9 +12,9 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0
+from te_fsdp.checkpoint.collective import all_agree, from_rank_0, mesh_sizes, rank
 from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
-from te_fsdp.checkpoint.extra import decode, tensor_slots
+from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -22,6 +22,7 @@ from te_fsdp.checkpoint.model_state import (
     missing_modules,
     model_state,
     reset_delayed,
+    shorten,
 )
 from te_fsdp.checkpoint.optimizer_state import (
     check_scaled_state,
@@ -30,6 +31,8 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.planner import read_entries
+from te_fsdp.checkpoint.retention import in_use
+from te_fsdp.checkpoint.verifying import verify_together
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.sharding.optimizer import check_optimizer
 
@@ -48,6 +51,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
 
@@ -62,9 +66,12 @@ def load(
             ``None``: saved optimizer state is not read.
         strict: Whether everything must fit. ``False``: tensors that differ or are missing are left as they
             are and named in a warning; the optimizer is loaded only if all of it fits.
+        verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
+            the manifest, DCP's metadata and the sizes of the files are checked.
 
     Returns:
-        What ``save`` was given as ``extra``, tensors on the CPU.
+        What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on
+        another mesh, as ``None`` with a warning.
 
     Raises:
         CheckpointError: No checkpoint there, a damaged one, or one that differs (all differences in one
@@ -72,8 +79,17 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
     """
     source = Path(os.path.abspath(path))
+    with in_use(source):
+        return _load(source, model, optimizer, strict, verify)
+
+
+def _load(
+    source: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool
+) -> dict[str, Any]:
     began = time.perf_counter()
     manifest = from_rank_0(lambda: directories.open_checkpoint(source))
+    if verify:
+        verify_together(source, manifest)
     state, found = all_agree(lambda: _compare(source, manifest, model, optimizer))
     found = found.over_all_ranks()
     if found and strict:
@@ -87,7 +103,8 @@ def load(
         entries |= prepare_loading(optimizer, saved_optimizer, state.owned)
     delayed = {n: d for n, d in manifest.delayed.items() if n not in missing_modules(model, manifest.delayed)}
     entries |= make_delayed(model, delayed)
-    slots = tensor_slots(manifest.extra)
+    extra, homeless = for_rank(manifest.extra, manifest.mesh, mesh_sizes(model), rank())
+    slots = tensor_slots(extra)
     read_entries(source, {**entries, **slots})
     reset_delayed(model, keep=set(delayed))
     state.finish_loading(names)
@@ -96,7 +113,11 @@ def load(
     elif optimizer is not None:
         _refresh_main_weights(optimizer, state, names)
     _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
-    return decode(manifest.extra, slots)
+    if homeless:
+        _log.warning(
+            "%s: values per rank were saved on another mesh, so they are None: %s", source, shorten(homeless)
+        )
+    return decode(extra, slots)
 
 
 def _compare(

@@ -1,8 +1,7 @@
-"""Entries through PyTorch's distributed checkpoint: planners for it, and its errors made ours.
+"""Entries out of files through PyTorch's distributed checkpoint: a planner for it, and its errors made ours.
 
-DCP's stock planners trust ``compute_local_shape_and_global_offset``, which describes one contiguous box per
-rank. These planners say exactly which boxes a rank holds, as many as there are; everything else (who writes a
-replica, the global plan and its validation, reading what overlaps) is DCP's.
+DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per
+rank. Ours says exactly which boxes a rank holds, as many as there are; reading what overlaps is DCP's.
 """
 
 from __future__ import annotations
@@ -19,64 +18,20 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
 
 if TYPE_CHECKING:
     from te_fsdp.checkpoint.entries import Entry
 
-__all__ = ["Entries", "read_entries", "read_metadata", "write_entries"]
+__all__ = ["Entries", "read_entries", "read_metadata"]
 
 Entries = dict[str, "Entry"]
-#: Called with the bytes that were just written or read.
-Tick = Callable[[int], None]
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Writes every piece of every entry; DCP removes the pieces that other ranks hold too."""
-
-    def __init__(self, entries: Entries, tick: Tick) -> None:
-        super().__init__(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-        )
-        self.entries, self.tick = entries, tick
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for key, entry in self.entries.items():
-            for piece in entry.pieces:
-                offsets = torch.Size(piece.offsets)
-                chunk = ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.size())
-                data = TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(piece.tensor),
-                    size=torch.Size(entry.shape),
-                )
-                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        tensor = _piece(self.entries, index)
-        self.tick(tensor.numel() * tensor.element_size())
-        return tensor
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -109,22 +64,6 @@ def _piece(entries: Entries, index: MetadataIndex) -> torch.Tensor:
     return next(p.tensor for p in entries[index.fqn].pieces if p.offsets == tuple(index.offset or ()))
 
 
-def write_entries(path: Path, entries: Entries, tick: Tick) -> None:
-    """Write entries into a directory, files synced to disk. Collective over the world.
-
-    Args:
-        path: The directory; made if it is not there.
-        entries: Tensors by key; the same keys on all ranks.
-        tick: Told the bytes of each tensor that this rank writes.
-
-    Raises:
-        CheckpointError: Any rank failed; raised on all of them.
-    """
-    planner = _SavePlanner({k: e for k, e in entries.items() if not e.is_empty}, tick)
-    writer = dcp.FileSystemWriter(path, sync_files=True)
-    _run("save", path, lambda no_dist: dcp.save({}, storage_writer=writer, planner=planner, no_dist=no_dist))
-
-
 def read_entries(path: Path, entries: Entries) -> None:
     """Fill the memory of entries from a directory. Collective over the world.
 
@@ -132,7 +71,7 @@ def read_entries(path: Path, entries: Entries) -> None:
         CheckpointError: Any rank failed; raised on all of them. Some tensors may have been filled.
     """
     planner = _LoadPlanner({k: e for k, e in entries.items() if not e.is_empty})
-    reader = dcp.FileSystemReader(path)
+    reader = Reader(path)
     _run("load", path, lambda no_dist: dcp.load({}, storage_reader=reader, planner=planner, no_dist=no_dist))
 
 
@@ -143,7 +82,7 @@ def read_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         CheckpointError: The metadata is unreadable.
     """
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata = Reader(path).read_metadata()
         saved = metadata.state_dict_metadata.items()
         return {
             k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)

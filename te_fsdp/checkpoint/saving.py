@@ -7,20 +7,21 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import te_fsdp
 from te_fsdp import _te
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
+from te_fsdp.checkpoint.background import SaveHandle, background
+from te_fsdp.checkpoint.collective import Ranks, mesh_sizes, own_ranks, rank
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.extra import encode
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, checksum, write_manifest
+from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
     delayed_state,
@@ -29,9 +30,10 @@ from te_fsdp.checkpoint.model_state import (
     shorten,
 )
 from te_fsdp.checkpoint.optimizer_state import OptimizerState, check_scaled_state, optimizer_state
-from te_fsdp.checkpoint.planner import write_entries
 from te_fsdp.checkpoint.progress import bytes_bar
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.checkpoint.retention import check_keep_last, hide_old, remove
+from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
+from te_fsdp.errors import CheckpointError, TeFsdpError, message
 from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:
@@ -49,82 +51,167 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+    keep_last: int | None = None,
     progress: bool | None = None,
-) -> None:
+) -> SaveHandle:
     """Save a model, its optimizer and what else a run needs, loadable on any mesh.
 
     The files hold every parameter and optimizer state in the layout of the unsharded module, each element
     once. The checkpoint appears at ``path`` only when it is whole and on disk: a killed save leaves a hidden
     directory that a later save removes.
 
-    Collective over the world: call on all ranks, between steps. All ranks must reach the directory.
+    Collective over the world: call on all ranks, between steps. All ranks must reach the directory. Small
+    messages go over a gloo group of our own, made at the first call.
 
     Args:
         path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``.
             Nothing may lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters.
-        extra: Plain values and tensors (step, position in the data); rank 0's are kept.
+        extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of
+            what is wrapped in :class:`te_fsdp.checkpoint.PerRank`.
+        asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a
+            thread. Training may go on at once and change everything. The copies' memory (page-locked for
+            GPUs) is kept for the next save. A save begins after the one before has ended. The interpreter
+            waits for a running save before it ends.
+        keep_last: After this checkpoint is whole, remove older ones beside it, but for the last so many, this
+            one included. What is being loaded stays. ``None``: nothing is removed.
         progress: Draw a progress bar on rank 0.
+
+    Returns:
+        A handle; if ``asynchronous``, its ``result()`` waits and raises what went wrong on any rank.
+        ``stall`` is the time that this call took.
 
     Raises:
         CheckpointError: Something lies at ``path``, ranks disagree on the model or on values that they must
             share, something cannot be stored, or a rank failed to write. All ranks raise the same; nothing
-            appears at ``path``.
+            appears at ``path``. Also if the save before failed in the background and nobody asked.
         OrderError: The optimizer was built before the model was sharded.
     """
-    target = Path(os.path.abspath(path))
-    began = time.perf_counter()
-    state, optimized, delayed, extra_json, extra_entries = all_agree(
-        lambda: _collect(model, optimizer, extra)
-    )
-    _check_same_model(state, optimized, delayed[0])
-    share_newest_amax(delayed[1])
-    entries = {**state.entries, **(optimized.entries if optimized else {}), **delayed[1]}
-    _check_same_values(entries)
-    if rank() == 0:
-        entries |= extra_entries
-    temporary = from_rank_0(lambda: directories.begin(target))
-    with bytes_bar(f"saving {target.name}", sum(e.bytes for e in entries.values()), progress) as tick:
-        write_entries(temporary, entries, tick)
+    began, handle = time.perf_counter(), SaveHandle(Path(os.path.abspath(path)))
+    waited = background().wait()
+    writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
+    handle.bytes = writing.bytes
+    problem = _copy(writing) if asynchronous else None
+
+    def complete() -> None:
+        _complete(writing, handle.path, manifest, keep_last, progress, problem)
+        _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
+
+    if not asynchronous:
+        complete()
+        handle.finish()
+    handle.stall = time.perf_counter() - began
+    if asynchronous:
+        text = (
+            "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
+        )
+        _log.info(text, handle.path, handle.stall, waited)
+        background().start(handle, complete)
+    return handle
+
+
+def _copy(writing: Writing) -> Exception | None:
+    """Copy what this rank writes to the host. What goes wrong is raised where all ranks hear of it."""
+    try:
+        writing.replace(background().staging.copy(writing.tensors))
+    except Exception as error:  # out of host memory, for one
+        return error
+    return None
+
+
+@dataclass
+class _Collected:
+    """What one rank contributes: its tensors, and what the manifest says of them."""
+
+    state: ModelState
+    optimized: OptimizerState | None
+    delayed: tuple[dict[str, Any], dict[str, Entry]]
+    extra: Any
+    extra_entries: dict[str, Entry]
+    own: OwnParts
+
+    def digests(self) -> dict[str, bytes]:
+        """Digests of what must be the same on all ranks."""
+        parts = {
+            "parameters": self.state.described,
+            "buffers": self.state.buffers,
+            "optimizer": self.optimized.described if self.optimized else None,
+            "delayed-scaling state": self.delayed[0],
+        }
+        return {name: _digest(repr(part).encode()) for name, part in parts.items()}
+
+    def entries(self, rank: int) -> dict[str, Entry]:
+        """All tensors, with rank 0's of the user, and every rank's own."""
+        optimized = self.optimized.entries if self.optimized else {}
+        extra = self.extra_entries if rank == 0 else {}
+        return {**self.state.entries, **optimized, **self.delayed[1], **extra, **self.own.entries}
+
+
+def _prepare(
+    ranks: Ranks,
+    target: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    keep_last: int | None,
+) -> tuple[Writing, Manifest]:
+    """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks.
+
+    Returns:
+        What this rank writes, and the manifest without the list of files; complete on rank 0 alone.
+    """
+    found: list[_Collected] = []
+
+    def mine() -> tuple[dict[str, bytes], dict[str, Any]]:
+        background().raise_unasked()
+        check_keep_last(keep_last)
+        found.append(_collect(model, optimizer, extra))
+        return found[0].digests(), found[0].own.encoded
+
+    def begin(seen: list[tuple[dict[str, bytes], dict[str, Any]]]) -> list[Path]:
+        _check_same_model([digests for digests, _ in seen])
+        found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded in seen])
+        return [directories.begin(target)] * len(seen)
+
+    temporary = ranks.round(mine, begin)
+    collected = found[0]
+    share_newest_amax(collected.delayed[1])
     manifest = Manifest(
         versions=_versions(),
-        mesh=_mesh_sizes(model),
+        mesh=mesh_sizes(model),
         saved_at=time.time_ns(),
-        parameters=state.described,
-        buffers=state.buffers,
-        delayed=delayed[0],
-        optimizer=optimized.described if optimized else None,
-        extra=extra_json,
+        parameters=collected.state.described,
+        buffers=collected.state.buffers,
+        delayed=collected.delayed[0],
+        optimizer=collected.optimized.described if collected.optimized else None,
+        extra=collected.extra,
     )
-    _finish(temporary, target, manifest)
-    _log.info("saved %s in %.2f s", target, time.perf_counter() - began)
+    try:
+        return plan_writing(ranks, temporary, collected.entries(ranks.rank)), manifest
+    except BaseException:
+        if ranks.rank == 0:
+            directories.discard(temporary)
+        raise
 
 
-def _collect(
-    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
-) -> tuple[ModelState, OptimizerState | None, tuple[dict[str, Any], dict[str, Entry]], Any, dict[str, Entry]]:
+def _collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> _Collected:
     """Everything that is local, with all the errors that a rank can have."""
-    extra_json, extra_entries = encode(dict(extra or {}))
+    own = OwnParts(rank())
+    extra_json, extra_entries = encode(dict(extra or {}), own=own)
     state = model_state(model)
     optimized = None
     if optimizer is not None:
         check_optimizer(model, optimizer)
         check_scaled_state(optimizer)
         optimized = optimizer_state(optimizer, state.owned)
-    return state, optimized, delayed_state(model), extra_json, extra_entries
+    return _Collected(state, optimized, delayed_state(model), extra_json, extra_entries, own)
 
 
-def _check_same_model(state: ModelState, optimized: OptimizerState | None, delayed: dict[str, Any]) -> None:
-    """All ranks must describe the same model and optimizer. Collective over the world."""
-    parts = {
-        "parameters": state.described,
-        "buffers": state.buffers,
-        "optimizer": optimized.described if optimized else None,
-        "delayed-scaling state": delayed,
-    }
-    digests = gather({name: _digest(repr(part).encode()) for name, part in parts.items()})
-    for name in parts:
+def _check_same_model(digests: list[dict[str, bytes]]) -> None:
+    """All ranks must describe the same model and optimizer. Rank 0 alone calls this."""
+    for name in digests[0]:
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[0][name]]
         if others:
             raise CheckpointError(
@@ -137,61 +224,61 @@ def _check_same_model(state: ModelState, optimized: OptimizerState | None, delay
             )
 
 
-def _check_same_values(entries: dict[str, Entry]) -> None:
-    """What is written once for all ranks must be the same on all of them. Collective over the world."""
-    if world_size() == 1:
-        return
-    mine = {k: _digest(_bytes_of(e.pieces[0].tensor)) for k, e in entries.items() if e.same_everywhere}
-    seen = gather(mine)
-    differ = [key for key in mine if len({digests[key] for digests in seen}) > 1]
-    if differ:
-        raise CheckpointError(
-            message(
-                f"save: {len(differ)} tensor(s) differ between ranks that must hold the same: {shorten(differ)}",
-                expected="equal values on all ranks",
-                got="differing ones",
-                why="The files hold one of them, and the others would be lost",
-                fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks",
-            )
-        )
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    # A copy: "contiguous" tensors of one element may have any stride, which views as bytes refuse.
-    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return flat.cpu().view(torch.uint8).numpy().tobytes()
-
-
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def _finish(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """List the files, write the manifest, make the checkpoint visible. Collective over the world."""
-    listed = gather(all_agree(lambda: _own_files(temporary)))
+def _complete(
+    writing: Writing,
+    target: Path,
+    manifest: Manifest,
+    keep_last: int | None,
+    progress: bool | None,
+    problem: Exception | None = None,
+) -> None:
+    """Write, list the files, make the checkpoint visible. Collective over the ranks, in any thread.
 
-    def commit() -> None:
-        manifest.files = {name: values for files in listed for name, values in files.items()}
-        absent = [name for name in manifest.files if not (temporary / name).is_file()]
+    Args:
+        writing: What this rank writes.
+        target: Where the checkpoint appears.
+        manifest: Without files.
+        keep_last: As in :func:`save`.
+        progress: As in :func:`save`.
+        problem: What has gone wrong on this rank before.
+    """
+    ranks, hidden = writing.ranks, []
+
+    def mine() -> tuple[Any, dict[str, list[int]]]:
+        if problem is not None:
+            raise problem
+        draw = bool(progress) and ranks.rank == 0
+        with bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick:
+            return writing.write(tick)
+
+    def commit(written: list[tuple[Any, dict[str, list[int]]]]) -> list[None]:
+        manifest.files = {name: values for _, files in written for name, values in files.items()}
+        absent = [name for name in manifest.files if not (writing.path / name).is_file()]
         if absent:
             raise CheckpointError(
                 message(
-                    f"{temporary}: rank 0 does not see {shorten(absent)}",
+                    f"{writing.path}: rank 0 does not see {shorten(absent)}",
                     expected="a directory that all ranks share",
                     fix="save onto a file system that all nodes mount",
                 )
             )
-        write_manifest(temporary, manifest)
-        directories.commit(temporary, target)
+        manifest.files[DCP_METADATA] = writing.finish([results for results, _ in written])
+        write_manifest(writing.path, manifest)
+        directories.commit(writing.path, target)
+        hidden.extend(hide_old(target, keep_last))
+        return [None] * len(written)
 
-    from_rank_0(commit)
-
-
-def _own_files(temporary: Path) -> dict[str, list[int]]:
-    """Bytes and checksum of the files that this rank wrote (DCP names them ``__<rank>_<number>.distcp``)."""
-    names = [p.name for p in temporary.glob(f"__{rank()}_*")]
-    names += [DCP_METADATA] if rank() == 0 else []
-    return {name: [(temporary / name).stat().st_size, checksum(temporary / name)] for name in names}
+    try:
+        ranks.round(mine, commit)
+    except TeFsdpError as error:
+        if ranks.rank == 0:
+            directories.discard(writing.path)
+        raise as_failed_save(target, error) from error
+    remove(hidden)
 
 
 def _versions() -> dict[str, str]:
@@ -199,14 +286,3 @@ def _versions() -> dict[str, str]:
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
     return versions
-
-
-def _mesh_sizes(model: nn.Module) -> dict[str, int]:
-    """World size and the axes of the widest mesh among the parameters."""
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    sizes = {"ranks": world_size()}
-    if meshes:
-        mesh = max(meshes, key=lambda m: m.ndim)
-        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
-    return sizes

@@ -183,22 +183,23 @@ def damaged(directory: str, kind: str) -> tuple[str, str]:
 
 
 def failing_write(directory: str) -> dict[str, Any]:
-    """Rank 1 cannot write: all ranks raise, nothing appears, the next save works and cleans up."""
+    """Rank 1 cannot write: all ranks raise, nothing appears or stays behind, the next save works."""
     import te_fsdp
-    from te_fsdp.checkpoint import planner
+    from te_fsdp.checkpoint import writing
 
     model = shard(Small())
     optimizer = adam(model)
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
-    original = planner._SavePlanner.lookup_object
+    original = writing.SavePlanner.lookup_object
 
     def broken(self: Any, index: Any) -> torch.Tensor:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        planner._SavePlanner.lookup_object = broken
+        writing.SavePlanner.lookup_object = broken
     found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
-    planner._SavePlanner.lookup_object = original
+    writing.SavePlanner.lookup_object = original
+    dist.barrier()
     left = sorted(p.name for p in Path(directory).iterdir())
     newest = te_fsdp.checkpoint.latest(directory)
     dist.barrier()

@@ -1,0 +1,130 @@
+"""Saves that go on while training does: one at a time in a process, each with a handle."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from te_fsdp.checkpoint.staging import Staging
+from te_fsdp.errors import CheckpointError, TeFsdpError, message
+
+__all__ = ["Background", "SaveHandle", "background"]
+
+_log = logging.getLogger("te_fsdp")
+
+
+class SaveHandle:
+    """A save that :func:`te_fsdp.checkpoint.save` has begun, perhaps finished.
+
+    Attributes:
+        path: Where the checkpoint appears when it is whole.
+        stall: Seconds that the call held up its caller.
+        bytes: What this rank writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stall = 0.0
+        self.bytes = 0
+        self._finished = threading.Event()
+        self._error: TeFsdpError | None = None
+        self._asked = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Local operation."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, at most so many seconds; whether it has. Local operation."""
+        return self._finished.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until it has ended; the path of the checkpoint. Local operation.
+
+        Raises:
+            CheckpointError: It failed, on this rank or another; all ranks raise the same.
+            TimeoutError: It has not ended within so many seconds. It goes on.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
+        self._asked = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def unasked(self) -> TeFsdpError | None:
+        """What made it fail, unless :meth:`result` has raised it. Local operation."""
+        return self._error if self.done() and not self._asked else None
+
+    def finish(self, error: TeFsdpError | None = None) -> None:
+        """Note how it ended. The save itself calls this."""
+        self._error = error
+        self._finished.set()
+
+
+class Background:
+    """What a process keeps from one save to the next: the running one, and memory for copies."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self._last: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    def wait(self) -> float:
+        """Wait for the running save, if there is one; the seconds that it took. Local operation."""
+        began = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return time.perf_counter() - began
+
+    def raise_unasked(self) -> None:
+        """Raise what made the last save fail, unless its handle was asked, or this has been told before.
+
+        Raises:
+            CheckpointError: Names the save.
+        """
+        last, self._last = self._last, None
+        error = None if last is None else last.unasked()
+        if error is not None:
+            raise CheckpointError(
+                message(
+                    f"save: the one before has failed, and nobody has asked for its result: {error}",
+                    why="This one was not begun",
+                    fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
+                )
+            )
+
+    def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
+        """Do the rest of a save in a thread. The interpreter does not end before it has.
+
+        Args:
+            handle: Told how it ends.
+            work: Raises TeFsdpError when it fails.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            except TeFsdpError as error:
+                _log.error("%s", error)
+                handle.finish(error)
+            except BaseException as error:  # nothing may vanish with the thread
+                _log.exception("%s: the save has failed", handle.path)
+                handle.finish(CheckpointError(f"{handle.path}: {type(error).__name__}: {error}"))
+            else:
+                handle.finish()
+
+        self._last = handle
+        self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
+        self._thread.start()
+
+
+@functools.cache
+def background() -> Background:
+    """The process' own."""
+    return Background()

@@ -1,0 +1,106 @@
+"""Pieces that several ranks hold: written once, so they must be equal. Compared by checksums."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from te_fsdp.checkpoint.collective import Ranks
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["check_replicas", "checksums"]
+
+# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
+_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
+#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
+_BLOCK = 1 << 22
+
+
+def check_replicas(ranks: Ranks, shared: dict[MetadataIndex, torch.Tensor]) -> None:
+    """Raise on all ranks unless pieces that several ranks hold have the same bytes on all of them.
+
+    Collective over the ranks: one round of small messages.
+
+    Args:
+        ranks: The world.
+        shared: This rank's pieces that others hold as well.
+
+    Raises:
+        CheckpointError: Names the tensors and the ranks.
+    """
+    if ranks.size == 1:
+        return
+
+    def mine() -> dict[MetadataIndex, int]:
+        return dict(zip(shared, checksums(shared.values()), strict=True))
+
+    def compare(seen: list[dict[MetadataIndex, int]]) -> list[None]:
+        first: dict[MetadataIndex, tuple[int, int]] = {}
+        differing: dict[str, set[tuple[int, int]]] = {}
+        for rank, sums in enumerate(seen):
+            for index, value in sums.items():
+                holder, expected = first.setdefault(index, (rank, value))
+                if value != expected:
+                    differing.setdefault(index.fqn, set()).add((rank, holder))
+        if differing:
+            raise CheckpointError(_drifted(differing))
+        return [None] * len(seen)
+
+    ranks.round(mine, compare)
+
+
+def _drifted(differing: dict[str, set[tuple[int, int]]]) -> str:
+    names = sorted(differing)
+    shown = [f"{name} ({_pairs(differing[name])})" for name in names[:5]]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return message(
+        f"save: {len(names)} tensor(s) differ between ranks that must hold the same: {', '.join(shown)}{more}",
+        expected="equal values on all ranks",
+        got="differing ones",
+        why="The files hold one of them, and the others would be lost",
+        fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; load the last "
+        "checkpoint from before the ranks drifted apart",
+    )
+
+
+def _pairs(pairs: set[tuple[int, int]]) -> str:
+    """Who differs from whom, shortened."""
+    shown = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+    return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Checksum of each tensor's bytes: CRC-32 on the host, a weighted sum elsewhere, fetched all at once."""
+    sums: list[int | torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        if not flat.is_contiguous() or flat.stride() not in ((1,), ()):
+            # "Contiguous" tensors of one element may have any stride, which views as bytes refuse.
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        sums.append(_crc(flat) if flat.device.type == "cpu" else _weighted(flat))
+    elsewhere = [s for s in sums if isinstance(s, torch.Tensor)]
+    if elsewhere:
+        fetched = iter(torch.stack(elsewhere).tolist())
+        return [next(fetched) if isinstance(s, torch.Tensor) else s for s in sums]
+    return [int(s) for s in sums]
+
+
+def _crc(flat: torch.Tensor) -> int:
+    """CRC-32 of a flat tensor's memory; reads it in place, without NumPy."""
+    size = flat.numel() * flat.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
+
+
+def _weighted(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of a flat tensor's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+    size = min(_BLOCK, words.numel())
+    weights = torch.arange(size, dtype=torch.int64, device=flat.device).mul_(2).add_(1).mul_(_IN_BLOCK)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in words.split(_BLOCK) if size else ():
+        total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.numel()]).sum()
+    return total

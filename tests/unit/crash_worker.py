@@ -1,0 +1,140 @@
+"""Ranks that save over and over until one of them is killed; a script, run by test_checkpoint_crash.
+
+    python crash_worker.py DIRECTORY SEED TRIALS
+
+It imports torch once and forks the ranks of each trial, which is cheap. Trial N saves under DIRECTORY/N; one line of
+JSON per trial tells what was done. Even trials save synchronously, odd ones in the background.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RANKS, KEEP = 2, 2
+#: Kills come this many seconds after the first whole checkpoint, at most: several saves later.
+WINDOW = 0.12
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model before its first step, unsharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    return model, momentum(model)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    # Products with these numbers are exact, so that sharded and unsharded steps agree bit for bit.
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change every weight and all state."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def rank_main(directory: Path, rank: int, asynchronous: bool, report: int) -> None:
+    """Save until the end of the world; tell the number of each checkpoint that is known to be whole."""
+    import te_fsdp
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=RANKS)
+    model, _ = build()
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_shard=RANKS, device_type="cpu"))
+    optimizer = momentum(model)
+    for number in range(1, 10_000):
+        step(model, optimizer)
+        path, extra = directory / f"step-{number}", {"step": number}
+        handle = te_fsdp.checkpoint.save(
+            path, model, optimizer, extra=extra, keep_last=KEEP, asynchronous=asynchronous
+        )
+        if asynchronous:
+            before = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters():  # the snapshot must not see this
+                    parameter.zero_()
+            handle.result()
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), before, strict=True):
+                    parameter.copy_(value)
+        os.write(report, number.to_bytes(4, "big"))
+
+
+def fork_rank(directory: Path, rank: int, asynchronous: bool) -> tuple[int, int]:
+    """Process id of a new rank, and the pipe on which it reports."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    status = 1
+    try:
+        rank_main(directory, rank, asynchronous, writer)
+    except BaseException:  # the other rank's death, which is not of interest unless it came too early
+        (directory.parent / f"{directory.name}.rank-{rank}.txt").write_text(traceback.format_exc())
+    os._exit(status)
+
+
+def trial(directory: Path, chance: random.Random, asynchronous: bool) -> dict[str, object]:
+    """Start ranks, kill one at a random moment, end the others."""
+    victim, delay = chance.randrange(RANKS), chance.uniform(0, WINDOW)
+    ranks = [fork_rank(directory, rank, asynchronous) for rank in range(RANKS)]
+    # Wait for the first whole checkpoint of all ranks.
+    known = [int.from_bytes(os.read(reader, 4), "big") for _, reader in ranks]
+    time.sleep(delay)
+    os.kill(ranks[victim][0], signal.SIGKILL)
+    others = [pid for index, (pid, _) in enumerate(ranks) if index != victim]
+    noticed = wait_for(others, 10)
+    for pid in others:
+        if pid not in noticed:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    os.waitpid(ranks[victim][0], 0)
+    for index, (_, reader) in enumerate(ranks):
+        while data := os.read(reader, 4):
+            known[index] = int.from_bytes(data, "big")
+        os.close(reader)
+    return {"victim": victim, "delay": delay, "known": max(known), "noticed": len(noticed) == len(others)}
+
+
+def wait_for(pids: list[int], seconds: float) -> set[int]:
+    """Those that end by themselves within this time."""
+    ended: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while len(ended) < len(pids) and time.monotonic() < deadline:
+        for pid in set(pids) - ended:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                ended.add(pid)
+        select.select([], [], [], 0.005)
+    return ended
+
+
+def main(directory: Path, seed: int, trials: int) -> None:
+    torch.set_num_threads(1)
+    import te_fsdp.checkpoint
+    import te_fsdp.sharding.fully_shard
+
+    # Whatever torch imports when it is first used is imported here, before the forks.
+    model, optimizer = build()
+    step(model, optimizer)
+    te_fsdp.checkpoint.save(directory / "warm", model, optimizer)
+    chance = random.Random(seed)
+    for number in range(trials):
+        outcome = trial(directory / str(number), chance, asynchronous=bool(number % 2))
+        print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
