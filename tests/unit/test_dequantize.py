@@ -1,0 +1,105 @@
+"""Values of quantized weights from their components: TE's own dequantize to the bit, for any rectangle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_fsdp.errors import CheckpointError
+from te_fsdp.quantized.components import components_of, describe_format
+from te_fsdp.quantized.dequantize import covering, dequantize_box, dequantize_components, needed_components
+
+ROWS, COLUMNS = 256, 384
+RECIPES = {
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+
+
+@pytest.fixture(scope="module")
+def weights(te) -> dict[str, torch.Tensor]:
+    """A quantized weight per recipe, with magnitudes that differ from block to block."""
+    from transformer_engine.common import recipe as recipes
+
+    found = {}
+    for name, kind in RECIPES.items():
+        torch.manual_seed(0)
+        with te.quantized_model_init(enabled=True, recipe=getattr(recipes, kind)()):
+            weight = te.Linear(COLUMNS, ROWS, params_dtype=torch.bfloat16, device="cpu").weight
+        scale = torch.logspace(-3, 3, ROWS).reshape(ROWS, 1) * torch.logspace(1, -1, COLUMNS)
+        with torch.no_grad():
+            weight.quantize_(torch.randn(ROWS, COLUMNS) * scale)
+        found[name] = weight.detach()
+    return found
+
+
+def parts_of(weight: torch.Tensor, direction: str = "") -> dict[str, torch.Tensor]:
+    return {c.name: c.tensor for c in components_of(weight, "w") if direction in c.name}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_what_te_says(weights, name):
+    weight = weights[name]
+    values = dequantize_components(describe_format(weight), parts_of(weight), weight.shape, "w")
+    assert torch.equal(values, weight.dequantize(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "block", "nvfp4"])
+def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
+    """Quantized independently (MXFP8) or with the same 2-D blocks; an orientation mixed up would be far off."""
+    weight = weights[name]
+    described, whole = describe_format(weight), weight.dequantize(dtype=torch.float32)
+    values = dequantize_components(described, parts_of(weight, "columnwise"), weight.shape, "w")
+    if name == "mxfp8":
+        # Two roundings of 1/16 relative each, or of the blocks' smallest steps.
+        assert (values - whole).abs().max() <= whole.abs().max() / 8
+        assert torch.corrcoef(torch.stack((values.flatten(), whole.flatten())))[0, 1] > 0.99
+    else:
+        assert torch.equal(values, whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(RECIPES)), st.data())
+def test_any_rectangle(weights, name, data):
+    """A rectangle may cut through blocks: the blocks that cover it are enough."""
+    weight = weights[name]
+    start = [data.draw(st.integers(0, size - 1)) for size in weight.shape]
+    sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(weight.shape, start, strict=True)]
+    described = describe_format(weight)
+    needed = needed_components(described, list(parts_of(weight)), "w")
+    parts = {}
+    for component, block in needed.items():
+        at, extent = covering(start, sizes, block)
+        parts[component] = parts_of(weight)[component][
+            tuple(slice(a, a + n) for a, n in zip(at, extent, strict=True))
+        ]
+    values = dequantize_box(described, parts, needed, start, sizes)
+    expected = weight.dequantize(dtype=torch.float32)
+    place = tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))
+    assert torch.equal(values, expected[place])
+
+
+def test_a_shifted_rectangle_is_seen(weights):
+    """Negative control: scales of the neighbouring block give other values."""
+    weight = weights["block"]
+    described, parts = describe_format(weight), parts_of(weight)
+    needed = needed_components(described, list(parts), "w")
+    own = {
+        "rowwise_data": parts["rowwise_data"][:128, :128],
+        "rowwise_scale_inv": parts["rowwise_scale_inv"][1:, :1],
+    }
+    values = dequantize_box(described, own, needed, (0, 0), (128, 128))
+    assert not torch.equal(values, weight.dequantize(dtype=torch.float32)[:128, :128])
+
+
+def test_what_has_no_values():
+    with pytest.raises(
+        CheckpointError, match=r"w: values of a quantized weight: expected components of one of"
+    ):
+        needed_components("hybrid kFloat8E4M3", ["data"], "w")
+    with pytest.raises(CheckpointError, match="got mxfp8 kFloat8E4M3 with rowwise_data"):
+        needed_components("mxfp8 kFloat8E4M3", ["rowwise_data"], "w")
