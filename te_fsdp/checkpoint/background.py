@@ -99,13 +99,18 @@ class Background:
                 )
             )
 
-    def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
+    def start(self, handle: SaveHandle, work: Callable[[], None], waited: float) -> None:
         """Do the rest of a save in a thread. The interpreter does not end before it has.
 
         Args:
             handle: Told how it ends.
             work: Raises TeFsdpError when it fails.
+            waited: Seconds of its stall that were spent on waiting for the save before.
         """
+        text = (
+            "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
+        )
+        _log.info(text, handle.path, handle.stall, waited)
 
         def run() -> None:
             try:

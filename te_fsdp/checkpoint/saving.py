@@ -26,6 +26,7 @@ from te_fsdp.checkpoint.model_state import (
     ModelState,
     delayed_state,
     model_state,
+    modules_with_extra_state,
     share_newest_amax,
     shorten,
 )
@@ -72,21 +73,19 @@ def save(
         extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of
             what is wrapped in :class:`te_fsdp.checkpoint.PerRank`.
         asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a
-            thread. Training may go on at once and change everything. The copies' memory (page-locked for
-            GPUs) is kept for the next save. A save begins after the one before has ended. The interpreter
-            waits for a running save before it ends.
-        keep_last: After this checkpoint is whole, remove older ones beside it, but for the last so many, this
-            one included. What is being loaded stays. ``None``: nothing is removed.
+            thread: training may change everything at once. A save begins after the one before has ended; the
+            interpreter waits for a running one before it ends.
+        keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
+            included. What is being loaded stays.
         progress: Draw a progress bar on rank 0.
 
     Returns:
-        A handle; if ``asynchronous``, its ``result()`` waits and raises what went wrong on any rank.
-        ``stall`` is the time that this call took.
+        A handle. Of an asynchronous save, ``result()`` waits and raises what went wrong on any rank.
 
     Raises:
         CheckpointError: Something lies at ``path``, ranks disagree on the model or on values that they must
-            share, something cannot be stored, or a rank failed to write. All ranks raise the same; nothing
-            appears at ``path``. Also if the save before failed in the background and nobody asked.
+            share, something cannot be stored, a rank failed to write, or the save before has failed and
+            nobody asked. All ranks raise the same; nothing appears at ``path``.
         OrderError: The optimizer was built before the model was sharded.
     """
     began, handle = time.perf_counter(), SaveHandle(Path(os.path.abspath(path)))
@@ -104,11 +103,7 @@ def save(
         handle.finish()
     handle.stall = time.perf_counter() - began
     if asynchronous:
-        text = (
-            "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
-        )
-        _log.info(text, handle.path, handle.stall, waited)
-        background().start(handle, complete)
+        background().start(handle, complete, waited)
     return handle
 
 
@@ -187,6 +182,7 @@ def _prepare(
         delayed=collected.delayed[0],
         optimizer=collected.optimized.described if collected.optimized else None,
         extra=collected.extra,
+        extra_states=modules_with_extra_state(model),
     )
     try:
         return plan_writing(ranks, temporary, collected.entries(ranks.rank)), manifest

@@ -1,0 +1,179 @@
+"""Bodies of asynchronous saves: what training does to the weights meanwhile, errors, the end of the process groups."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+from checkpointing.bodies import differing, local_state
+from checkpointing.mistakes import Small, adam, error_of, shard
+from checkpointing.models import Case, Run
+
+
+@contextmanager
+def writing_waits_for(event: threading.Event) -> Iterator[None]:
+    """Nothing is written before the event is set."""
+    from te_fsdp.checkpoint import writing
+
+    original = writing.SavePlanner.lookup_object
+
+    def late(self: Any, index: Any) -> torch.Tensor:
+        assert event.wait(60)
+        return original(self, index)
+
+    writing.SavePlanner.lookup_object = late
+    try:
+        yield
+    finally:
+        event.set()
+        writing.SavePlanner.lookup_object = original
+
+
+def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = False) -> dict[str, Any]:
+    """Save in the background, train on before anything is written, load: the state of the time of the call.
+
+    Twice, so that the second save reuses the memory of the first.
+
+    Args:
+        case: What is saved.
+        axes: The mesh.
+        directory: Where checkpoints go.
+        spoil: Negative control: the copies are left out.
+    """
+    import te_fsdp
+    from te_fsdp.checkpoint import saving
+
+    run, outcome = Run(case, axes, seed=0), []
+    run.steps(2)
+    copy = saving._copy
+    if spoil:
+        saving._copy = lambda writing: None
+    try:
+        for number in (1, 2):
+            saved, written = local_state(run), threading.Event()
+            with writing_waits_for(written):
+                handle = te_fsdp.checkpoint.save(
+                    f"{directory}/{number}", run.model, run.optimizer, extra={"n": number}, asynchronous=True
+                )
+                assert not handle.done() and not handle.wait(0.01)
+                losses = run.steps(1)  # collectives of training, while the save runs
+                changed = len(differing(saved, local_state(run)))
+                written.set()
+                path = handle.result()
+            assert handle.done() and path == Path(directory, str(number))
+            other = Run(case, axes, seed=1)
+            other.position = run.position - 1
+            extra = te_fsdp.checkpoint.load(path, other.model, other.optimizer, verify=True)
+            assert extra == {"n": number}
+            wrong = differing(saved, local_state(other))
+            losses_again = other.steps(1)
+            found = {"wrong": wrong, "tensors": len(saved), "changed": changed, "stall": handle.stall}
+            outcome.append({**found, "bytes": handle.bytes, "same_loss": losses_again == losses})
+    finally:
+        saving._copy = copy
+    return {"saves": outcome}
+
+
+def one_after_the_other(directory: str) -> dict[str, Any]:
+    """A second save waits for the first; a failure is raised by the handle, or else by the next save."""
+    import te_fsdp
+    from te_fsdp.checkpoint import writing
+
+    model = shard(Small())
+    optimizer = adam(model)
+    save = te_fsdp.checkpoint.save
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("te_fsdp")
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        go = threading.Event()
+        with writing_waits_for(go):
+            first = save(f"{directory}/1", model, optimizer, asynchronous=True)
+            threading.Timer(0.3, go.set).start()
+            second = save(f"{directory}/2", model, optimizer, asynchronous=True)
+            first_done = first.done()
+            second.result()
+        original = writing.SavePlanner.lookup_object
+
+        def broken(self: Any, index: Any) -> torch.Tensor:
+            raise OSError(28, "No space left on device")
+
+        if dist.get_rank() == dist.get_world_size() - 1:
+            writing.SavePlanner.lookup_object = broken
+        asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
+        told = error_of(asked.result)
+        unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
+        if dist.get_rank() == 0:  # one rank knows: all are told nevertheless
+            error_of(unasked.result)
+        unasked.wait()
+        writing.SavePlanner.lookup_object = original
+        refused = error_of(lambda: save(f"{directory}/5", model, optimizer))
+        again = save(f"{directory}/5", model, optimizer)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    dist.barrier()
+    return {
+        "first_done": first_done,
+        "stall": second.stall,
+        "held_up": [m for m in messages if "its caller was held up for" in m],
+        "errors": [m for m in messages if "No space left" in m],
+        "told": told,
+        "refused": refused,
+        "again": again.done(),
+        "left": sorted(p.name for p in Path(directory).iterdir()),
+    }
+
+
+def groups_destroyed(directory: str) -> dict[str, Any]:
+    """The program destroys its process groups while a save runs; it ends well on all ranks."""
+    import te_fsdp
+
+    dist.init_process_group(harness.backend())
+    model = shard(Small())
+    optimizer = adam(model)
+    expected = [p.to_local().detach().clone() for p in model.parameters()]
+    go = threading.Event()
+    with writing_waits_for(go):
+        handle = te_fsdp.checkpoint.save(f"{directory}/1", model, optimizer, asynchronous=True)
+        running = not handle.done()
+        dist.destroy_process_group()
+        go.set()
+        path = handle.result(60)
+    te_fsdp.checkpoint.verify(path)
+    return {"running": running, "elements": sum(t.numel() for t in expected)}
+
+
+def out_of_memory(directory: str) -> tuple[str, str]:
+    """One rank cannot copy: no rank waits for it, all are told."""
+    import te_fsdp
+    from te_fsdp.checkpoint.staging import Staging
+
+    model = shard(Small())
+    original = Staging.copy
+
+    def broken(self: Any, tensors: Any) -> Any:
+        raise MemoryError("no host memory")
+
+    if dist.get_rank() == 1:
+        Staging.copy = broken  # type: ignore[method-assign]
+    try:
+        handle = te_fsdp.checkpoint.save(f"{directory}/1", model, asynchronous=True)
+    finally:
+        Staging.copy = original  # type: ignore[method-assign]
+    found = error_of(handle.result)
+    dist.barrier()
+    assert not list(Path(directory).iterdir())
+    return found

@@ -1,0 +1,90 @@
+"""Asynchronous saves: the snapshot is of the time of the call, whatever training does while it is being written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from checkpointing import asynchronous
+from checkpointing.models import Case
+
+DP2_TP2 = {"dp_shard": 2, "tp": 2}
+DP2 = {"dp_shard": 2}
+HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+
+FUSED = Case(stacked=True, optimizer="fused")
+MXFP8 = Case(stacked=True, optimizer="fused", recipe="mxfp8", quantized=True)
+DELAYED = Case(optimizer="fused", recipe="delayed", quantized=True)
+
+
+def _row(case: Case, axes: dict[str, int], name: str):
+    return pytest.param(case, axes, id=name, marks=pytest.mark.ranks(math.prod(axes.values())))
+
+
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [
+        _row(Case(), DP2, "adamw-dp2"),
+        _row(FUSED, DP2_TP2, "fused-dp2xtp2"),
+        pytest.param(
+            MXFP8, DP2_TP2, id="mxfp8-dp2xtp2", marks=[pytest.mark.ranks(4), pytest.mark.recipe("mxfp8")]
+        ),
+        pytest.param(
+            DELAYED, DP2, id="delayed-dp2", marks=[pytest.mark.ranks(2), pytest.mark.recipe("delayed")]
+        ),
+        _row(FUSED, HSDP_TP, "fused-hsdp2x2xtp2"),
+    ],
+)
+def test_the_snapshot_is_of_the_call(pool, tmp_path, case, axes):
+    ranks = math.prod(axes.values())
+    where = {"axes": axes, "directory": str(tmp_path)}
+    results = pool.run(asynchronous.snapshot, ranks, env=ENVIRONMENT, case=case, **where)
+    for rank, outcome in enumerate(results):
+        for save in outcome["saves"]:
+            assert save["wrong"] == [], f"rank {rank}"
+            assert save["tensors"] > 30 and save["changed"] > 30, (
+                "training went on before anything was written"
+            )
+            assert save["same_loss"] and save["stall"] > 0
+    # No replica is copied or written twice.
+    for number in (0, 1):
+        assert all(outcome["saves"][number]["bytes"] > 0 for outcome in results)
+
+
+@pytest.mark.ranks(2)
+def test_the_comparison_can_fail(pool, tmp_path):
+    where = {"axes": DP2, "directory": str(tmp_path), "spoil": True}
+    if pool.device_type != "cpu":
+        pytest.skip("without copies the thread would read the device")
+    for outcome in pool.run(asynchronous.snapshot, 2, case=Case(), **where):
+        assert len(outcome["saves"][0]["wrong"]) > 30
+
+
+@pytest.mark.ranks(2)
+def test_saves_run_one_after_the_other_and_none_fails_silently(pool, tmp_path):
+    results = pool.run(asynchronous.one_after_the_other, 2, directory=str(tmp_path))
+    for outcome in results:
+        assert outcome["first_done"] and outcome["stall"] > 0.2
+        assert len(outcome["held_up"]) == 4 and len(outcome["errors"]) == 2
+        name, text = outcome["told"]
+        assert name == "CheckpointError"
+        assert "/3: save failed on rank(s) 1: OSError: [Errno 28] No space left on device" in text
+        name, text = outcome["refused"]
+        assert name == "CheckpointError" and "/4: save failed on rank(s) 1" in text
+        assert "save: the one before has failed, and nobody has asked for its result" in text
+        assert outcome["again"] and outcome["left"] == ["1", "2", "5"]
+    assert results[0]["told"] == results[1]["told"] and results[0]["refused"] == results[1]["refused"]
+
+
+@pytest.mark.ranks(2)
+def test_process_groups_destroyed_meanwhile(pool, tmp_path):
+    for outcome in pool.run(asynchronous.groups_destroyed, 2, init_group=False, directory=str(tmp_path)):
+        assert outcome["running"] and outcome["elements"] > 0
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_that_cannot_copy(pool, tmp_path):
+    results = pool.run(asynchronous.out_of_memory, 2, directory=str(tmp_path))
+    assert results[0] == results[1]
+    assert "on rank(s) 1: MemoryError: no host memory" in results[0][1]
