@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,9 +27,12 @@ __all__ = [
     "is_persistent",
     "local_of",
     "multiply_all_",
+    "load_without_data",
     "shard_dim_of",
     "spec_of",
+    "storage_offset",
     "with_local",
+    "without_data",
 ]
 
 
@@ -117,3 +120,31 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+# --- files
+
+
+def load_without_data(stream: IO[bytes]) -> Any:
+    """The objects of a ``torch.save`` file, their tensors without data (``FakeTensorMode``); weights only.
+
+    Args:
+        stream: The file, or a part of one, that can seek.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that takes no memory and that ``torch.serialization.skip_data`` writes as a gap (``FakeTensorMode``)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=dtype)
+
+
+def storage_offset(tensor: torch.Tensor) -> int:
+    """Byte of its file at which the storage of a tensor without data begins (``_checkpoint_offset``)."""
+    return tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]

@@ -39,6 +39,7 @@ __all__ = [
     "make_delayed",
     "missing_modules",
     "model_state",
+    "modules_with_extra_state",
     "reset_delayed",
     "share_newest_amax",
     "shorten",
@@ -149,6 +150,13 @@ def shorten(names: list[str], most: int = 5) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def modules_with_extra_state(model: nn.Module) -> list[str]:
+    """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
+    stock = torch.nn.Module.get_extra_state
+    found = [prefix for prefix, module in model.named_modules() if type(module).get_extra_state is not stock]
+    return [clean_name("", prefix) for prefix in found]
 
 
 # --- delayed scaling

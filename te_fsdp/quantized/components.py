@@ -16,8 +16,9 @@ nothing is ever sliced through TE's quantized tensors, some of which answer with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from te_fsdp import _te
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.boxes import Box
 
-__all__ = ["Component", "components_of", "describe_format", "finish_writing"]
+__all__ = ["Component", "components_from", "components_of", "describe_format", "finish_writing"]
 
 
 @dataclass(frozen=True)
@@ -112,27 +113,44 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     Raises:
         PlacementError: A format or an option of it that has no known layout.
     """
-    name, metadata = _te.format_of(local), local.get_metadata()  # type: ignore[attr-defined]
+    metadata = local.get_metadata()  # type: ignore[attr-defined]
+    return components_from(_te.format_of(local), metadata, tuple(local.shape), label)
+
+
+def components_from(
+    name: str | None, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
+) -> list[Component]:
+    """The components of a quantized tensor that is given by its buffers. Local operation.
+
+    Args:
+        name: Its format.
+        metadata: TE's buffers and options by their names in ``get_metadata()``.
+        shape: Of the weight.
+        label: Name for messages.
+
+    Raises:
+        PlacementError: A format or an option of it that has no known layout.
+    """
     odd = {key: metadata[key] for key, value in _UNKNOWN.items() if metadata.get(key, not value) == value}
-    if name not in _TABLE or odd or (name != "float8" and local.ndim != 2):
+    if name not in _TABLE or odd or (name != "float8" and len(shape) != 2):
         raise PlacementError(
             message(
                 f"{label}: quantized weight without a known layout",
                 expected=f"a 2-D weight in one of {', '.join(_TABLE)}",
-                got=f"{name} of shape {tuple(local.shape)} {odd or ''}".rstrip(),
+                got=f"{name} of shape {shape} {odd or ''}".rstrip(),
                 fix="keep this weight in high precision",
             )
         )
     found = []
     for buffer_name, (block, transposed) in _TABLE[name].items():
-        buffer = metadata[buffer_name]
+        buffer = metadata.get(buffer_name)
         if buffer is not None:
-            found.append(Component(buffer_name, *_view(buffer, block, transposed, local.shape, label)))
+            found.append(Component(buffer_name, *_view(buffer, block, transposed, shape, label)))
     return found
 
 
 def _view(
-    buffer: torch.Tensor, block: tuple[int, int] | None, transposed: bool, shape: torch.Size, label: str
+    buffer: torch.Tensor, block: tuple[int, int] | None, transposed: bool, shape: tuple[int, ...], label: str
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """The buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
     if block is None:

@@ -1,0 +1,41 @@
+"""Every byte of a checkpoint's files against its checksums, with progress; in one process, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from te_fsdp.checkpoint.compare import check_metadata
+from te_fsdp.checkpoint.directory import open_checkpoint
+from te_fsdp.checkpoint.manifest import Manifest, checksum, read_manifest
+from te_fsdp.errors import CheckpointError
+
+__all__ = ["file_problems", "problems_of"]
+
+Tick = Callable[[int], None]
+
+
+def file_problems(path: Path, manifest: Manifest, tick: Tick) -> list[str]:
+    """What is wrong with a checkpoint's files: missing, of another size, or changed; in words."""
+    problems = []
+    for name, (size, crc) in sorted(manifest.files.items()):
+        try:
+            have = (path / name).stat().st_size
+            if have != size:
+                problems.append(f"{name}: expected {size} bytes, got {have}")
+            elif checksum(path / name, tick) != crc:
+                problems.append(f"{name}: its contents have changed (CRC-32)")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror or error}")
+    return problems
+
+
+def problems_of(path: Path, tick: Tick) -> list[str]:
+    """Everything that is wrong with a checkpoint: manifest, files, and the two against DCP's metadata; in words."""
+    try:
+        problems = file_problems(path, read_manifest(path), tick)
+        if not problems:
+            check_metadata(path, open_checkpoint(path))
+    except CheckpointError as error:
+        return [str(error)]
+    return problems

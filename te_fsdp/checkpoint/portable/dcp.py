@@ -1,0 +1,246 @@
+"""Directories of PyTorch's distributed checkpoint (DCP) in one process, read and written by blocks.
+
+Reading a piece through DCP brings the whole piece into memory, and a piece may be a whole embedding. Here the
+header of a piece tells where its bytes lie, and rows are read from there. Writing goes through DCP, with blocks of
+rows as the pieces.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, read_bytes
+from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["Opened", "Piece", "open_dcp", "write_dcp"]
+
+Tick = Callable[[int], None]
+
+
+@dataclass
+class Piece(Lazy):
+    """A rectangle that DCP wrote: a ``torch.save`` file inside a file.
+
+    Attributes:
+        key: Name of the tensor, for messages.
+        file: The file.
+        offset: Byte at which it begins.
+        length: Its bytes.
+        shape: According to DCP's metadata.
+        dtype: According to DCP's metadata.
+    """
+
+    key: str
+    file: Path
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    found: Lazy | None = field(default=None, repr=False)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        if self.found is None:
+            tensor = self.objects()
+            got = (
+                (tuple(tensor.shape), tensor.dtype)
+                if isinstance(tensor, torch.Tensor)
+                else type(tensor).__name__
+            )
+            if got != (self.shape, self.dtype):
+                raise CheckpointError(
+                    message(
+                        f"{self.key}: its bytes in {self.file}",
+                        expected=(self.shape, self.dtype),
+                        got=got,
+                        fix="the checkpoint is damaged, take an earlier one",
+                    )
+                )
+            self.found = stored(tensor, self.file, self.key, self.offset)
+        return self.found.rows(first, last)
+
+    def objects(self) -> Any:
+        """What was stored, tensors without data.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        window = _Window(self.file, self.offset, self.length, self.key)
+        return read_objects(io.BufferedReader(window), f"{self.key} in {self.file}")
+
+    def is_quantized(self) -> bool:
+        """Whether one of TE's quantized tensors was stored."""
+        return isinstance(self.objects(), Quantized)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: Path, offset: int, length: int, key: str) -> None:
+        self.file, self.offset, self.length, self.key, self.at = file, offset, length, key, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.length - self.at))
+        if count:
+            buffer[:count] = read_bytes(self.file, self.offset + self.at, count, self.key)
+        self.at += count
+        return count
+
+
+@dataclass
+class Opened:
+    """Contents of a DCP directory.
+
+    Attributes:
+        tensors: By key.
+        others: Keys of pickled objects.
+        paths: For keys that DCP flattened: where the value was in the nested dict.
+    """
+
+    tensors: dict[str, Lazy]
+    others: list[str]
+    paths: dict[str, tuple[Any, ...]]
+
+
+def open_dcp(path: Path) -> Opened:
+    """The tensors of a DCP directory. Local operation.
+
+    Raises:
+        CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
+    """
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        described, places = metadata.state_dict_metadata, metadata.storage_data
+        by_key: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+        for index, place in places.items():
+            by_key.setdefault(index.fqn, []).append((index, place))
+    except Exception as error:
+        raise CheckpointError(
+            message(
+                f"{path}: unreadable .metadata ({type(error).__name__}: {error})",
+                fix="the checkpoint is damaged, take an earlier one",
+            )
+        ) from error
+    absent = sorted({p.relative_path for p in places.values() if not (path / p.relative_path).is_file()})
+    if absent:
+        raise CheckpointError(
+            message(f"{path}: missing files: {', '.join(absent[:5])}", fix="copy the whole directory again")
+        )
+    opened = Opened({}, [], dict(metadata.planner_data or {}))
+    for key, meta in described.items():
+        if isinstance(meta, TensorStorageMetadata):
+            opened.tensors[key] = _tensor(path, key, meta, by_key.get(key, []))
+        elif isinstance(meta, BytesStorageMetadata):
+            opened.others.append(key)
+    return opened
+
+
+def _tensor(
+    path: Path, key: str, meta: TensorStorageMetadata, places: list[tuple[MetadataIndex, Any]]
+) -> Lazy:
+    dtype, sizes = meta.properties.dtype, {tuple(c.offsets): tuple(c.sizes) for c in meta.chunks}
+    chunks = []
+    for index, place in places:
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                message(f"{key} in {path}: stored with {place.transform_descriptors}", expected="plain bytes")
+            )
+        offsets = tuple(index.offset or (0,) * len(meta.size))
+        shape = sizes.get(offsets, tuple(meta.size))
+        piece = Piece(key, path / place.relative_path, place.offset, place.length, shape, dtype)
+        chunks.append((offsets, piece))
+    return Chunked(key, tuple(meta.size), dtype, chunks)
+
+
+class _BlockPlanner(dcp.DefaultSavePlanner):
+    """Writes tensors by blocks, each read when it is its turn."""
+
+    def __init__(self, tensors: Mapping[str, Lazy], tick: Tick) -> None:
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+        )
+        self.tensors, self.tick = tensors, tick
+        self.blocks: dict[MetadataIndex, tuple[int, int]] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, tensor in self.tensors.items():
+            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=tensor.dtype))
+            for first, last in tensor.blocks():
+                offsets = torch.Size((first,) + (0,) * (len(tensor.shape) - 1) if tensor.shape else ())
+                chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(tensor.shape_of(first, last)))
+                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(tensor.shape))
+                index = MetadataIndex(key, offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self.blocks[index] = (first, last)
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        block = self.tensors[index.fqn].rows(*self.blocks[index])
+        self.tick(block.numel() * block.element_size())
+        return block
+
+
+def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:
+    """Write tensors into a DCP directory, files synced to disk. Local operation: one process, no process group.
+
+    Args:
+        path: The directory.
+        tensors: By key; empty ones are left out, as in every checkpoint of te_fsdp.
+        tick: Told the bytes of each block.
+
+    Raises:
+        CheckpointError: A tensor cannot be read, or the files cannot be written.
+    """
+    planner = _BlockPlanner({k: t for k, t in tensors.items() if t.bytes}, tick)
+    # One thread, one file: a block is in memory at a time.
+    writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        first = error.failures[min(error.failures)][0]
+        if isinstance(first, CheckpointError):
+            raise first from None
+        raise CheckpointError(
+            message(
+                f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
+            )
+        ) from first

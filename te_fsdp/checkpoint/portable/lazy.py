@@ -1,0 +1,243 @@
+"""Tensors that lie in files and are read by blocks of rows, so that no more than a block is in memory.
+
+Every format that te_fsdp reads becomes such tensors, every format that it writes is written from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["BLOCK_BYTES", "Cast", "Chunked", "InMemory", "Lazy", "Reshaped", "Stored", "read_bytes"]
+
+#: Bytes of a tensor that are in memory at a time (a row at least).
+BLOCK_BYTES = 8 << 20
+
+
+class Lazy:
+    """A tensor of known shape and dtype whose rows are read, or computed, when asked for.
+
+    Subclasses are dataclasses with the attributes below and :meth:`rows`.
+
+    Attributes:
+        shape: Shape of the whole tensor; a tensor without dims counts as one row.
+        dtype: Element type of what :meth:`rows` gives.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Rows ``first`` to ``last`` (exclusive), a contiguous CPU tensor that the caller may change.
+
+        Raises:
+            CheckpointError: They cannot be read; names key and file.
+        """
+        raise AssertionError("subclasses read")
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        return self.rows(0, self.height)
+
+    @property
+    def height(self) -> int:
+        """Number of rows."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self, budget: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+        """First and last row of each block of at most ``budget`` bytes; none for an empty tensor."""
+        if not self.bytes:
+            return
+        step = max(1, budget // (self.bytes // self.height))
+        for first in range(0, self.height, step):
+            yield first, min(first + step, self.height)
+
+    def shape_of(self, first: int, last: int) -> tuple[int, ...]:
+        """Shape of some rows."""
+        return (last - first, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass
+class InMemory(Lazy):
+    """A tensor that is in memory already."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = tuple(self.tensor.shape), self.tensor.dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        part = self.tensor[first:last] if self.shape else self.tensor
+        return part.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+@dataclass
+class Stored(Lazy):
+    """A tensor whose elements lie in a file, in the machine's byte order.
+
+    Attributes:
+        key: Name, for messages.
+        file: The file.
+        offset: Byte of the file at which the storage begins.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        stride: In elements; ``None`` for a contiguous tensor.
+        start: Element of the storage at which the tensor begins.
+    """
+
+    key: str
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+    start: int = 0
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`. Of a tensor that is stored transposed the whole span between is read."""
+        shape = self.shape_of(first, last)
+        stride = self._strides()
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=self.dtype)
+        begin = self.start + (first * stride[0] if stride else 0)
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        item = self.dtype.itemsize
+        data = read_bytes(self.file, self.offset + begin * item, span * item, self.key)
+        flat = torch.frombuffer(data, dtype=self.dtype)
+        return flat.as_strided(shape, stride).contiguous()
+
+    def _strides(self) -> tuple[int, ...]:
+        if self.stride is not None:
+            return self.stride
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+
+def read_bytes(file: Path, offset: int, count: int, key: str) -> bytearray:
+    """Bytes of a file.
+
+    Raises:
+        CheckpointError: The file is missing, unreadable or too short.
+    """
+    data = bytearray(count)
+    try:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            view, have = memoryview(data), 0
+            while have < count:
+                got = stream.readinto(view[have:])
+                if not got:
+                    break
+                have += got
+    except OSError as error:
+        raise CheckpointError(
+            message(f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file")
+        ) from error
+    if have != count:
+        raise CheckpointError(
+            message(
+                f"{key}: {file} is too short",
+                expected=f"{offset + count} bytes at least",
+                got=offset + have,
+                fix="the file is truncated, copy it again",
+            )
+        )
+    return data
+
+
+@dataclass
+class Chunked(Lazy):
+    """A tensor in rectangular pieces.
+
+    Attributes:
+        key: Name, for messages.
+        shape: Of the whole.
+        dtype: Of the whole.
+        chunks: Offsets in the whole, and piece; together they cover it once.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Sequence[tuple[tuple[int, ...], Lazy]]
+
+    def __post_init__(self) -> None:
+        have = sum(math.prod(piece.shape) for _, piece in self.chunks)
+        inside = all(
+            all(
+                at >= 0 and at + size <= whole for at, size, whole in zip(o, p.shape, self.shape, strict=True)
+            )
+            for o, p in self.chunks
+            if len(o) == len(p.shape) == len(self.shape)
+        )
+        ranks = {len(o) for o, _ in self.chunks} | {len(p.shape) for _, p in self.chunks}
+        if have != math.prod(self.shape) or not inside or ranks - {len(self.shape)}:
+            raise CheckpointError(
+                message(
+                    f"{self.key}: stored pieces",
+                    expected=f"pieces that cover {self.shape} once",
+                    got=f"{len(self.chunks)} piece(s) with {have} elements",
+                    fix="the checkpoint is damaged, take an earlier one",
+                )
+            )
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        if not self.shape:
+            return self.chunks[0][1].whole()
+        if len(self.chunks) == 1:
+            return self.chunks[0][1].rows(first, last)
+        result = torch.empty(self.shape_of(first, last), dtype=self.dtype)
+        for offsets, piece in self.chunks:
+            begin, end = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
+            if begin < end and math.prod(piece.shape):
+                place = [slice(begin - first, end - first)]
+                place += [slice(at, at + n) for at, n in zip(offsets[1:], piece.shape[1:], strict=True)]
+                result[tuple(place)] = piece.rows(begin - offsets[0], end - offsets[0])
+        return result
+
+
+@dataclass
+class Cast(Lazy):
+    """A tensor in another dtype."""
+
+    base: Lazy
+    dtype: torch.dtype
+    shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.base.shape
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        return self.base.rows(first, last).to(self.dtype)
+
+
+@dataclass
+class Reshaped(Lazy):
+    """A small tensor under another shape; read whole."""
+
+    base: Lazy
+    shape: tuple[int, ...]
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = self.base.dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        whole = self.base.whole().reshape(self.shape)
+        return whole[first:last] if self.shape else whole

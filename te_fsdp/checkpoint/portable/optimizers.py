@@ -1,0 +1,141 @@
+"""Optimizer state in the form of torch's ``Optimizer.state_dict()``, which numbers parameters, and in ours by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from te_fsdp.checkpoint.extra import decode, encode
+from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.portable.contents import Contents
+from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["add_optimizer", "optimizer_state_dict"]
+
+
+def add_optimizer(contents: Contents, state: Any, class_name: str | None) -> bool:
+    """Take a torch optimizer's state dict into a checkpoint's contents; note it where that cannot be done.
+
+    Parameters are told by the ``param_names`` of each group (torch writes them if the optimizer was given named
+    parameters); with one group also by their order, if their number and the shapes of their state fit.
+
+    Args:
+        contents: With the model's parameters; changed.
+        state: ``{"state": {number: {...}}, "param_groups": [...]}``, tensors lazy.
+        class_name: Class of the optimizer; ``None``: told from its options.
+
+    Returns:
+        Whether it was taken.
+    """
+    try:
+        described, tensors = _read(contents, state, class_name)
+    except _NotTaken as reason:
+        contents.notes.append(f"optimizer: left, {reason}")
+        return False
+    contents.manifest.optimizer = described
+    contents.tensors |= tensors
+    contents.notes.append(f"optimizer: taken, {described['class']} with {len(described['state'])} states")
+    return True
+
+
+class _NotTaken(Exception):
+    """Why an optimizer's state has no place in the checkpoint."""
+
+
+def _read(contents: Contents, state: Any, class_name: str | None) -> tuple[dict[str, Any], dict[str, Lazy]]:
+    if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
+        raise _NotTaken("no torch optimizer's state_dict()")
+    groups = state["param_groups"]
+    names = _names(contents, groups)
+    tensors: dict[str, Lazy] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for number, values in state.get("state", {}).items():
+        name = names.get(number)
+        if name is None:
+            raise _NotTaken(f"state of parameter {number}, which is in no group")
+        for key, value in values.items():
+            if isinstance(value, Lazy):
+                if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
+                    raise _NotTaken(f"{key} of {name} has the shape {value.shape}")
+                states.setdefault(name, {})[key] = {
+                    "shape": list(value.shape),
+                    "dtype": dtype_name(value.dtype),
+                }
+                tensors[f"optimizer.state.{name}.{key}"] = value
+            elif value is not None:
+                states.setdefault(name, {})[key] = {"value": _plain(value, f"{key} of {name}")}
+    described = []
+    for group in groups:
+        options = {k: _option(v) for k, v in group.items() if k not in ("params", "param_names")}
+        encoded = _plain(options, "options")
+        described.append({"parameters": [names[n] for n in group["params"]], "options": encoded})
+    kind = class_name or _class_of(groups)
+    return {"class": kind, "groups": described, "state": states}, tensors
+
+
+def _plain(value: Any, what: str) -> Any:
+    try:
+        return encode(value, what)[0]
+    except CheckpointError as error:
+        raise _NotTaken(str(error)) from error
+
+
+def _option(value: Any) -> Any:
+    return value.whole().item() if isinstance(value, Lazy) and value.shape in ((), (1,)) else value
+
+
+def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
+    """Name of each numbered parameter."""
+    known = contents.manifest.parameters
+    if all("param_names" in group for group in groups):
+        names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
+        strange = [name for name in names.values() if name not in known]
+        if strange:
+            raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
+        return names
+    if len(groups) != 1 or len(groups[0]["params"]) != len(known):
+        raise _NotTaken(
+            "it numbers its parameters without names (give the optimizer model.named_parameters(), or one group "
+            "with all parameters)"
+        )
+    return dict(zip(groups[0]["params"], known, strict=True))
+
+
+def _class_of(groups: list[Any]) -> str:
+    options = groups[0] if groups else {}
+    if "betas" in options:
+        if "bias_correction" in options:
+            return "FusedAdam"
+        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
+    if "momentum" in options and "nesterov" in options:
+        return "SGD"
+    raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
+
+
+def optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
+    """A checkpoint's optimizer in the form that torch's ``load_state_dict`` takes, tensors lazy.
+
+    Raises:
+        CheckpointError: Options that are tensors, which a checkpoint of te_fsdp does not hold.
+    """
+    described = contents.manifest.optimizer
+    if described is None:
+        return None
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in described["groups"]:
+        for name in group["parameters"]:
+            numbers[name] = len(numbers)
+        params = [numbers[name] for name in group["parameters"]]
+        options = decode(group["options"], {})
+        groups.append({**options, "params": params, "param_names": list(group["parameters"])})
+    state: dict[int, dict[str, Any]] = {}
+    for name, values in described["state"].items():
+        if name not in numbers:
+            raise CheckpointError(message(f"optimizer state of {name}", expected="a parameter of a group"))
+        state[numbers[name]] = {
+            key: contents.tensors[f"optimizer.state.{name}.{key}"] if "dtype" in d else decode(d["value"], {})
+            for key, d in values.items()
+        }
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,221 @@
+"""safetensors files, single or sharded with an index, read and written by blocks.
+
+The format: eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last byte),
+the tensors' bytes one after the other. The package ``safetensors`` writes a file from tensors that are all in
+memory; these functions never hold more than a block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fsdp.checkpoint.portable.lazy import Lazy, Stored, read_bytes
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["INDEX", "is_safetensors", "open_safetensors", "write_file", "write_folder"]
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: The package's own limit.
+_MOST_HEADER = 100_000_000
+
+Tick = Callable[[int], None]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path is a safetensors file or a folder of them."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+    return path.suffix == ".safetensors"
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    """Tensors and metadata of a file, or of a folder with an index or with one file. Local operation.
+
+    Raises:
+        CheckpointError: Files missing, truncated or damaged, or an index that does not fit them.
+    """
+    if not path.is_dir():
+        return _open_file(path)
+    index = path / INDEX
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise CheckpointError(
+                message(
+                    f"{path}: a folder of safetensors files",
+                    expected=f"{INDEX}, or one file",
+                    got=f"{len(files)} files without an index",
+                    fix="add the index, or name one file",
+                )
+            )
+        return _open_file(files[0])
+    return _open_sharded(index)
+
+
+def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+        if any(Path(name).name != name for name in files):
+            raise ValueError("a file outside of the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(index, f"unreadable index ({type(error).__name__}: {error})") from error
+    tensors: dict[str, Lazy] = {}
+    metadata: dict[str, str] = {}
+    problems = []
+    for name in files:
+        if not (index.parent / name).is_file():
+            problems.append(f"{name} is missing")
+            continue
+        found, more = _open_file(index.parent / name)
+        metadata |= more
+        for key in found.keys() & tensors.keys():
+            problems.append(f"{key} is in two files")
+        for key in found.keys() - {k for k, file in where.items() if file == name}:
+            problems.append(f"{key} is in {name} but not listed as such")
+        tensors |= found
+    problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
+    if problems:
+        more_text = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise _damaged(index, "; ".join(sorted(problems)[:5]) + more_text)
+    return {key: tensors[key] for key in where}, metadata
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(message(f"{path}: {what}", fix="the file is damaged or truncated, copy it again"))
+
+
+def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(message(f"{path}: no such file")) from error
+    if size < 8:
+        raise _damaged(path, f"not a safetensors file ({size} bytes)")
+    (length,) = struct.unpack("<Q", bytes(read_bytes(path, 0, 8, "header")))
+    if length > min(size - 8, _MOST_HEADER):
+        raise _damaged(path, f"not a safetensors file (a header of {length} bytes in a file of {size})")
+    try:
+        header = json.loads(bytes(read_bytes(path, 8, length, "header")))
+        metadata = header.pop("__metadata__", {})
+        tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset != end and tensor.bytes:
+            raise _damaged(path, f"{key} begins at byte {tensor.offset} instead of {end}")
+        end = max(end, tensor.offset + tensor.bytes)
+    if end != size:
+        raise _damaged(path, f"expected {end} bytes, got {size}")
+    return dict(tensors), metadata
+
+
+def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> Stored:
+    shape, (first, last) = tuple(int(n) for n in described["shape"]), described["data_offsets"]
+    dtype = _DTYPES.get(described["dtype"])
+    if dtype is None:
+        raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
+    if min((*shape, 0)) < 0 or first < 0 or math.prod(shape) * dtype.itemsize != last - first:
+        raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
+    return Stored(key, path, begin + first, shape, dtype)
+
+
+def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
+    """Write a file. Local operation; neither atomic nor synced: see :mod:`te_fsdp.checkpoint.portable.atomic`.
+
+    Args:
+        path: The file; overwritten.
+        tensors: By name.
+        metadata: Texts for the header.
+        tick: Told the bytes of each block.
+
+    Raises:
+        CheckpointError: A dtype that safetensors lacks, or a tensor that cannot be read.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                message(
+                    f"{key}: safetensors cannot hold it",
+                    expected=", ".join(_NAMES.values()),
+                    got=tensor.dtype,
+                )
+            )
+        end = at + tensor.bytes
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for block in as_bytes(tensor):
+                file.write(block)
+                tick(len(block))
+
+
+def as_bytes(tensor: Lazy) -> Iterator[memoryview]:
+    """The bytes of a tensor, block by block."""
+    for first, last in tensor.blocks():
+        block = tensor.rows(first, last).contiguous()
+        yield block.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick, shard_bytes: int
+) -> list[str]:
+    """Write ``model.safetensors``, or shards and their index, into a folder; returns the files' names.
+
+    A shard exceeds ``shard_bytes`` only where a single tensor does. ``metadata`` goes into the first. See
+    :func:`write_file`.
+    """
+    shards: list[dict[str, Lazy]] = [{}]
+    filled = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and filled + tensor.bytes > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = tensor
+        filled += tensor.bytes
+    if len(shards) == 1:
+        write_file(folder / _SINGLE, shards[0], metadata, tick)
+        return [_SINGLE]
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    for n, (name, shard) in enumerate(zip(names, shards, strict=True)):
+        write_file(folder / name, shard, {} if n else metadata, tick)
+    index = {
+        "metadata": {"total_size": sum(t.bytes for t in tensors.values())},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*names, INDEX]

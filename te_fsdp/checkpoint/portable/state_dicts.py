@@ -1,0 +1,284 @@
+"""State dicts of one process, from ``torch.save`` files and plain DCP directories, as a checkpoint's contents.
+
+What they hold is what the unsharded module holds, so names and rows are the canonical ones. State dicts of modules
+whose rows or blocks lie otherwise (stacked for tp, quantized for several shards) say so in their ``_extra_state``
+entry, and are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.portable.contents import (
+    MANIFEST_KEY,
+    Contents,
+    describe,
+    empty_manifest,
+    from_portable,
+    portable_name,
+)
+from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
+from te_fsdp.checkpoint.portable.extra_state import read_extra_state
+from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy
+from te_fsdp.checkpoint.portable.optimizers import add_optimizer
+from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
+from te_fsdp.checkpoint.portable.quantized import components_in_file
+from te_fsdp.errors import CheckpointError, message
+
+__all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_EXTRA = "_extra_state"
+_CONDITION = re.compile(r"(?:tp=(\d+))|(?:(\d+) FSDP shard)")
+
+
+@dataclass
+class Choices:
+    """What a reader cannot know.
+
+    Attributes:
+        key: Where in a nested file the model's state dict is, dots between keys; ``None``: found by its name.
+        optimizer_class: Class of the optimizer whose state dict is there; ``None``: told from its options.
+        extra_state: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it.
+    """
+
+    key: str | None = None
+    optimizer_class: str | None = None
+    extra_state: str = "read"
+
+
+@dataclass
+class _WithParts:
+    """A quantized weight with its components."""
+
+    found: Quantized
+    parts: dict[str, Lazy] = field(default_factory=dict)
+
+
+def open_torch_contents(path: Path, choices: Choices) -> Contents:
+    """A file that ``torch.save`` wrote: a state dict, or a dict with one in it. Local operation.
+
+    Raises:
+        CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
+    """
+    with path.open("rb") as stream:
+        objects = read_objects(stream, str(path))
+    tree = _with_places(objects, path, "")
+    if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
+        try:
+            return _own_file(path, tree)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                message(
+                    f"{path}: not as te_fsdp wrote it ({type(error).__name__}: {error})",
+                    fix="the file was changed; convert its state dict alone with --key model",
+                )
+            ) from error
+    return _from_tree(path, "torch.save", tree, choices)
+
+
+def open_dcp_contents(path: Path, choices: Choices) -> Contents:
+    """A directory that ``torch.distributed.checkpoint.save`` wrote, without a manifest of ours.
+
+    Raises:
+        CheckpointError: See :func:`open_torch_contents`.
+    """
+    opened = open_dcp(path)
+    tree: dict[Any, Any] = {}
+    leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
+    leaves |= dict.fromkeys(opened.others, None)
+    for key, leaf in leaves.items():
+        *above, last = opened.paths.get(key, (key,))
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return _from_tree(path, "torch.distributed.checkpoint", tree, choices)
+
+
+def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
+    """DCP writes TE's tensors as pickled objects in the place of a piece."""
+    pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
+    # The metadata says of them what it says of plain tensors; the header of the piece tells.
+    if not pieces or not pieces[0].dtype.is_floating_point or not pieces[0].is_quantized():
+        return tensor
+    found = pieces[0].objects()
+    if len(pieces) > 1:
+        raise CheckpointError(
+            message(
+                f"{key}: a quantized weight in {len(pieces)} pieces",
+                expected="a state dict of one process",
+                why="Pieces that were quantized apart need not have one scale",
+                fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
+            )
+        )
+    return _WithParts(found, components_in_file(found, key, pieces[0].file, pieces[0].offset))
+
+
+def _with_places(value: Any, path: Path, key: str) -> Any:
+    """Loaded objects with tensors that know where they lie."""
+    if isinstance(value, torch.Tensor):
+        return stored(value, path, key)
+    if isinstance(value, Quantized):
+        return _WithParts(value, components_in_file(value, key, path))
+    if isinstance(value, Mapping):
+        return {k: _with_places(v, path, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_places(v, path, f"{key}.{n}") for n, v in enumerate(value))
+    return value
+
+
+def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
+    """A file that te_fsdp wrote with everything."""
+    own = tree[MANIFEST_KEY]
+    tensors = {k: t for k, t in {**tree["model"], **own.get("tensors", {})}.items() if not _is_extra(k)}
+    optimizer = tree.get("optimizer", {"state": {}, "param_groups": []})
+    names = {
+        n: name
+        for g in optimizer["param_groups"]
+        for n, name in zip(g["params"], g["param_names"], strict=True)
+    }
+    for number, values in optimizer["state"].items():
+        found = {k: v for k, v in values.items() if isinstance(v, Lazy)}
+        tensors |= {portable_name(f"optimizer.state.{names[number]}.{k}"): v for k, v in found.items()}
+    return from_portable(path, "torch.save", tensors, own["manifest"])
+
+
+def _is_extra(name: str) -> bool:
+    return name == _EXTRA or name.endswith(f".{_EXTRA}")
+
+
+def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
+    where, state = _find_model(path, tree, choices.key)
+    contents = Contents(path, kind, empty_manifest())
+    _add_model(contents, state, choices)
+    left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
+    for key in [k for k in left if k in _OPTIMIZER_KEYS]:
+        if add_optimizer(contents, tree[key], choices.optimizer_class):
+            left.remove(key)
+    if where is not None:
+        contents.notes.append(f"weights: taken from {where!r}")
+    if left:
+        contents.notes.append(f"left: {', '.join(sorted(left))}")
+    return contents
+
+
+def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dict[str, Any]]:
+    """The model's state dict, and where it is in the tree; ``None`` where it is the tree."""
+    if key is not None:
+        node = tree
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise CheckpointError(message(f"{path}: nothing under --key {key}", got=_keys(tree)))
+        return key, node
+    if isinstance(tree, dict) and any(isinstance(v, Lazy | _WithParts) for v in tree.values()):
+        return None, tree
+    found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
+    if len(found) != 1:
+        raise CheckpointError(
+            message(
+                f"{path}: no state dict found in it",
+                expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
+                got=_keys(tree),
+                fix="say where it is with --key",
+            )
+        )
+    return found[0], tree[found[0]]
+
+
+def _keys(tree: Any) -> str:
+    if not isinstance(tree, dict):
+        return type(tree).__name__
+    names = [str(k) for k in tree]
+    return "the keys " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
+    """Weights, buffers and delayed-scaling state of a state dict."""
+    manifest, unread = contents.manifest, []
+    extras = {name.removesuffix(_EXTRA).rstrip("."): v for name, v in state.items() if _is_extra(str(name))}
+    manifest.extra_states = sorted(extras)
+    for name, value in extras.items():
+        _add_extra_state(contents, name, value, choices)
+    for name, value in state.items():
+        if _is_extra(str(name)):
+            continue
+        if isinstance(value, _WithParts):
+            _add_quantized(contents, name, value)
+        elif isinstance(value, Lazy):
+            manifest.parameters[name] = describe(value)
+            contents.tensors[f"model.{name}"] = value
+        else:
+            unread.append(f"{name} ({type(value).__name__})")
+    if unread:
+        raise CheckpointError(
+            message(
+                f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
+                fix="say where the model's state dict is with --key, or leave them out of it",
+            )
+        )
+    read, empty = len(manifest.delayed), len(extras) - len(manifest.delayed)
+    if read:
+        contents.notes.append(
+            f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
+        )
+    if empty:
+        why = "dropped as asked" if choices.extra_state == "drop" else "without state"
+        contents.notes.append(f"_extra_state of {empty} module(s): {why}")
+    if not extras:
+        contents.notes.append("_extra_state: none in the file; delayed scaling would start anew")
+
+
+def _add_quantized(contents: Contents, name: str, value: _WithParts) -> None:
+    found, scaling = value.found, ""
+    if found.format == "float8":
+        # TE's tensor does not tell where its scale came from; the module's state does.
+        owner = name.rpartition(".")[0]
+        scaling = " delayed" if owner in contents.manifest.delayed else " current"
+    contents.manifest.parameters[name] = {
+        "shape": list(found.shape),
+        "dtype": dtype_name(found.dtype),
+        "layout": None,
+        "format": f"{found.format}{scaling} {found.element}",
+        "components": sorted(value.parts),
+    }
+    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in value.parts.items()}
+
+
+def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
+    """One module's ``_extra_state``: a tensor of TE's, nothing, or a condition under which te_fsdp's models save."""
+    key = f"{module}.{_EXTRA}".lstrip(".")
+    if isinstance(value, dict):
+        condition = str(next(iter(value), ""))
+        sizes = [int(n) for pair in _CONDITION.findall(condition) for n in pair if n]
+        if len(value) != 1 or not sizes or max(sizes) > 1:
+            raise CheckpointError(
+                message(
+                    f"{key}: weights of a sharded module",
+                    expected="a state dict of one process",
+                    got=condition or "an entry of another kind",
+                    why="Its rows or blocks do not lie as in the unsharded module",
+                    fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+                )
+            )
+        value = next(iter(value.values()))
+    if choices.extra_state == "drop" or not isinstance(value, Lazy):
+        return
+    if value.dtype != torch.uint8:
+        raise CheckpointError(
+            message(f"{key}: no state of TransformerEngine", expected="uint8", got=value.dtype)
+        )
+    read = read_extra_state(value.whole().numpy().tobytes(), key)
+    if read is not None:
+        contents.manifest.delayed[module] = read[0]
+        for name, tensor in read[1].items():
+            contents.tensors[f"delayed.{module}:{name}"] = InMemory(tensor)

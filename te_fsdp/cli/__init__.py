@@ -1,0 +1,1 @@
+"""The command ``te-fsdp``. Argument parsing lives here alone; nothing heavy is imported before it is used."""

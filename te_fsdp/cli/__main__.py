@@ -1,0 +1,7 @@
+"""``python -m te_fsdp.cli``: the command ``te-fsdp`` without its script."""
+
+import sys
+
+from te_fsdp.cli.main import main
+
+sys.exit(main())

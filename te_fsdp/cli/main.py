@@ -1,0 +1,37 @@
+"""Entry point of ``te-fsdp``: finds the group of commands, which parses its own arguments."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+#: Group -> its module (with ``main(arguments) -> exit code``) and what it is for.
+_GROUPS = {"ckpt": ("te_fsdp.cli.ckpt", "checkpoints: inspect, verify, diff, convert, export")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Those after the program's name; ``None``: the process's.
+
+    Returns:
+        Exit code: 0 all is well, 1 a problem was found, 2 the command line is wrong.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _GROUPS:
+        return importlib.import_module(_GROUPS[words[0]][0]).main(words[1:])
+    asked = bool(words) and words[0] in ("-h", "--help")
+    lines = ["usage: te-fsdp GROUP COMMAND ...", ""]
+    lines += [f"  {name:8} {purpose}" for name, (_, purpose) in _GROUPS.items()]
+    lines += [
+        "",
+        "te-fsdp GROUP --help lists a group's commands. Exit codes: 0 good, 1 problem found, 2 wrong usage.",
+    ]
+    if words and not asked:
+        lines = [f"te-fsdp: no group {words[0]!r}", "", *lines]
+    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
