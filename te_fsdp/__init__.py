@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.report import report as report
@@ -39,6 +40,7 @@ _HOMES = {
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
     "check_optimizer": "te_fsdp.sharding.optimizer",
+    "main_weights": "te_fsdp.sharding.main_weights",
     # errors
     "TeFsdpError": "te_fsdp.errors",
     "MeshError": "te_fsdp.errors",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KINDS",
+    "amax_quantizer_classes",
+    "amax_tensor_classes",
     "attach_high_precision_value",
     "base_module_class",
     "delayed_states",
@@ -36,12 +38,16 @@ __all__ = [
     "has_delayed_scale",
     "high_precision_value",
     "init_function",
+    "is_delayed_quantizer",
+    "is_fused_adam",
     "is_loaded",
     "is_quantized",
     "kind_of",
     "make_delayed_states",
     "module_class",
     "needs_shared_amax",
+    "one_scale_quantizer_classes",
+    "one_scale_quantizers",
     "quantizer_of",
     "te",
     "weight_quantizer",
@@ -214,6 +220,47 @@ def needs_shared_amax(quantizer: Any) -> bool:
     return type(quantizer).__name__ in ("Float8CurrentScalingQuantizer", "NVFP4Quantizer", "HybridQuantizer")
 
 
+def one_scale_quantizers(quantizer: Any) -> list[Any]:
+    """The quantizers that give a tensor one scale: the given one, or a hybrid's parts; none for block formats."""
+    parts = [getattr(quantizer, f"{name}_quantizer", None) for name in ("rowwise", "columnwise")]
+    return [q for q in (quantizer, *parts) if isinstance(q, one_scale_quantizer_classes())]
+
+
+@functools.cache
+def amax_quantizer_classes() -> tuple[type, ...]:
+    """Classes of quantizers that take one scale from the tensor's amax: of current scaling, and of NVFP4."""
+    current = _tensor_attribute("float8_tensor", "Float8CurrentScalingQuantizer")
+    return current, _tensor_attribute("nvfp4_tensor", "NVFP4Quantizer")
+
+
+@functools.cache
+def one_scale_quantizer_classes() -> tuple[type, ...]:
+    """The same, and the class of delayed scaling, whose scale comes from a history."""
+    return *amax_quantizer_classes(), _tensor_attribute("float8_tensor", "Float8Quantizer")
+
+
+def is_delayed_quantizer(quantizer: Any) -> bool:
+    """Whether a quantizer takes its scale from an amax history."""
+    return type(quantizer).__name__ == "Float8Quantizer"
+
+
+@functools.cache
+def amax_tensor_classes() -> tuple[type, ...]:
+    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    names = ("Float8Tensor", "float8_tensor"), ("NVFP4Tensor", "nvfp4_tensor")
+    storages = [_tensor_attribute(f"storage.{module}_storage", f"{name}Storage") for name, module in names]
+    return *(_tensor_attribute(module, name) for name, module in names), *storages
+
+
+def _tensor_attribute(module: str, name: str) -> type:
+    return getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
+
+
+def is_fused_adam(optimizer: object) -> bool:
+    """Whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
+    return is_loaded() and isinstance(optimizer, te().optimizers.FusedAdam)
+
+
 def forget_transpose(tensor: torch.Tensor) -> None:
     """Drop a float8 tensor's cached transpose (``_transpose``); TE remakes it from the bytes."""
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:
@@ -235,7 +282,7 @@ def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def has_delayed_scale(tensor: torch.Tensor) -> bool:
     """Whether a quantized tensor's scale comes from an amax history (delayed scaling)."""
-    return type(quantizer_of(tensor)).__name__ == "Float8Quantizer"
+    return is_delayed_quantizer(quantizer_of(tensor))
 
 
 def forget_high_precision_value(tensor: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "dtensor",
     "flatten_mesh",
     "fsdp_parameter_groups",
+    "group_by_name",
     "is_fsdp_module",
     "is_persistent",
     "local_of",
@@ -148,3 +149,10 @@ def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def storage_offset(tensor: torch.Tensor) -> int:
     """Byte of its file at which the storage of a tensor without data begins (``_checkpoint_offset``)."""
     return tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+
+
+def group_by_name(name: str) -> torch.distributed.ProcessGroup:
+    """The process group with torch's own name of it (``_resolve_process_group``)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)

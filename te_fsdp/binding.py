@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["Binding", "binding_of"]
+__all__ = ["LABEL", "Binding", "binding_of"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
+#: Attribute of a bound parameter that may be quantized: its full name. Optimizers see parameters alone.
+LABEL = "_te_fsdp_label"
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Binding:
             object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
         requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
+        weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
     """
 
     name: str
@@ -39,14 +42,17 @@ class Binding:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     under_fsdp: bool = False
     requantizes: bool = False
+    weight_mesh_agreed: bool = False
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` the attributes known for ``name`` that it lacks."""
+        """Give ``parameter`` the attributes known for ``name`` that it lacks, and its label."""
         have = parameter.__dict__
+        if name in self.rules and self.rules[name].quantizable:
+            setattr(parameter, LABEL, self.label(name))
         for key, value in self.attributes.get(name, {}).items():
             if key not in have:
                 setattr(parameter, key, value)

@@ -17,6 +17,7 @@ from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
+from te_fsdp.quantized.optimizer_steps import watch_steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +65,7 @@ def set_device_mesh(
         _bind(item, tp_mesh, weight_mesh, replaced)
     if _te.is_loaded():
         mend_hooks()
+        watch_steps()
 
 
 def check_device_mesh(
@@ -165,6 +167,7 @@ def _check_same(
         and not binding.under_fsdp
     ):
         return
+    same_weight = same_weight or weight_mesh is None  # without tp, FSDP2's shard axis was taken as the mesh
     if binding.under_fsdp and not (same_tp and same_weight):
         what, fix = "set_device_mesh after fully_shard", "call set_device_mesh before fully_shard"
     elif binding.under_fsdp:

@@ -15,6 +15,7 @@ from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
+from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ class MeshModule(torch.nn.Module):
                     value.__dict__.setdefault(key, attribute)
             if isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
                 _check_still_quantized(self, binding, name, old, value)
+                adopt_shard(binding, self, name, value)
                 binding.under_fsdp = True
         parameters[name] = value
 

@@ -191,6 +191,9 @@ def _store(
             else:
                 attach_group(local, binding)
                 local.quantize_(value)  # type: ignore[operator]
+                _te.forget_high_precision_value(local)
+                if _te.keeps_high_precision_value(module):
+                    _te.attach_high_precision_value(local, value.detach().cpu())
         for mark in _TE_MARKS:
             old.__dict__.pop(mark, None)
         return

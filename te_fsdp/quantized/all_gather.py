@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import MeshError, message
+from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax import attach_group
+from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         binding = binding_of(module)
         if binding is None:
             return inputs, metadata
-        _check_weight_mesh(self, binding, mesh)
+        agree_on_weight_mesh(binding, module, self)
         attach_group(self, binding)
         if mesh.size() == 1 and len(inputs) > 1:
             return _pack(inputs, metadata)
@@ -128,23 +128,3 @@ def _unpack(flat: torch.Tensor, packed: _Packed) -> tuple[torch.Tensor, ...]:
         length = math.prod(shape) * dtype.itemsize
         buffers.append(flat.view(-1)[offset : offset + length].view(dtype).view(shape))
     return tuple(buffers)
-
-
-def _check_weight_mesh(local: torch.Tensor, binding: Binding, mesh: DeviceMesh) -> None:
-    """A per-tensor scale must be shared by exactly the ranks that hold pieces of the weight: FSDP shard x tp."""
-    if not _te.needs_shared_amax(_te.quantizer_of(local)):
-        return
-    tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    if binding.weight_mesh is None and tp_size == 1:
-        return  # TE's own group, the FSDP shard axis, is the whole truth without tensor parallelism
-    have = binding.weight_mesh.size() if binding.weight_mesh is not None else 1
-    if have != mesh.size() * tp_size:
-        raise MeshError(
-            message(
-                f"{binding.name or 'model'}: weight_mesh of a weight with one scale per tensor",
-                expected=f"{mesh.size()} (FSDP shard axis) * {tp_size} (tp) = {mesh.size() * tp_size} ranks",
-                got=f"{have} ranks",
-                why="Ranks outside it would quantize their pieces with another scale",
-                fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
-            )
-        )

@@ -1,8 +1,9 @@
 """One scale for one weight: quantization whose amax covers every rank that holds a piece.
 
-TE 2.20 forgets the reduction group on every detach, clone and ``nn.Parameter``, and each FSDP2 gather
-overwrites it with the FSDP group alone. te_fsdp therefore never relies on the tensor to remember: the group
-lives in the module's binding, and is put on the tensor where TE is about to read it.
+Every way to write into a quantized weight asks the tensor for its reduction group (TE 2.20.2
+``update_quantized`` of the per-tensor quantizers): initialisation, the optimizer's requantization, loading
+from high precision, ``copy_`` and ``quantize_`` by the user. te_fsdp marks the weights of bound modules with
+the weight mesh's group, and the mark sticks (:mod:`te_fsdp.quantized.amax_mark`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp.quantized.amax_mark import mark, reduce_newest_amax
 
 if TYPE_CHECKING:
     from te_fsdp.binding import Binding
@@ -20,25 +22,23 @@ __all__ = ["attach_group", "quantize_shard", "requantize"]
 
 
 def attach_group(local: torch.Tensor, binding: Binding) -> None:
-    """Tell a quantized local shard over which ranks its next quantization must reduce the amax.
+    """Tell a quantized local shard over which ranks its quantizations must reduce the amax.
 
-    Local operation. ``FusedAdam`` and ``quantize_`` read the mark (TE 2.20.2
-    ``Float8CurrentScalingQuantizer.update_quantized``). The attribute dies with the tensor object, so
-    pickling and checkpoint staging, which work on detached copies, never meet a process group.
+    Local operation. Nothing to do without a weight mesh, and for formats whose scales are local to a block.
     """
     if (
         binding.weight_mesh is not None
         and _te.is_quantized(local)
-        and _te.needs_shared_amax(_te.quantizer_of(local))
+        and _te.one_scale_quantizers(_te.quantizer_of(local))
     ):
-        local.amax_reduction_group = binding.weight_mesh.get_group()  # type: ignore[attr-defined]
+        mark(local, binding.weight_mesh.get_group().group_name)
 
 
 def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> torch.Tensor:
     """Quantize one rank's shard with the scale of the whole weight.
 
-    Collective (max all-reduce of one or two floats) over the weight mesh for per-tensor formats, local for
-    the others.
+    Collective (max all-reduce of one or two floats) over the weight mesh for formats with one scale per
+    tensor, local for the others.
 
     Args:
         value: High-precision local shard.
@@ -60,6 +60,7 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
             quantizer.with_amax_reduction = False
             quantizer.amax_reduction_group = None
     attach_group(local, binding)
+    reduce_newest_amax([local])
     return local
 
 
@@ -69,6 +70,10 @@ def requantize(local: torch.Tensor, binding: Binding) -> None:
     Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over
     the weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
     """
+    if _te.has_delayed_scale(local):  # every rank has quantized with the same scale
+        attach_group(local, binding)
+        reduce_newest_amax([local])
+        return
     if binding.weight_mesh is None or not _te.needs_shared_amax(_te.quantizer_of(local)):
         return
     value = _te.high_precision_value(local)

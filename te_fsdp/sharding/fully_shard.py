@@ -194,7 +194,7 @@ def _finish(model: nn.Module) -> None:
         binding = binding_of(module)
         if binding is None:
             continue
-        binding.under_fsdp = True
+        binding.under_fsdp = binding.weight_mesh_agreed = True
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 binding.carry(name, parameter)

@@ -63,16 +63,16 @@ def training(
     kwargs = {**meshes.te_kwargs(), "sequence_parallel": sequence_parallel}
     model = _initialised(kind, recipe, quantized, hidden, "meta", **kwargs)
     te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard_after_forward)
+    te_fsdp.materialize(model, seed=SEED)
     if drop_shared_scale:
         _forget_weight_mesh(model)
-    te_fsdp.materialize(model, seed=SEED)
     torch.manual_seed(SEED)
     reference = _initialised(kind, recipe, quantized, hidden, harness.device())
     outcome: dict[str, Any] = {"losses": [], "reference": [], "quantized": [], "scales_equal": []}
     outcome["bytes_at_init"] = compare_with_reference(model, reference)
     step = Stepper(model, recipe, meshes, sequence_parallel, learning_rate=learning_rate)
     reference_step = Stepper(reference, recipe, None, False)
-    batch = _batch(hidden)
+    batch = batch_of(hidden)
     for _ in range(STEPS):
         outcome["losses"].append(step(*batch))
         outcome["reference"].append(reference_step(*batch))
@@ -97,7 +97,7 @@ def main_weights(kind: str, recipe: str, dp_replicate: int, tp: int, *, hidden: 
     te_fsdp.fully_shard(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
     step = Stepper(model, recipe, meshes, False)
-    compared, batch = 0, _batch(hidden)
+    compared, batch = 0, batch_of(hidden)
     for _ in range(STEPS):
         step(*batch)
         for module, name, parameter in quantized_weights(model):
@@ -184,12 +184,15 @@ def _same_as_quantized(module: nn.Module, name: str, parameter: torch.Tensor, ma
 
 
 class Stepper:
-    """One training step with FusedAdam and fp32 main weights: batch in, mean loss over the world out."""
+    """One training step with FusedAdam and fp32 main weights: batch in, mean loss over the world out.
+
+    ``recipe`` is a recipe or the name of one.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        recipe: str,
+        recipe: Any,
         meshes: Any,
         sequence_parallel: bool,
         *,
@@ -212,7 +215,8 @@ class Stepper:
 
         if self.meshes is not None:
             x, target = self._mine(x), self._mine(target)
-        with te.autocast(enabled=True, recipe=recipe_of(self.recipe)):
+        recipe = recipe_of(self.recipe) if isinstance(self.recipe, str) else self.recipe
+        with te.autocast(enabled=True, recipe=recipe):
             output = self.model(x)
         output = output[0] if isinstance(output, tuple) else output
         loss = (output.float() - target.float()).square().mean()
@@ -238,7 +242,7 @@ class Stepper:
         return x.contiguous()
 
 
-def _batch(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same global batch on every rank, to be fitted: input and target."""
     generator = torch.Generator().manual_seed(5)
     data = torch.randn((2, SEQUENCE, BATCH, hidden), generator=generator).bfloat16().to(harness.device())
@@ -255,10 +259,10 @@ def _initialised(
 
 
 def _forget_weight_mesh(model: nn.Module) -> None:
-    """Negative control: quantize every shard with a scale of its own."""
+    """Negative control: every shard would be quantized with a scale of its own from now on."""
     from te_fsdp.binding import binding_of
 
     for module in model.modules():
         binding = binding_of(module)
         if binding is not None:
-            binding.weight_mesh = None
+            binding.weight_mesh, binding.weight_mesh_agreed = None, False

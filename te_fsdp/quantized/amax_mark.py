@@ -1,0 +1,151 @@
+"""The mark on a quantized weight that names the ranks over which its amax is reduced, and that sticks.
+
+TE 2.20 keeps the group as an attribute of the tensor object: every ``detach``, ``clone``, view and
+``nn.Parameter`` loses it, every FSDP2 gather overwrites it, and while it is there nobody can pickle or deep
+copy the tensor. te_fsdp keeps the *name* of the group on the tensor's quantizer, which TE copies along with
+every tensor made from it, and answers TE's question for the group with the group of that name.
+
+Delayed scaling asks no such question: a write leaves this rank's amax in the history, and TE reduces the history
+at the end of the next forward, over whatever group ``te.autocast`` was given. Writes into a marked weight reduce
+that amax at once, so that the ranks of a weight agree at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _te, _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["make_marks_stick", "mark", "marked_group", "reduce_newest_amax"]
+
+_MARK = "_te_fsdp_amax_group"
+_ATTRIBUTE = "amax_reduction_group"
+_PATCHED = "_te_fsdp_keeps_mark"
+
+
+def mark(tensor: torch.Tensor, group_name: str) -> None:
+    """Name the group over which every later quantization into ``tensor``, or into a copy of it, reduces the amax.
+
+    Local operation. Formats without one scale per tensor are left alone.
+
+    Args:
+        tensor: One of TE's quantized tensors.
+        group_name: ``group.group_name`` of a process group of this process.
+    """
+    make_marks_stick()
+    for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
+        quantizer.__dict__[_MARK] = group_name
+        _drop_group(quantizer)  # TE puts FSDP2's group on the quantizers of hybrid tensors
+
+
+def marked_group(tensor: torch.Tensor) -> str | None:
+    """Name of the group that :func:`mark` gave, ``None`` for a tensor without. Local operation."""
+    for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
+        return quantizer.__dict__.get(_MARK)
+    return None
+
+
+def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
+    """Give delayed-scaling weights the amax of the whole weight as the newest of their histories.
+
+    Collective: one max all-reduce for each group that the marks name, of one float per weight. Unmarked tensors
+    and those of other formats are left alone.
+
+    Args:
+        tensors: Local quantized tensors, the same weights in the same order on all ranks.
+    """
+    by_group: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        quantizer = _te.quantizer_of(tensor)
+        if _te.is_delayed_quantizer(quantizer) and _MARK in quantizer.__dict__:
+            by_group.setdefault(quantizer.__dict__[_MARK], []).append(quantizer.amax)
+    for name, amaxes in by_group.items():
+        newest = torch.cat([amax.reshape(1) for amax in amaxes])
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=_torch.group_by_name(name))
+        for amax, value in zip(amaxes, newest, strict=True):
+            amax.copy_(value)
+
+
+def make_marks_stick() -> None:
+    """Teach TE's classes about the mark; once per process, later calls do nothing.
+
+    Tensors without a mark, those of models that te_fsdp does not know, behave as before.
+    """
+    for cls in _te.one_scale_quantizer_classes():
+        if _PATCHED in cls.__dict__:
+            continue
+        cls.copy = _wrap_copy(cls.copy)  # type: ignore[attr-defined]
+        if cls.__name__ == "Float8Quantizer":
+            # It holds tensors of the module, of which pickle and deepcopy make others.
+            cls.update_quantized = _wrap_update(cls.update_quantized)  # type: ignore[attr-defined]
+        else:
+            cls.__deepcopy__ = _deepcopy  # type: ignore[attr-defined]
+            cls.__getstate__ = _wrap_getstate(cls.__getstate__)  # type: ignore[attr-defined]
+        setattr(cls, _PATCHED, True)
+    for cls in _te.amax_tensor_classes():
+        if not isinstance(cls.__dict__.get(_ATTRIBUTE), property):
+            setattr(cls, _ATTRIBUTE, property(_get_group, _set_group))
+
+
+def _get_group(self: Any) -> Any:
+    """The marked group, or what TE has set."""
+    quantizer = self._quantizer
+    name = None if quantizer is None else quantizer.__dict__.get(_MARK)
+    return self.__dict__.get(_ATTRIBUTE) if name is None else _torch.group_by_name(name)
+
+
+def _set_group(self: Any, group: Any) -> None:
+    """Keep what TE sets, unless there is a mark: FSDP2's group alone is not the whole weight."""
+    quantizer = self._quantizer
+    if quantizer is None or _MARK not in quantizer.__dict__:
+        self.__dict__[_ATTRIBUTE] = group
+
+
+def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(stock)
+    def copy(self: Any) -> Any:
+        new = stock(self)
+        if _MARK in self.__dict__:
+            new.__dict__[_MARK] = self.__dict__[_MARK]
+        return new
+
+    return copy
+
+
+def _wrap_update(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
+        result = stock(self, src, dst, **kwargs)
+        if self is _te.quantizer_of(dst) and _MARK in self.__dict__:
+            reduce_newest_amax([dst])
+        return result
+
+    return update_quantized
+
+
+def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    @functools.wraps(stock)
+    def __getstate__(self: Any) -> dict[str, Any]:
+        # In another process the name may belong to other ranks.
+        return {key: value for key, value in stock(self).items() if key != _MARK}
+
+    return __getstate__
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """A copy in this process keeps the mark, and never takes a process group along."""
+    new = self.copy()
+    _drop_group(new)
+    return new
+
+
+def _drop_group(quantizer: Any) -> None:
+    if hasattr(quantizer, "with_amax_reduction"):
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = False, None

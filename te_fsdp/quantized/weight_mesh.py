@@ -1,0 +1,140 @@
+"""Whether a weight mesh is the one that cuts a weight: FSDP2's shard axis times tp, no replicas, nothing left out.
+
+``set_device_mesh`` cannot know what FSDP2 will do. So the mesh is looked at when FSDP2 installs the shards, by
+each rank alone, and once more at the first gather, where the ranks agree on it, so that all of them raise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import MeshError, message
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.binding import Binding
+
+__all__ = ["adopt_shard", "agree_on_weight_mesh"]
+
+
+def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTensor) -> None:
+    """Take note of a parameter that FSDP2 has cut and that is, or will be, quantized. Local operation.
+
+    Without tensor parallelism FSDP2's shard axis is the whole weight mesh, and is taken as such where none was given.
+
+    Raises:
+        MeshError: The given weight mesh does not consist of the ranks that hold this weight's pieces.
+    """
+    local = _torch.local_of(parameter)
+    if binding.weight_mesh_agreed or not (_is_shared(local) or _will_be_shared(local, module, name)):
+        return
+    if binding.weight_mesh is None and _tp_size(binding) == 1:
+        binding.weight_mesh = _shard_axis(binding, parameter)
+    problem = _problem(binding, name, parameter)
+    if problem is not None:
+        raise MeshError(problem)
+
+
+def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
+    """Before the first gather of a module's weight: all ranks of its mesh agree that the weight mesh is right.
+
+    Collective over the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
+
+    Args:
+        binding: The module's.
+        module: Owner of the weight.
+        local: The shard about to be gathered.
+
+    Raises:
+        MeshError: On all ranks, if any rank finds a contradiction.
+    """
+    if binding.weight_mesh_agreed or not _is_shared(local):
+        return
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor) and _torch.local_of(parameter) is local:
+            _agree(binding, name, parameter)
+            return
+
+
+def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
+    problem = _problem(binding, name, parameter)
+    mesh = parameter.device_mesh
+    bad = torch.tensor([problem is not None], dtype=torch.int32, device=parameter.device)
+    # Axis after axis, so that a contradiction anywhere reaches everyone.
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if int(bad):
+        raise MeshError(problem or _elsewhere(binding, name))
+    binding.weight_mesh_agreed = True
+
+
+def _is_shared(local: torch.Tensor) -> bool:
+    return _te.is_quantized(local) and bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
+
+
+def _will_be_shared(local: torch.Tensor, module: nn.Module, name: str) -> bool:
+    quantizer = _te.weight_quantizer(module, name) if local.is_meta else None
+    return quantizer is not None and bool(_te.one_scale_quantizers(quantizer))
+
+
+def _tp_size(binding: Binding) -> int:
+    return binding.tp_mesh.size() if binding.tp_mesh is not None else 1
+
+
+def _axes(binding: Binding, parameter: DTensor) -> list[int]:
+    """Mesh axes that cut the weight: tp, which is the last one of a bound parameter, and FSDP2's shard axis."""
+    last = parameter.device_mesh.ndim - 1 if binding.tp_mesh is not None else None
+    return [
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if axis == last or _torch.shard_dim_of(placement) is not None
+    ]
+
+
+def _shard_axis(binding: Binding, parameter: DTensor) -> DeviceMesh | None:
+    """The 1-D mesh of FSDP2's shard axis, the only one that cuts where tp does not; ``None`` if of size 1."""
+    mesh = parameter.device_mesh
+    tp_axis = mesh.ndim - 1 if binding.tp_mesh is not None else None
+    axes = [axis for axis in _axes(binding, parameter) if axis != tp_axis]
+    if not axes or mesh.size(axes[0]) == 1:
+        return None
+    if mesh.ndim == 1:
+        return mesh
+    assert mesh.mesh_dim_names is not None  # FSDP2 asks for names on 2-D meshes
+    return mesh[mesh.mesh_dim_names[axes[0]]]
+
+
+def _problem(binding: Binding, name: str, parameter: DTensor) -> str | None:
+    """The error text of a weight mesh that contradicts the parameter's own mesh, ``None`` if it does not."""
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert at is not None
+    axes = _axes(binding, parameter)
+    index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
+    want = sorted(mesh.mesh[index].flatten().tolist())
+    have = [dist.get_rank()] if binding.weight_mesh is None else binding.weight_mesh.mesh.flatten().tolist()
+    if sorted(have) == want:
+        return None
+    return message(
+        f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
+        expected=f"ranks {want}, the {len(want)} that hold pieces of it (FSDP shard x tp)",
+        got=f"ranks {sorted(have)}" if binding.weight_mesh is not None else "None",
+        why="Pieces of one weight would be quantized with different scales, or scales of other weights mixed in",
+        fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
+    )
+
+
+def _elsewhere(binding: Binding, name: str) -> str:
+    return message(
+        f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
+        expected="on every rank the ranks that hold pieces of the weight",
+        got="others on another rank",
+        fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
+    )

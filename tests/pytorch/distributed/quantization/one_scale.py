@@ -1,0 +1,255 @@
+"""Bodies: every shard of a quantized weight holds the bytes and the scale that one process would give it.
+
+The oracle of each comparison is a stock TE model in one process, without te_fsdp: its weights are quantized by
+TE itself from the whole value, gathered from all ranks. Raw buffers are compared, not dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quantization.bodies import SEED, STEPS, Stepper, batch_of, quantized_weights
+from quantization.models import build
+
+HIDDEN = 256
+#: Sizes of which every rank of every mesh gets whole blocks: 128 rows x 2 x 2 (and x 4) for float8-block.
+WIDTH = {"block": 512}
+
+
+def recipe_of(name: str) -> Any:
+    """Recipes as the other bodies use them; delayed scaling with a history so short that scales change every step."""
+    from transformer_engine.common import recipe
+
+    from quantization import models
+
+    if name == "delayed":
+        return recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+    return models.recipe_of(name)
+
+
+def meshes_of(dp_replicate: int, tp: int) -> Any:
+    """The job's meshes."""
+    import te_fsdp
+
+    return te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
+
+
+def sharded(
+    kind: str, recipe: str, meshes: Any, *, reshard_after_forward: bool = True, **kwargs: Any
+) -> nn.Module:
+    """A model with quantized weights, sharded but still on meta."""
+    import te_fsdp
+
+    kwargs = {**meshes.te_kwargs(), **kwargs}
+    model = stock(kind, recipe, "meta", **kwargs)
+    return te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard_after_forward)
+
+
+def stock(kind: str, recipe: str, device: Any = None, **kwargs: Any) -> nn.Module:
+    """TE's own model with quantized weights; on the device, drawn from the seed, unless said otherwise."""
+    import transformer_engine.pytorch as te
+
+    if device is None:
+        torch.manual_seed(SEED)
+    with te.quantized_model_init(recipe=recipe_of(recipe), preserve_high_precision_init_val=True):
+        return build(kind, WIDTH.get(recipe, HIDDEN), device or harness.device(), **kwargs)
+
+
+def training(
+    kind: str,
+    recipe: str,
+    dp_replicate: int,
+    tp: int,
+    *,
+    group: str = "weight",
+    reshard_after_forward: bool = True,
+) -> dict[str, int]:
+    """Bytes and scales at init and after each of :data:`STEPS` FusedAdam steps, against one process.
+
+    Args:
+        kind: Module kind.
+        recipe: Recipe name.
+        dp_replicate: Copies of the model.
+        tp: Tensor-parallel ranks.
+        group: ``"weight"``; or as stock TE has it, ``"fsdp"`` from the start, ``"fsdp after init"``.
+        reshard_after_forward: FSDP2's option.
+
+    Returns:
+        Number of buffers compared at init, after the steps, and of gathered weights.
+    """
+    import te_fsdp
+
+    meshes = meshes_of(dp_replicate, tp)
+    model = sharded(kind, recipe, meshes, reshard_after_forward=reshard_after_forward)
+    if group == "fsdp":
+        reduce_over_fsdp_only(model, meshes)
+    te_fsdp.materialize(model, seed=SEED)
+    oracle = stock(kind, recipe)
+    counts = {"init": compare(model, oracle, "init"), "steps": 0}
+    if group == "fsdp after init":
+        reduce_over_fsdp_only(model, meshes)
+    step = Stepper(model, recipe_of(recipe), meshes, False)
+    te_fsdp.main_weights(model, step.optimizer)
+    batch = batch_of(WIDTH.get(recipe, HIDDEN))
+    for number in range(STEPS):
+        step(*batch)
+        values = {
+            name: gathered(module, own, step.optimizer.state[parameter]["master_param"])
+            for name, module, own, parameter in named_weights(model)
+        }
+        requantize(oracle, values)
+        counts["steps"] += compare(model, oracle, f"step {number + 1}")
+    counts["gathered"] = compare_unsharded(model, oracle)
+    return counts
+
+
+def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Full name, owner, name and parameter of every quantized weight."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    return [(names[id(p)], module, name, p) for module, name, p in quantized_weights(model)]
+
+
+def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """The whole original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
+    from te_fsdp import _torch
+    from te_fsdp.modules.shards import shard_info
+
+    info, local = shard_info(module, name, value), _torch.local_of(value)
+    whole = torch.full(info.original_shape, -torch.inf, dtype=local.dtype, device=local.device)
+    for box in info.boxes:
+        whole[box.original_slices()] = local[box.local_slices()]
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX)  # pieces meet only minus infinity, and equal replicas
+    assert torch.isfinite(whole).all()
+    return whole
+
+
+def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """What one process does in a training step: scales from the amaxes so far, then one quantization of each weight."""
+    import transformer_engine_torch as tex
+
+    from te_fsdp import _te
+
+    for module in oracle.modules():
+        if _te.delayed_states(module) is not None:
+            state = module.fp8_meta["scaling_fwd"]
+            recipe, newest = state.recipe, state.amax_history[0].clone()
+            algorithm, dtype = recipe.amax_compute_algo, forward_dtype(recipe)
+            tex.fused_amax_and_scale_update_after_reduction(
+                newest, [state.amax_history], [state.scale], algorithm, dtype, recipe.margin
+            )
+    weights = dict(oracle.named_parameters())
+    for name, value in values.items():
+        with torch.no_grad():
+            weights[name].quantize_(value)
+
+
+def forward_dtype(recipe: Any) -> Any:
+    """TE's name of the format of weights."""
+    from transformer_engine.pytorch.quantization import get_fp8_te_dtype
+
+    return get_fp8_te_dtype(recipe, True)
+
+
+def compare(model: nn.Module, oracle: nn.Module, when: str) -> int:
+    """Every buffer of every quantized weight, bit for bit; a difference raises on all ranks. Returns their number."""
+    whole = dict(oracle.named_parameters())
+    checks = harness.Comparisons()
+    count = 0
+    with raised_everywhere(when):
+        for name, module, own, parameter in named_weights(model):
+            count += same_buffers(checks, f"{when}: {name}", module, own, parameter, whole[name])
+            owner = oracle.get_submodule(name.rpartition(".")[0])
+            same_history(checks, f"{when}: {name}", module, own, owner)
+    checks.require(count)
+    return count
+
+
+@contextmanager
+def raised_everywhere(when: str) -> Iterator[None]:
+    """A difference that one rank finds is raised on all, so that none waits for it. Collective over the world."""
+    found: AssertionError | None = None
+    try:
+        yield
+    except AssertionError as error:
+        found = error
+    failed = torch.tensor([found is not None], dtype=torch.int32, device=harness.device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if found is not None:
+        raise found
+    assert not int(failed), f"{when}: differs in bits on another rank"
+
+
+def same_buffers(
+    checks: harness.Comparisons, label: str, module: nn.Module, own: str, parameter: torch.Tensor, whole: Any
+) -> int:
+    """The buffers of one weight: this rank's are its part of the whole one's."""
+    from te_fsdp import _torch
+    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.quantized.components import components_of
+
+    local, info = _torch.local_of(parameter), shard_info(module, own, parameter)
+    expected = {c.name: c for c in components_of(whole, label)}
+    found = components_of(local, label)
+    for component in found:
+        other = expected[component.name]
+        if component.block is None:
+            checks.same_bits(f"{label} {component.name}", component.tensor, other.tensor)
+            continue
+        for box in component.boxes(info.boxes, label):
+            mine, theirs = component.tensor[box.local_slices()], other.tensor[box.original_slices()]
+            checks.same_bits(f"{label} {component.name}", mine.contiguous(), theirs.contiguous())
+    if getattr(local, "_transpose", None) is not None and not local._transpose_invalid:
+        checks.same_bits(f"{label} transpose", local._transpose, local._data.t().contiguous())
+    return len(found)
+
+
+def same_history(
+    checks: harness.Comparisons, label: str, module: nn.Module, own: str, oracle: nn.Module
+) -> None:
+    """Delayed scaling's scale and amax history of a weight equal one process's, on every rank."""
+    from te_fsdp import _te
+
+    if _te.delayed_states(module) is None:
+        return
+    index = module.param_init_meta[own].fp8_meta_index
+    mine, theirs = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]
+    checks.same_bits(f"{label} scale", mine.scale[index], theirs.scale[index])
+    checks.same_bits(f"{label} amax history", mine.amax_history[:, index], theirs.amax_history[:, index])
+
+
+def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:
+    """What the kernels read after FSDP2's gather: the tp-local part of the whole weight. Returns how many weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    checks, whole, count = harness.Comparisons(), dict(oracle.named_parameters()), 0
+    for name, module, own, parameter in named_weights(model):
+        same_buffers(checks, f"gathered: {name}", module, own, parameter, whole[name])
+        count += 1
+    for unit in units:
+        unit.reshard()
+    checks.require(count)
+    return count
+
+
+def reduce_over_fsdp_only(model: nn.Module, meshes: Any) -> None:
+    """Negative control: the amax group that stock TE's gather sets, FSDP2's shard axis."""
+    from te_fsdp.binding import binding_of
+    from te_fsdp.quantized.amax import attach_group
+
+    for module in model.modules():
+        binding = binding_of(module)
+        if binding is not None:
+            binding.weight_mesh = meshes.device_mesh["dp_shard"]
+            for own_module, _, parameter in quantized_weights(module):
+                if own_module is module:
+                    attach_group(parameter._local_tensor, binding)

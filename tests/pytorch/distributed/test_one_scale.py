@@ -1,0 +1,79 @@
+"""One scale for one weight: the bytes of every quantized weight are those that one process computes, on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import one_scale
+
+# (dp_replicate, tp, ranks)
+MESHES = {
+    "dp2xtp2": (1, 2, 4),
+    "dp4": (1, 1, 4),
+    "tp4": (1, 4, 4),
+    "hsdp2x2": (2, 1, 4),
+    "hsdp2x2xtp2": (2, 2, 8),
+}
+STEPS = one_scale.STEPS
+
+
+def meshes(*names: str) -> list:
+    return [pytest.param(MESHES[n], id=n, marks=pytest.mark.ranks(MESHES[n][2])) for n in names]
+
+
+@pytest.mark.parametrize("mesh", meshes(*MESHES))
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_bytes_and_scales(pool, recipe, mesh):
+    """At init the bytes of the stock model in one process; after each step those of the gathered main weight."""
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(
+        one_scale.training, ranks, kind="mlp_swiglu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
+    )
+    # fc1 and fc2, bytes and scale of each
+    assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * ranks
+
+
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "tp4"))
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_bytes_and_scales_on_hopper(pool, recipe, reshard_after_forward, mesh):
+    """Also the transposes that Hopper keeps: where one is marked valid, it is that of the bytes."""
+    dp_replicate, tp, ranks = mesh
+    options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": dp_replicate, "tp": tp}
+    results = pool.run(one_scale.training, ranks, reshard_after_forward=reshard_after_forward, **options)
+    assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * ranks
+
+
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2"))
+@pytest.mark.parametrize(("recipe", "buffers"), [("block", 8), ("mxfp8", 8), ("nvfp4", 12)])
+def test_block_formats(pool, recipe, buffers, mesh):
+    """Rowwise and columnwise bytes and scales; of nvfp4 also the amaxes of the whole weight."""
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(
+        one_scale.training, ranks, kind="mlp_gelu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
+    )
+    assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 2}] * ranks
+
+
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2xtp2"))
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_transformer_layer(pool, recipe, mesh):
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(
+        one_scale.training, ranks, kind="transformer", recipe=recipe, dp_replicate=dp_replicate, tp=tp
+    )
+    buffers = 4 * {"current": 2, "nvfp4": 6}[recipe]
+    assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 4}] * ranks
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("group", "when"), [("fsdp", "init: "), ("fsdp after init", "step 1: ")])
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
+    """Negative control: FSDP2's axis alone, which stock TE sets in every gather, and the comparison fails."""
+    options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": 1, "tp": 2, "group": group}
+    errors = pool.run_expect_error(one_scale.training, 4, **options)
+    for error in errors:
+        assert error.type_name == "AssertionError" and when in error.message and "bits" in error.message, (
+            error
+        )
