@@ -1,0 +1,293 @@
+"""The map between Hugging Face's and TransformerEngine's tensors, without either: moves, checks, files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_fsdp.checkpoint.portable import huggingface as hf
+from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group
+from te_fsdp.checkpoint.portable.lazy import InMemory
+from te_fsdp.errors import CheckpointError
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}
+
+
+def tensors(
+    weights: hf.WeightMap, *, te: bool, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Every element another number; gammas near one, where zero-centering is exact."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.rand(shape, generator=generator).to(dtype) + 0.5
+        for name, shape in weights.shapes(te=te).items()
+    }
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[k], other[k]) for k in one)
+
+
+# ------------------------------------------------------------------------------------------------------ groups
+
+PACKINGS = ("separate", "joined", "interleaved")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(PACKINGS),
+    st.sampled_from(PACKINGS),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+def test_every_form_to_every_form_and_back(one, other, transposed, groups, per_group, width):
+    parts = ((groups * per_group * 2, width), (groups * 2, width), (groups * 2, width))
+
+    def form(packing: str, side: str, transposed: bool = False) -> Form:
+        names = tuple(side + part for part in "qkv") if packing == "separate" else (side,)
+        return Form(names, packing, transposed=transposed, groups=groups)
+
+    group = Group(parts, form(one, "a", transposed), form(other, "b"))
+    source = {n: torch.rand(s) for n, s in group.huggingface.shapes(parts).items()}
+    there = group.convert(source, to_te=True, dtype=None)
+    assert {n: tuple(t.shape) for n, t in there.items()} == group.te.shapes(parts)
+    assert sorted(torch.cat([t.flatten() for t in there.values()])) == sorted(
+        torch.cat([t.flatten() for t in source.values()])
+    )
+    assert same(group.convert(there, to_te=False, dtype=None), source)
+
+
+def test_interleaved_by_hand():
+    # two groups, two query heads each, heads of one row: q0 q1 k0 v0 q2 q3 k1 v1
+    group = Group(((4, 1), (2, 1), (2, 1)), Form(("q", "k", "v")), Form(("qkv",), "interleaved", groups=2))
+    source = {
+        "q": torch.tensor([[0.0], [1], [2], [3]]),
+        "k": torch.tensor([[10.0], [11]]),
+        "v": torch.tensor([[20.0], [21]]),
+    }
+    (packed,) = group.convert(source, to_te=True, dtype=None).values()
+    assert packed.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+# ------------------------------------------------------------------------------------------------------ a model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, GPT2, {**LLAMA, "tie_word_embeddings": True, "attention_bias": True}],
+    ids=["llama", "gpt2", "tied"],
+)
+def test_mapping_stream_and_lazy_agree(config):
+    weights = hf.WeightMap.build(config, hf.TeBlocks(fuse_qkv_params=True))
+    source = tensors(weights, te=False)
+    if config.get("tie_word_embeddings", config is GPT2):
+        source["lm_head.weight"] = next(iter(source.values()))
+    converted = dict(weights.to_te(source))
+    assert {n: tuple(t.shape) for n, t in converted.items()} == weights.shapes(te=True)
+    assert all(t.is_contiguous() for t in converted.values())
+    backwards = dict(weights.to_te(reversed(source.items())))
+    assert backwards.keys() == converted.keys() and all(
+        torch.equal(backwards[k], converted[k]) for k in converted
+    )
+    lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
+    assert same({k: v.whole() for k, v in lazy.items()}, converted)
+    assert all((v.shape, v.dtype) == (tuple(converted[k].shape), converted[k].dtype) for k, v in lazy.items())
+    back = dict(weights.to_huggingface(converted))
+    assert back.keys() | {"lm_head.weight"} == source.keys() | {"lm_head.weight"}
+    assert all(torch.equal(back[k], source[k]) for k in back)
+
+
+def test_lazy_tensors_are_read_once_and_a_group_at_a_time():
+    weights = hf.WeightMap.build(LLAMA, hf.TeBlocks(fuse_qkv_params=True))
+    read: list[str] = []
+
+    class Watched(InMemory):
+        def rows(self, first, last):
+            read.append(self.name)
+            return super().rows(first, last)
+
+    source = {}
+    for name, tensor in tensors(weights, te=False).items():
+        source[name] = Watched(tensor)
+        source[name].name = name
+    for converted in weights.lazily(source, to_te=True).values():
+        for first in range(converted.height):
+            converted.rows(first, first + 1)
+    assert sorted(read) == sorted(source), "each tensor once"
+
+
+def test_dtype():
+    weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
+    source = tensors(weights, te=False, dtype=torch.bfloat16)
+    assert {t.dtype for t in dict(weights.to_te(source)).values()} == {torch.bfloat16}, "zeros too"
+    assert {t.dtype for t in dict(weights.to_te(source, dtype=torch.float32)).values()} == {torch.float32}
+    lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
+    assert {t.dtype for t in lazy.values()} == {t.whole().dtype for t in lazy.values()} == {torch.bfloat16}
+    source["model.layers.1.mlp.up_proj.weight"] = source["model.layers.1.mlp.up_proj.weight"].float()
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp.*several dtypes"):
+        dict(weights.to_te(source))
+    assert dict(weights.to_te(source, dtype=torch.float32))
+
+
+def test_zero_centered_gammas(caplog):
+    blocks = hf.TeBlocks(zero_centered_gamma=True, final_norm_zero_centered=True)
+    weights = hf.WeightMap.build(LLAMA, blocks)
+    source = tensors(weights, te=False)
+    norm = "model.layers.0.input_layernorm.weight"
+    source[norm][:2] = torch.tensor([0.5, 2.0])
+    with caplog.at_level(logging.WARNING, "te_fsdp"):
+        converted = dict(weights.to_te(source))
+        assert torch.equal(
+            converted["layers.0.self_attention.layernorm_qkv.layer_norm_weight"], source[norm] - 1
+        )
+        assert torch.equal(converted["norm.weight"], source["model.norm.weight"] - 1)
+        assert same(dict(weights.to_huggingface(converted)), source)
+    assert not caplog.records
+    source[norm][0] = 0.1  # of which 0.1 - 1 has fewer bits left
+    with caplog.at_level(logging.WARNING, "te_fsdp"):
+        dict(weights.to_te(source))
+    assert "layers.0.self_attention.layernorm_qkv.layer_norm_weight: zero-centering rounded" in caplog.text
+
+
+def test_biases_that_only_transformer_engine_has():
+    weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
+    source = tensors(weights, te=False)
+    converted = dict(weights.to_te(source))
+    zero = [name for name, tensor in converted.items() if not tensor.any()]
+    assert zero == [f"layers.{n}.layernorm_mlp.{fc}_bias" for n in range(2) for fc in ("fc1", "fc2")]
+    assert same(dict(weights.to_huggingface(converted)), source)
+    converted["layers.1.layernorm_mlp.fc1_bias"][3] = 1e-9
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.layernorm_mlp\.fc1_bias: values that .* no parameter for"
+    ):
+        dict(weights.to_huggingface(converted))
+
+
+def test_names_of_ones_own():
+    names = hf.TeNames(
+        "decoder.blocks.{layer}.te.", "tok.w", "pos.w", "last.", "out.w", ("rope*", "decoder.scale")
+    )
+    weights = hf.WeightMap.build(LLAMA, names=names)
+    ours = tensors(weights, te=True)
+    assert {name.split(".")[0] for name in ours} == {"decoder", "tok", "last", "out"}
+    assert "decoder.blocks.1.te.layernorm_mlp.fc2_weight" in ours
+    source = {
+        **ours,
+        "rope.table": torch.zeros(2),
+        "decoder.scale": torch.zeros(1),
+        "a.b._extra_state": torch.zeros(0),
+    }
+    assert same(dict(weights.to_te(weights.to_huggingface(source))), ours)
+    with pytest.raises(CheckpointError, match="unexpected: rope.table"):
+        dict(replace(weights, ignored_te="").to_huggingface({**ours, "rope.table": torch.zeros(2)}))
+
+
+# ----------------------------------------------------------------------------------------------- what must fail
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_everything_wrong_is_named_at_once(stream):
+    weights = hf.WeightMap.build(LLAMA)
+    source = tensors(weights, te=False)
+    del source["model.layers.1.mlp.up_proj.weight"], source["lm_head.weight"]
+    source["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(4, 4)
+    source["model.layers.2.mlp.up_proj.weight"] = torch.zeros(12, 8)
+    source["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions, ignored
+    iterator = weights.to_te(iter(source.items()) if stream else source)
+    with pytest.raises(CheckpointError) as error:
+        if stream:
+            list(iterator)
+        else:
+            next(iterator)
+    text = str(error.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight. " in text
+    assert "unexpected: model.layers.2.mlp.up_proj.weight. " in text
+    assert "q_proj.weight has shape [4, 4], not [8, 8]. " in text
+    assert "inv_freq" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(10, 8, dtype=torch.int8), "int8"),
+        (torch.zeros(10, 8).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.zeros(10, 8, device="meta"), "a meta tensor"),
+    ],
+)
+def test_only_plain_tensors(value, text):
+    weights = hf.WeightMap.build(LLAMA)
+    source = {**tensors(weights, te=False), "lm_head.weight": value}
+    with pytest.raises(CheckpointError, match=f"lm_head.weight.*{text}"):
+        dict(weights.to_te(source))
+    with pytest.raises(CheckpointError, match=f"lm_head.weight.*{text}"):
+        dict(weights.to_te(iter(source.items())))
+
+
+def test_tied_weights_that_differ():
+    weights = hf.WeightMap.build({**LLAMA, "tie_word_embeddings": True})
+    ours = tensors(weights, te=True)
+    with pytest.raises(CheckpointError, match=r"head\.weight: differs from embedding\.weight"):
+        dict(weights.to_huggingface(ours))
+    ours["head.weight"] = ours["embedding.weight"].clone()
+    assert "lm_head.weight" not in dict(weights.to_huggingface(ours))
+    del ours["head.weight"]
+    assert "model.embed_tokens.weight" in dict(weights.to_huggingface(ours))
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "names", "text"),
+    [
+        (GPT2, hf.TeBlocks(bias=False), None, "bias=False of the layers, but the gpt2 model has biases"),
+        (LLAMA, None, hf.TeNames(head=None), "names.head is None, but the llama model has a head"),
+        ({**LLAMA, "model_type": "t5"}, None, None, "model_type.*'t5'"),
+        ({**LLAMA, "hidden_act": "gelu"}, None, None, "hidden_act is 'gelu', supported: silu"),
+        ({**GPT2, "activation_function": "gelu", "scale_attn_weights": False}, None, None, "'gelu'.*; scale_attn"),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, None, None, "quantization_config is"),
+        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, None, None, "without layer_types"),
+        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, None, None, "supported: one type"),
+        ({**LLAMA, "num_key_value_heads": 3}, None, None, "4 query heads for 3 key heads"),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_mapped(config, blocks, names, text):
+    with pytest.raises(CheckpointError, match=text):
+        hf.WeightMap.build(config, blocks, names)
+
+
+def test_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert hf.read_config(tmp_path) == hf.read_config(tmp_path / "config.json") == hf.read_config(LLAMA)
+    with pytest.raises(CheckpointError, match="not a readable config.json"):
+        hf.read_config(tmp_path / "nowhere")
+    plain = hf.read_config(LLAMA)
+    assert (plain.head_dim, plain.tied, plain.norm_eps, plain.window) == (2, False, 1e-6, None)
+    assert plain.te_rotary_kwargs() == {"dim": 2, "rotary_base": 10000.0, "interleaved": False}
+    for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}):
+        assert hf.read_config({**LLAMA, **rope}).te_rotary_kwargs()["rotary_base"] == 5e5
+    scaled = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(CheckpointError, match="rope_scaling in config.json"):
+        hf.read_config(scaled).te_rotary_kwargs()
+    with pytest.raises(CheckpointError, match="learned positions"):
+        hf.read_config(GPT2).te_rotary_kwargs()
+    mistral = hf.read_config({**LLAMA, "model_type": "mistral", "sliding_window": 4})
+    assert mistral.te_kwargs()["window_size"] == (3, 0)
+    qwen3 = hf.read_config({**LLAMA, "model_type": "qwen3"})
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
