@@ -49,6 +49,7 @@ __all__ = [
     "one_scale_quantizer_classes",
     "one_scale_quantizers",
     "quantizer_of",
+    "set_delayed_scale",
     "te",
     "weight_quantizer",
 ]
@@ -350,3 +351,25 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
     states = delayed_states(module)
     assert states is not None
     return states
+
+
+def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: torch.Tensor) -> None:
+    """Give a weight under delayed scaling the scale of a known amax, as TE's update from a history of it would.
+
+    Local operation; writes into the module's own state, which the weight's quantizer refers to.
+
+    Args:
+        module: Owner of the weight.
+        name: The weight's name.
+        local: Its quantized local tensor.
+        amax: One element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
+    """
+    recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
+    scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
+    finite = torch.finfo(torch.float32)
+    scale = torch.where(torch.isinf(scale), scale.new_tensor(finite.max), scale)
+    quantizers: list[Any] = [quantizer_of(local), weight_quantizer(module, name)]
+    for quantizer in quantizers:
+        if type(quantizer).__name__ == "Float8Quantizer" and bool(amax > 0) and bool(torch.isfinite(amax)):
+            quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
+            quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))

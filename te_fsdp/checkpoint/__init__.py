@@ -3,9 +3,20 @@
 from te_fsdp.checkpoint.background import SaveHandle
 from te_fsdp.checkpoint.directory import latest
 from te_fsdp.checkpoint.extra import PerRank
+from te_fsdp.checkpoint.loaded import Loaded
 from te_fsdp.checkpoint.loading import load
 from te_fsdp.checkpoint.rng import rng_state, set_rng_state
 from te_fsdp.checkpoint.saving import save
 from te_fsdp.checkpoint.verifying import verify
 
-__all__ = ["PerRank", "SaveHandle", "latest", "load", "rng_state", "save", "set_rng_state", "verify"]
+__all__ = [
+    "Loaded",
+    "PerRank",
+    "SaveHandle",
+    "latest",
+    "load",
+    "rng_state",
+    "save",
+    "set_rng_state",
+    "verify",
+]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from te_fsdp.checkpoint.collective import gather
 from te_fsdp.checkpoint.manifest import Manifest
@@ -14,31 +17,68 @@ from te_fsdp.checkpoint.model_state import ModelState, dtype_name, shorten
 from te_fsdp.checkpoint.planner import read_metadata
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["Differences", "check_metadata", "compare_model"]
+__all__ = ["GROUPS", "WHOLE_OPTIMIZER", "Differences", "check_metadata", "compare_model"]
 
-#: Aspects of a parameter that must be equal, in the order in which they are looked at.
-_ASPECTS = ("shape", "layout", "format", "components", "dtype")
+#: Stand in ``Differences.optimizer`` for all of an optimizer, and for its groups' options and membership.
+WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"
 
 
 @dataclass
 class Differences:
-    """What does not fit.
+    """What does not fit, and what fits after a conversion.
 
     Attributes:
-        tensors: Kind of difference -> tensor name -> detail (may be empty).
-        optimizer: Differences of the optimizer, in words.
+        tensors: Kind of difference -> tensor or module name -> detail (may be empty).
+        optimizer: Difference of the optimizer, in words -> parameters concerned, :data:`WHOLE_OPTIMIZER` or
+            :data:`GROUPS`.
+        converted: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
     """
 
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    optimizer: list[str] = field(default_factory=list)
+    optimizer: dict[str, list[str]] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, detail: str = "") -> None:
         """Note one tensor."""
         self.tensors.setdefault(kind, {})[name] = detail
 
+    def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
+        """Note one parameter of the optimizer, or all of it."""
+        names = self.optimizer.setdefault(text, [])
+        if name not in names:
+            names.append(name)
+
+    def refuse_conversions(self) -> None:
+        """Count what would be converted as a difference."""
+        for name, how in self.converted.items():
+            self.add("that would be converted", name, how)
+        self.converted = {}
+
     def names(self) -> set[str]:
         """Tensors that differ."""
         return {name for named in self.tensors.values() for name in named}
+
+    def optimizer_names(self) -> set[str]:
+        """Parameters whose optimizer state differs; ``"optimizer"`` among them means all."""
+        return {name for names in self.optimizer.values() for name in names}
+
+    def without(self, allow: Iterable[str]) -> Differences:
+        """Those that no pattern of ``allow`` names."""
+        patterns = list(allow)
+
+        def is_open(*names: str) -> bool:
+            return not any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+        left = Differences()
+        for kind, named in self.tensors.items():
+            kept = {name: detail for name, detail in named.items() if is_open(name)}
+            if kept:
+                left.tensors[kind] = kept
+        for text, names in self.optimizer.items():
+            open_ones = [n for n in names if is_open(n, f"optimizer.state.{n}", WHOLE_OPTIMIZER)]
+            if open_ones:
+                left.optimizer[text] = open_ones
+        return left
 
     def over_all_ranks(self) -> Differences:
         """The union over ranks, the same on all. Collective over the world."""
@@ -46,8 +86,23 @@ class Differences:
         for other in gather(self):
             for kind, named in other.tensors.items():
                 union.tensors.setdefault(kind, {}).update(named)
-            union.optimizer += [text for text in other.optimizer if text not in union.optimizer]
+            for text, names in other.optimizer.items():
+                for name in names:
+                    union.add_optimizer(text, name)
+            union.converted.update(other.converted)
         return union
+
+    def left(self) -> dict[str, str]:
+        """Everything that differs, by name, with the reason in words."""
+        reasons: dict[str, list[str]] = {}
+        for kind, named in self.tensors.items():
+            for name, detail in named.items():
+                reasons.setdefault(name, []).append(f"{kind}{': ' if detail else ''}{detail}")
+        for text, names in self.optimizer.items():
+            for name in names:
+                key = name if name in (WHOLE_OPTIMIZER, GROUPS) else f"optimizer.state.{name}"
+                reasons.setdefault(key, []).append(text)
+        return {name: "; ".join(texts) for name, texts in sorted(reasons.items())}
 
     def texts(self) -> list[str]:
         """One text per kind, with the number of tensors and the first few names."""
@@ -55,7 +110,10 @@ class Differences:
         for kind, named in self.tensors.items():
             shown = [f"{name}{': ' if detail else ''}{detail}" for name, detail in named.items()]
             lines.append(f"{len(named)} {kind} ({shorten(shown, 3)})")
-        return lines + self.optimizer
+        for text, names in self.optimizer.items():
+            shown = [name for name in names if name not in (WHOLE_OPTIMIZER, GROUPS)]
+            lines.append(f"{text} ({shorten(sorted(shown))})" if shown else text)
+        return lines
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer)
@@ -66,23 +124,55 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
     found = Differences()
     saved = {**manifest.parameters, **manifest.buffers}
     here: dict[str, dict[str, Any]] = {**state.described, **state.buffers}
-    for name in here.keys() - saved.keys():
+    for name in sorted(here.keys() - saved.keys()):
         found.add("missing in the checkpoint", name)
-    for name in saved.keys() - here.keys():
+    for name in sorted(saved.keys() - here.keys()):
         found.add("only in the checkpoint", name)
-    for name, now in here.items():
-        then = saved.get(name)
-        if then is None:
-            continue
-        for aspect in _ASPECTS:
-            old, new = then.get(aspect), now.get(aspect)
-            # A model that was never bound does not know its layouts; the files hold the same rows either way.
-            if old != new and not (aspect == "layout" and None in (old, new)):
-                found.add(f"with another {aspect}", name, f"saved {_text(old)}, model has {_text(new)}")
-                break
-    for kind, named in found.tensors.items():
-        found.tensors[kind] = dict(sorted(named.items()))
+    for name in sorted(here.keys() & saved.keys()):
+        then, now = saved[name], here[name]
+        # A model that was never bound does not know its layouts; the files hold the same rows either way.
+        layouts = then.get("layout"), now.get("layout")
+        if then["shape"] != now["shape"]:
+            found.add("with another shape", name, _saved_and_here(then["shape"], now["shape"]))
+        elif layouts[0] != layouts[1] and None not in layouts:
+            found.add("with another layout", name, _saved_and_here(*layouts))
+        else:
+            _compare_contents(found, name, then, now, name in state.cut_blocks)
     return found
+
+
+def _compare_contents(
+    found: Differences, name: str, then: dict[str, Any], now: dict[str, Any], cuts_blocks: bool
+) -> None:
+    """Format, components and dtype of one tensor: equal, convertible, or neither."""
+    formats = then.get("format"), now.get("format")
+    if formats == (None, None):
+        if then["dtype"] == now["dtype"]:
+            return
+        if not (_is_real(then["dtype"]) and _is_real(now["dtype"])):
+            found.add("with another dtype", name, _saved_and_here(then["dtype"], now["dtype"]))
+        else:
+            found.converted[name] = f"{then['dtype']} -> {now['dtype']}"
+        return
+    lacks = set(now.get("components", ())) - set(then.get("components", ()))
+    if formats[0] == formats[1] and not lacks and not cuts_blocks:
+        return
+    if any(described["format"] is None and not _is_real(described["dtype"]) for described in (then, now)):
+        found.add("with another format", name, _saved_and_here(*formats))
+        return
+    old, new = (d.get("format") or d["dtype"] for d in (then, now))
+    why = ""
+    if formats[0] == formats[1]:
+        why = f" ({', '.join(sorted(lacks))} not saved)" if lacks else " (this mesh cuts through blocks)"
+    found.converted[name] = f"{old} -> {new}{why}"
+
+
+def _is_real(dtype: str) -> bool:
+    return getattr(torch, dtype).is_floating_point
+
+
+def _saved_and_here(old: Any, new: Any) -> str:
+    return f"saved {_text(old)}, model has {_text(new)}"
 
 
 def _text(value: Any) -> str:

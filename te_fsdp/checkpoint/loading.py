@@ -5,32 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from te_fsdp import _te, _torch
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0, mesh_sizes, rank
+from te_fsdp.checkpoint.collective import all_agree, from_rank_0
 from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
-from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
+from te_fsdp.checkpoint.conversion import plan_conversion
+from te_fsdp.checkpoint.filling import Filling
+from te_fsdp.checkpoint.loaded import Loaded
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import (
-    ModelState,
-    make_delayed,
-    missing_modules,
-    model_state,
-    reset_delayed,
-    shorten,
-)
-from te_fsdp.checkpoint.optimizer_state import (
-    check_scaled_state,
-    compare_optimizer,
-    prepare_loading,
-    restore_groups,
-)
-from te_fsdp.checkpoint.planner import read_entries
+from te_fsdp.checkpoint.model_state import ModelState, compare_delayed, model_state, shorten
+from te_fsdp.checkpoint.optimizer_loading import compare_optimizer
+from te_fsdp.checkpoint.optimizer_state import check_scaled_state
 from te_fsdp.checkpoint.retention import in_use
 from te_fsdp.checkpoint.verifying import verify_together
 from te_fsdp.errors import CheckpointError, message
@@ -51,11 +39,15 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
+    allow: Iterable[str] = (),
+    convert: bool = True,
     verify: bool = False,
-) -> dict[str, Any]:
+) -> Loaded:
     """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
 
-    First compares the checkpoint with model and optimizer; on any difference nothing is changed. Optimizer
+    First compares the checkpoint with model and optimizer; on any difference nothing is changed. Weights of
+    another dtype or quantization format are converted: from the saved main weights where there are some, else
+    from the saved (dequantized) values, rounded or quantized once, with the amax of the whole weight. Optimizer
     state that does not exist yet is allocated. Collective over the world: call on all ranks. All ranks must
     reach the directory.
 
@@ -64,14 +56,18 @@ def load(
         model: The model on its device, sharded or not; what its parameters hold is overwritten.
         optimizer: Over the model's current parameters; its group options are overwritten by the saved ones.
             ``None``: saved optimizer state is not read.
-        strict: Whether everything must fit. ``False``: tensors that differ or are missing are left as they
-            are and named in a warning; the optimizer is loaded only if all of it fits.
+        strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named
+            in the result and in a warning. Optimizer state is taken or left parameter by parameter.
+        allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left.
+            A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer.
+        convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
         verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
             the manifest, DCP's metadata and the sizes of the files are checked.
 
     Returns:
         What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on
-        another mesh, as ``None`` with a warning.
+        another mesh, as ``None`` with a warning. Its attributes ``left``, ``converted`` and ``notes`` tell what
+        was not simply copied.
 
     Raises:
         CheckpointError: No checkpoint there, a damaged one, or one that differs (all differences in one
@@ -79,45 +75,37 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
     """
     source = Path(os.path.abspath(path))
+    patterns = ["*"] if not strict else [allow] if isinstance(allow, str) else list(allow)
     with in_use(source):
-        return _load(source, model, optimizer, strict, verify)
+        return _load(source, model, optimizer, allow=patterns, convert=convert, verify=verify)
 
 
 def _load(
-    source: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool
-) -> dict[str, Any]:
+    source: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    allow: list[str],
+    convert: bool,
+    verify: bool,
+) -> Loaded:
     began = time.perf_counter()
     manifest = from_rank_0(lambda: directories.open_checkpoint(source))
     if verify:
         verify_together(source, manifest)
     state, found = all_agree(lambda: _compare(source, manifest, model, optimizer))
     found = found.over_all_ranks()
-    if found and strict:
-        raise CheckpointError(_does_not_fit(source, manifest, found))
-    if found:
-        _log.warning("%s: loaded in part; left as it was: %s", source, "; ".join(found.texts()))
-    names = ((manifest.parameters.keys() | manifest.buffers.keys()) & state.keys.keys()) - found.names()
-    entries = {key: state.entries[key] for name in names for key in state.keys[name]}
-    saved_optimizer = None if found.optimizer else manifest.optimizer
-    if optimizer is not None and saved_optimizer is not None:
-        entries |= prepare_loading(optimizer, saved_optimizer, state.owned)
-    delayed = {n: d for n, d in manifest.delayed.items() if n not in missing_modules(model, manifest.delayed)}
-    entries |= make_delayed(model, delayed)
-    extra, homeless = for_rank(manifest.extra, manifest.mesh, mesh_sizes(model), rank())
-    slots = tensor_slots(extra)
-    read_entries(source, {**entries, **slots})
-    reset_delayed(model, keep=set(delayed))
-    state.finish_loading(names)
-    if optimizer is not None and saved_optimizer is not None:
-        restore_groups(optimizer, saved_optimizer)
-    elif optimizer is not None:
-        _refresh_main_weights(optimizer, state, names)
+    if not convert:
+        found.refuse_conversions()
+    refused = found.without(allow)
+    if refused:
+        raise CheckpointError(_does_not_fit(source, manifest, refused))
+    filling = Filling(source, manifest, model, optimizer, state, found)
+    extra = filling.run()
+    loaded = Loaded(extra, left=found.left(), converted=filling.converted(), notes=filling.notes)
+    _tell(source, found, loaded)
     _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
-    if homeless:
-        _log.warning(
-            "%s: values per rank were saved on another mesh, so they are None: %s", source, shorten(homeless)
-        )
-    return decode(extra, slots)
+    return loaded
 
 
 def _compare(
@@ -125,19 +113,32 @@ def _compare(
 ) -> tuple[ModelState, Differences]:
     """Everything that one rank can find out; changes nothing."""
     check_metadata(source, manifest)
-    state = model_state(model)
+    state = model_state(model, may_cut_blocks=True)
     found = compare_model(manifest, state)
-    for name in missing_modules(model, manifest.delayed):
-        found.add("with delayed-scaling state for a module that the model lacks", name)
+    for kind, name, detail in compare_delayed(model, manifest.delayed):
+        found.add(kind, name, detail)
+    for name in found.converted.keys() & state.owned.keys():
+        plan_conversion(state.owned[name], manifest.parameters[name], {})  # raises where there are no values
     if optimizer is None:
         return state, found
     check_optimizer(model, optimizer)
     check_scaled_state(optimizer)
     if manifest.optimizer is None:
-        found.optimizer.append("optimizer: none in the checkpoint")
+        found.add_optimizer("optimizer: none in the checkpoint")
     else:
-        found.optimizer += compare_optimizer(optimizer, manifest.optimizer, state.owned)
+        compare_optimizer(found, optimizer, manifest.optimizer, state.owned)
     return state, found
+
+
+def _tell(source: Path, found: Differences, loaded: Loaded) -> None:
+    """What was not simply copied, to the log."""
+    if loaded.left:
+        _log.warning("%s: loaded in part; left as it was: %s", source, "; ".join(found.texts()))
+    if loaded.converted:
+        shown = [f"{name}: {how}" for name, how in loaded.converted.items()]
+        _log.warning("%s: %d tensor(s) converted (%s)", source, len(shown), shorten(shown, 3))
+    for note in loaded.notes:
+        _log.warning("%s: %s", source, note)
 
 
 def _does_not_fit(source: Path, manifest: Manifest, found: Differences) -> str:
@@ -145,19 +146,6 @@ def _does_not_fit(source: Path, manifest: Manifest, found: Differences) -> str:
     return message(
         f"{source} does not fit: {'; '.join(found.texts())}",
         why=f"Nothing was loaded (saved on {mesh} by te_fsdp {manifest.versions.get('te_fsdp')})",
-        fix="build model and optimizer as they were saved, or load(..., strict=False) to take what fits",
+        fix="build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...]), "
+        "or load(..., strict=False) to take what fits",
     )
-
-
-def _refresh_main_weights(optimizer: Optimizer, state: ModelState, names: set[str]) -> None:
-    """Main weights of an optimizer that was not loaded follow the weights, lest its step undo the load."""
-    for name in names & state.owned.keys():
-        owned = state.owned[name]
-        main = optimizer.state.get(owned.parameter, {}).get("master_param")
-        if main is None:
-            continue
-        local = owned.local.dequantize() if _te.is_quantized(owned.local) else owned.local
-        if _torch.local_of(main).dtype == torch.int16:
-            optimizer.state.pop(owned.parameter)  # remainders mean nothing beside other weights
-        else:
-            _torch.local_of(main).copy_(local.detach())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.collective import world_size
 from te_fsdp.checkpoint.entries import (
@@ -24,8 +24,8 @@ from te_fsdp.checkpoint.entries import (
     owned_parameters,
     whole_entry,
 )
-from te_fsdp.errors import CheckpointError, message
-from te_fsdp.quantized.components import components_of, describe_format, finish_writing
+from te_fsdp.errors import CheckpointError, PlacementError, message
+from te_fsdp.quantized.components import Component, components_of, describe_format, finish_writing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelState",
+    "compare_delayed",
     "delayed_state",
     "dtype_name",
     "make_delayed",
-    "missing_modules",
     "model_state",
     "modules_with_extra_state",
+    "other_format_modules",
     "reset_delayed",
     "share_newest_amax",
     "shorten",
@@ -56,6 +57,8 @@ class ModelState:
         buffers: The manifest's ``buffers``.
         entries: Tensors by key.
         keys: Keys of each parameter or buffer.
+        cut_blocks: Quantized parameters whose rectangles on this rank cut through blocks, when that was allowed; they
+            have no entries.
     """
 
     owned: dict[str, Owned]
@@ -63,6 +66,7 @@ class ModelState:
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     keys: dict[str, list[str]] = field(default_factory=dict)
+    cut_blocks: set[str] = field(default_factory=set)
 
     def finish_loading(self, names: set[str]) -> None:
         """Drop what quantized weights derived from the bytes that were replaced. Local operation."""
@@ -71,10 +75,15 @@ class ModelState:
                 finish_writing(self.owned[name].local)
 
 
-def model_state(model: nn.Module) -> ModelState:
+def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
     """Entries and description of a model's parameters and persistent buffers. Local operation.
 
     FSDP2 units are resharded: the entries are views of the sharded parameters.
+
+    Args:
+        model: The model.
+        may_cut_blocks: Whether a rank's rectangles may cut through blocks of a quantized weight, which then gets no
+            entries: it can be loaded through high precision, but not saved.
 
     Raises:
         CheckpointError: Parameters or buffers on meta.
@@ -94,7 +103,7 @@ def model_state(model: nn.Module) -> ModelState:
             )
         )
     for name, owned in state.owned.items():
-        _add_parameter(state, name, owned)
+        _add_parameter(state, name, owned, may_cut_blocks)
     for name, buffer in buffers.items():
         state.buffers[name] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
         state.entries[f"model.{name}"] = whole_entry(buffer)
@@ -102,7 +111,7 @@ def model_state(model: nn.Module) -> ModelState:
     return state
 
 
-def _add_parameter(state: ModelState, name: str, owned: Owned) -> None:
+def _add_parameter(state: ModelState, name: str, owned: Owned, may_cut_blocks: bool) -> None:
     info, local = owned.info(), owned.local
     binding = binding_of(owned.module)
     layout = str(info.rule.layout) if binding is not None else None
@@ -118,25 +127,32 @@ def _add_parameter(state: ModelState, name: str, owned: Owned) -> None:
         state.entries[f"model.{name}"] = entry
         state.keys[name] = [f"model.{name}"]
     else:
-        entries = _component_entries(local, info.original_shape, info.boxes, name)
-        described["components"] = sorted(key.partition(":")[2] for key in entries)
+        components = components_of(local, name)
+        described["components"] = sorted(component.name for component in components)
+        try:
+            entries = _component_entries(components, info.original_shape, info.boxes, name)
+        except PlacementError:
+            if not may_cut_blocks:
+                raise
+            entries = {}
+            state.cut_blocks.add(name)
         state.entries |= entries
         state.keys[name] = list(entries)
     state.described[name] = described
 
 
 def _component_entries(
-    local: torch.Tensor, original: tuple[int, ...], boxes: tuple[Box, ...], name: str
+    components: list[Component], original: tuple[int, ...], boxes: tuple[Box, ...], name: str
 ) -> dict[str, Entry]:
     """Entries of a quantized weight's components."""
     entries = {}
-    for component in components_of(local, name):
+    for component in components:
         key = f"model.{name}:{component.name}"
         if component.block is None:
             entries[key] = whole_entry(component.tensor)
         else:
             entries[key] = cut_entry(
-                component.tensor, component.shape(original), component.boxes(boxes, name)
+                component.tensor, component.shape(original), component.boxes(boxes, name, original)
             )
     return entries
 
@@ -202,10 +218,36 @@ def share_newest_amax(entries: dict[str, Entry]) -> None:
         history[0] = row
 
 
-def missing_modules(model: nn.Module, described: dict[str, Any]) -> list[str]:
-    """Described modules that the model does not have, or that cannot hold delayed-scaling state."""
+def compare_delayed(model: nn.Module, described: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Differences in delayed-scaling state: kind, module name, detail. Local operation.
+
+    A recipe is known here once the module has run under it; margin and history may change in training, the number
+    of GEMMs and the FP8 formats may not.
+    """
     modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
-    return [name for name in described if not hasattr(modules.get(name), "fp8_meta")]
+    live = _delayed(model)
+    found = []
+    for name, then in described.items():
+        if not hasattr(modules.get(name), "fp8_meta"):
+            found.append(("with delayed-scaling state for a module that the model lacks", name, ""))
+            continue
+        now = _te.describe_delayed_recipe(live[name][0]) if name in live else then
+        for key in ("num_gemms", "fp8_format"):
+            if then[key] != now[key]:
+                found.append(("with another recipe", name, f"{key}: saved {then[key]}, model has {now[key]}"))
+    return found
+
+
+def other_format_modules(model: nn.Module, described: dict[str, Any]) -> list[str]:
+    """Described modules whose weights are quantized here without delayed scaling, so that its state means nothing."""
+    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    found = []
+    for name in described:
+        own = [_torch.local_of(p) for p in modules[name]._parameters.values() if p is not None]
+        quantized = [local for local in own if _te.is_quantized(local)]
+        if quantized and not any(_te.has_delayed_scale(local) for local in quantized):
+            found.append(name)
+    return found
 
 
 def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:

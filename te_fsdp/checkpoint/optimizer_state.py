@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.entries import Entry, Owned, cut_entry, whole_entry
-from te_fsdp.checkpoint.extra import decode, encode
-from te_fsdp.checkpoint.model_state import dtype_name, shorten
+from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.errors import CheckpointError, message
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["OptimizerState", "optimizer_state", "prepare_loading", "restore_groups"]
+__all__ = ["OptimizerState", "check_scaled_state", "describe_state", "optimizer_state"]
 
 
 @dataclass
@@ -56,7 +56,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
         for key, value in state.items():
             if value is None:
                 continue
-            described, entry = _describe(f"optimizer.state.{name}.{key}", value, owned[name])
+            described, entry = describe_state(f"optimizer.state.{name}.{key}", value, owned[name])
             states.setdefault(name, {})[key] = described
             if entry is not None:
                 entries[f"optimizer.state.{name}.{key}"] = entry
@@ -73,8 +73,17 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _describe(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], Entry | None]:
-    """Description and entry of one state value."""
+def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], Entry | None]:
+    """Description and entry of one state value. Local operation.
+
+    Args:
+        key: File key.
+        value: The value: a tensor, or a plain one, which goes into the manifest and has no entry.
+        owned: The parameter that it belongs to.
+
+    Raises:
+        CheckpointError: It has no known place in the original parameter.
+    """
     if not isinstance(value, torch.Tensor):
         encoded, _ = encode(value, key)
         return {"value": encoded}, None
@@ -129,138 +138,3 @@ def check_scaled_state(optimizer: Optimizer) -> None:
                 fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
             )
         )
-
-
-def compare_optimizer(optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]) -> list[str]:
-    """Differences between a saved optimizer and this one, in words. Local operation; changes nothing."""
-    problems = []
-    name = type(optimizer).__name__
-    if saved["class"] != name:
-        problems.append(f"optimizer: saved {saved['class']}, this one is {name}")
-    names = {id(o.parameter): n for n, o in owned.items()}
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        problems.append(f"optimizer: {len(saved['groups'])} groups saved, here {len(optimizer.param_groups)}")
-    else:
-        for index, (then, now) in enumerate(zip(saved["groups"], optimizer.param_groups, strict=True)):
-            here, there = {names[id(p)] for p in now["params"]}, set(then["parameters"])
-            for verb, which in (
-                ("missing in the checkpoint", here - there),
-                ("only in the checkpoint", there - here),
-            ):
-                if which:
-                    problems.append(
-                        f"optimizer group {index}: {len(which)} {verb} ({shorten(sorted(which))})"
-                    )
-    problems += _compare_states(optimizer, saved["state"], owned)
-    return problems
-
-
-def _compare_states(optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]) -> list[str]:
-    """State tensors whose kind, shape or dtype would not fit; one line per kind of difference."""
-    found: dict[str, list[str]] = {}
-    for name, states in saved.items():
-        if name not in owned:
-            continue  # reported with the groups
-        parameter = owned[name].parameter
-        expected = _expected_dtypes(optimizer, parameter, states)
-        for key in sorted(set(states) ^ set(expected)):
-            text = f"optimizer state {key!r} is " + (
-                "only in the checkpoint" if key in states else "not in the checkpoint"
-            )
-            found.setdefault(text, []).append(name)
-        for key, described in states.items():
-            dtype = described.get("dtype")
-            if key in expected and expected[key] is not None and dtype != expected[key]:
-                text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {expected[key]}"
-                found.setdefault(text, []).append(name)
-            shape = tuple(described.get("shape", ()))
-            if dtype is not None and shape not in ((), (1,), tuple(parameter.shape)):
-                found.setdefault(f"optimizer state {key!r}: saved shape {shape}", []).append(name)
-    return [f"{text} ({shorten(names)})" for text, names in found.items()]
-
-
-def _expected_dtypes(
-    optimizer: Optimizer, parameter: torch.Tensor, saved: dict[str, Any]
-) -> dict[str, str | None]:
-    """State names of a parameter with the dtype that the optimizer wants, ``None`` where it takes any."""
-    dtypes = getattr(optimizer, "name_to_dtype_map", None)
-    if dtypes is not None:  # TE's FusedAdam
-        expected: dict[str, str | None] = {k: dtype_name(d) for k, d in dtypes.items()}
-        if not optimizer.master_weights:  # type: ignore[attr-defined]
-            expected.pop("master_param")
-        elif optimizer.store_param_remainders and parameter.dtype == torch.bfloat16:  # type: ignore[attr-defined]
-            expected["master_param"] = "int16"
-        return expected
-    present = optimizer.state.get(parameter)
-    if not present:
-        return dict.fromkeys(saved)
-    tensors = {k: dtype_name(v.dtype) for k, v in present.items() if isinstance(v, torch.Tensor)}
-    # What torch makes only when it is needed (amsgrad, momentum) may come with the checkpoint.
-    return {**dict.fromkeys(saved), **{k: d for k, d in tensors.items() if k in saved}}
-
-
-def prepare_loading(optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Entry]:
-    """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
-
-    Local operation.
-
-    Args:
-        optimizer: Compared with ``saved`` before.
-        saved: The manifest's ``optimizer``.
-        owned: The model's parameters by name.
-
-    Returns:
-        Entries of the live state tensors, still to be filled.
-    """
-    names = {id(o.parameter): n for n, o in owned.items()}
-    entries: dict[str, Entry] = {}
-    for group in optimizer.param_groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            described = saved["state"].get(name)
-            if described is None:
-                optimizer.state.pop(parameter, None)
-                continue
-            if not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
-                # TE's FusedAdam keeps more about a state than the state itself.
-                low = parameter.dtype == torch.bfloat16
-                optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
-            present = optimizer.state[parameter]
-            fresh = {k: _slot(d, parameter, present.get(k), on_device) for k, d in described.items()}
-            present.clear()
-            present.update(fresh)
-            for key, value in fresh.items():
-                if isinstance(value, torch.Tensor):
-                    full_key = f"optimizer.state.{name}.{key}"
-                    entry = _describe(full_key, value, owned[name])[1]
-                    assert entry is not None
-                    entries[full_key] = entry
-    return entries
-
-
-def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, on_device: bool) -> Any:
-    """The value that is there if it fits, else a new one of the described kind."""
-    if "dtype" not in described:
-        return decode(described["value"], {})
-    shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
-    if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
-        return present
-    if shape != tuple(parameter.shape):
-        # torch's rule for "step": on the host unless the optimizer is capturable or fused.
-        return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    local = torch.zeros(_torch.local_of(parameter).shape, dtype=dtype, device=parameter.device)
-    return _torch.dtensor(local, _torch.spec_of(parameter)) if isinstance(parameter, DTensor) else local
-
-
-def restore_groups(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give every group its saved options; what is neither saved nor a default of the optimizer is removed."""
-    for group, then in zip(optimizer.param_groups, saved["groups"], strict=True):
-        options = decode(then["options"], {})
-        for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
-            del group[key]
-        for key, value in options.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)  # captured graphs refer to this tensor
-            else:
-                group[key] = value

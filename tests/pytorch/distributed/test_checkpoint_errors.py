@@ -19,7 +19,7 @@ def same_on_all(results: list) -> tuple[str, str]:
     [
         ("names", ["2 missing in the checkpoint (third.bias, third.weight)", "optimizer group 0: 2 missing"]),
         ("shapes", ["3 with another shape (first.bias: saved (8,), model has (6,),", "Nothing was loaded"]),
-        ("dtype", ["4 with another dtype", "saved float32, model has bfloat16"]),
+        ("dtype", ["4 that would be converted", "first.bias: float32 -> bfloat16"]),
         ("one rank", ["2 missing in the checkpoint (third.bias, third.weight)"]),
         ("groups", ["optimizer: 1 groups saved, here 2"]),
         ("class", ["optimizer: saved AdamW, this one is SGD"]),
@@ -37,14 +37,45 @@ def test_another_model(pool, tmp_path, kind, words):
     assert "Fix: build model and optimizer as they were saved" in text
 
 
-def test_strict_false_takes_what_fits(pool, tmp_path):
-    outcome = same_on_all(pool.run(mistakes.load_in_part, 2, directory=str(tmp_path)))
-    assert (
-        outcome["extra"] == {"step": 1} and outcome["same"] and outcome["untouched"] and outcome["state"] == 0
+@pytest.mark.parametrize("allow", [None, ["third.*"]], ids=["strict", "allow"])
+def test_a_partial_load_takes_what_fits(pool, tmp_path, allow):
+    outcome = same_on_all(pool.run(mistakes.load_in_part, 2, directory=str(tmp_path), allow=allow))
+    assert outcome["extra"] == {"step": 1} and outcome["same"] and outcome["untouched"]
+    assert outcome["states"] == dict.fromkeys(
+        ("first.bias", "first.weight", "second.bias", "second.weight"), 1.0
     )
+    assert outcome["lr"] == 0.1
     (warning,) = outcome["warnings"]
     assert "left as it was: 2 missing in the checkpoint (third.bias, third.weight)" in warning
-    assert "optimizer group 0" in warning
+    assert "optimizer group 0: 2 missing in the checkpoint (third.bias, third.weight)" in warning
+    states = ["optimizer.state.third.bias", "optimizer.state.third.weight"]
+    assert list(outcome["left"]) == [*states, "third.bias", "third.weight"]
+    assert outcome["left"]["third.bias"] == "missing in the checkpoint"
+
+
+def test_what_is_not_allowed_is_refused(pool, tmp_path):
+    """Differences that no pattern names are reported, those that one names are not."""
+    results = pool.run_expect_error(mistakes.load_in_part, 2, directory=str(tmp_path), allow=["third.weight"])
+    for error in results:
+        assert error.type_name == "CheckpointError"
+        assert (
+            "1 missing in the checkpoint (third.bias)" in error.message
+            and "third.weight" not in error.message
+        )
+        assert "name deliberate differences in load(..., allow=[...])" in error.message
+
+
+def test_other_groups(pool, tmp_path):
+    outcome = same_on_all(pool.run(mistakes.groups_in_part, 2, directory=str(tmp_path)))
+    name, text = outcome["refused"]
+    assert name == "CheckpointError" and "optimizer: 2 groups saved, here 3" in text
+    assert outcome["states"] == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    assert outcome["lr"] == [0.2, 0.5, 0.1], (
+        "each group takes the options of the one that its parameters come from"
+    )
+    assert outcome["notes"] == ["options of optimizer group 1 left as they were"]
+    states = ["optimizer.state.third.bias", "optimizer.state.third.weight"]
+    assert outcome["left"] == ["optimizer.param_groups", *states]
 
 
 def test_main_weights_follow_a_partial_load(pool, tmp_path):
@@ -107,11 +138,11 @@ def test_ranks_that_disagree(pool, tmp_path, what, words):
 
 
 @pytest.mark.recipe("mxfp8")
-def test_another_format(pool, tmp_path):
+def test_conversions_can_be_refused(pool, tmp_path):
     found = same_on_all(pool.run(mistakes.other_format, 2, directory=str(tmp_path)))
     assert all(name == "CheckpointError" for name, _ in found)
-    assert "with another format" in found[0][1]
-    assert "saved mxfp8 kFloat8E4M3, model has high precision" in found[0][1]
-    assert "saved high precision, model has mxfp8 kFloat8E4M3" in found[1][1]
-    assert "optimizer state 'master_param' is only in the checkpoint" in found[2][1]
-    assert "state kept with a scale per shard" in found[3][1] and "exp_avg in uint8" in found[3][1]
+    assert "that would be converted" in found[0][1] and "mxfp8 kFloat8E4M3 -> bfloat16" in found[0][1]
+    assert "bfloat16 -> mxfp8 kFloat8E4M3" in found[1][1]
+    assert "master_param: only in the checkpoint: left out" in found[2][1]
+    assert "optimizer state 'master_param': saved float32, this optimizer keeps int16" in found[3][1]
+    assert "state kept with a scale per shard" in found[4][1] and "exp_avg in uint8" in found[4][1]

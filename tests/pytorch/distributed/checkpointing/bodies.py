@@ -129,7 +129,7 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
     return outcome
 
 
-def logical_state(run: Run) -> dict[str, torch.Tensor]:
+def logical_state(run: Any) -> dict[str, torch.Tensor]:
     """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
     from te_fsdp import _te, _torch
     from te_fsdp.modules.shards import shard_info
@@ -148,11 +148,11 @@ def logical_state(run: Run) -> dict[str, torch.Tensor]:
                     values[f"{name}.{key}"] = _torch.local_of(state).detach()
             for label, value in values.items():
                 whole = value.shape == torch.Size() or tuple(value.shape) != info.local_shape
-                found[label] = value.cpu().clone() if whole else _together(label, value, info)
+                found[label] = value.cpu().clone() if whole else together(label, value, info)
     return found
 
 
-def _together(name: str, local: torch.Tensor, info: Any) -> torch.Tensor:
+def together(name: str, local: torch.Tensor, info: Any) -> torch.Tensor:
     pieces = [(box.original_slices(), local[box.local_slices()].cpu()) for box in info.boxes]
     everyone: list[Any] = [pieces]
     if dist.is_initialized():
@@ -204,7 +204,7 @@ def load_elsewhere(
     run = Run(case, axes, seed=1)
     run.position = BEFORE
     if spoil == "plain":
-        with _rows_taken_as_plain(run):
+        with rows_taken_as_plain(run):
             load_through(route, run, f"{directory}/{route}")
     elif spoil != "skip":
         load_through(route, run, f"{directory}/{route}")
@@ -214,7 +214,7 @@ def load_elsewhere(
 
 
 @contextmanager
-def _rows_taken_as_plain(run: Run) -> Iterator[None]:
+def rows_taken_as_plain(run: Any) -> Iterator[None]:
     """Every cut parameter counts as one block, and the comparison that would notice is off."""
     from te_fsdp.binding import binding_of
     from te_fsdp.checkpoint import compare, loading

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,38 +81,79 @@ def load_into_another_model(directory: str, kind: str) -> tuple[str, str]:
     elif kind == "class":
         optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     before = _values(other)
-    found = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer))
+    options = {"convert": kind != "dtype"}
+    found = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, **options))
     assert all(torch.equal(a, b) for a, b in zip(before, _values(other), strict=True))
     assert not optimizer.state and optimizer.param_groups[0]["lr"] != 0.1
     return found
 
 
-def load_in_part(directory: str) -> dict[str, Any]:
-    """strict=False takes what fits and names the rest in a warning."""
+def load_in_part(directory: str, allow: list[str] | None) -> dict[str, Any]:
+    """Take what fits and name the rest: in a warning and in the result."""
     import te_fsdp
 
     model = shard(Small())
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, adam(model), extra={"step": 1})
     other = shard(Small(extra="third"))
     before = _values(other.third)
-    optimizer = torch.optim.AdamW(other.parameters())
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("te_fsdp")
-    log.addHandler(handler)
-    try:
-        extra = te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, strict=False)
-    finally:
-        log.removeHandler(handler)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    options: dict[str, Any] = {"strict": False} if allow is None else {"allow": allow}
+    with warnings_of_te_fsdp() as warnings:
+        loaded = te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, **options)
     same = all(torch.equal(a, b) for a, b in zip(_values(model), _values(other), strict=False))
     untouched = all(torch.equal(a, b) for a, b in zip(before, _values(other.third), strict=True))
+    names = {id(p): n for n, p in other.named_parameters()}
     return {
-        "extra": extra,
+        "extra": dict(loaded),
+        "left": loaded.left,
         "same": same,
         "untouched": untouched,
         "warnings": warnings,
-        "state": len(optimizer.state),
+        "states": {names[id(p)]: float(state["step"]) for p, state in optimizer.state.items()},
+        "lr": optimizer.param_groups[0]["lr"],
+    }
+
+
+@contextmanager
+def warnings_of_te_fsdp() -> Iterator[list[str]]:
+    """What the logger says in the context."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("te_fsdp")
+    log.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(handler)
+
+
+def groups_in_part(directory: str) -> dict[str, Any]:
+    """Other groups than were saved: state by parameter, options where the saved group is clear."""
+    import te_fsdp
+
+    def split(model: nn.Module, *names: str) -> list[dict[str, Any]]:
+        return [{"params": list(getattr(model, name).parameters())} for name in names]
+
+    model = shard(Small(extra="third"))
+    saved = torch.optim.AdamW(split(model, "first", "second"), lr=0.1)
+    saved.param_groups[1]["lr"] = 0.2
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    te_fsdp.checkpoint.save(f"{directory}/step-1", model, saved)
+    other = shard(Small(extra="third"))
+    optimizer = torch.optim.AdamW(split(other, "second", "third", "first"), lr=0.5)
+    refused = error_of(lambda: te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer))
+    assert not optimizer.state
+    loaded = te_fsdp.checkpoint.load(f"{directory}/step-1", other, optimizer, strict=False)
+    names = {id(p): n for n, p in other.named_parameters()}
+    return {
+        "refused": refused,
+        "lr": [group["lr"] for group in optimizer.param_groups],
+        "states": sorted(names[id(p)] for p in optimizer.state),
+        "left": sorted(loaded.left),
+        "notes": loaded.notes,
     }
 
 
@@ -230,7 +272,7 @@ def drifted(directory: str, what: str) -> tuple[str, str]:
 
 
 def other_format(directory: str) -> list[tuple[str, str]]:
-    """bf16 weights into a quantized model and back; main weights into an optimizer without; nothing may change."""
+    """Formats and main weights that would be converted, when conversions are refused; nothing may change."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -243,14 +285,18 @@ def other_format(directory: str) -> list[tuple[str, str]]:
         path = f"{directory}/{saved.recipe}"
         te_fsdp.checkpoint.save(path, run.model, run.optimizer)
         before = local_state(other)
-        found.append(
-            error_of(lambda path=path, run=other: te_fsdp.checkpoint.load(path, run.model, run.optimizer))
-        )
+
+        def load(path: str = path, run: Run = other) -> Any:
+            return te_fsdp.checkpoint.load(path, run.model, run.optimizer, convert=False)
+
+        found.append(error_of(load))
         assert not differing(before, local_state(other))
     trained = [p for p in run.model.parameters() if p.requires_grad]
     groups = [{"params": trained[:3]}, {"params": trained[3:]}]
     without = FusedAdam(groups, master_weights=False)
-    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, without)))
+    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, without, convert=False)))
+    remainders = FusedAdam(groups, master_weights=True, store_param_remainders=True)
+    found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, remainders)))
     eight = FusedAdam(groups, exp_avg_dtype=torch.uint8)
     found.append(error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/x", run.model, eight)))
     return found

@@ -1,0 +1,214 @@
+"""Weights that do not go from file to model as they are: through high precision, then one rounding or quantization.
+
+Where the values come from, best first:
+
+1. the fp32 main weights of the checkpoint's optimizer, of which the saved weights are roundings;
+2. the saved values, where the weight was saved in high precision;
+3. the saved components of a quantized weight, dequantized. A rank reads the blocks that cover its rectangles, so that
+   these may cut through blocks.
+
+A scale of the whole weight comes from the amax of the whole weight: the ranks that hold pieces of it reduce theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import binding_of
+from te_fsdp.checkpoint.entries import Entry, Owned, Piece, cut_entry
+from te_fsdp.layout.boxes import Box
+from te_fsdp.quantized.amax import attach_group
+from te_fsdp.quantized.components import finish_writing
+from te_fsdp.quantized.dequantize import Block, covering, dequantize_box, needed_components
+
+__all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion", "quantize_whole"]
+
+#: Elements of original weights that are converted at a time, which bounds the temporary memory.
+_BATCH = 1 << 30
+
+
+@dataclass
+class Conversion:
+    """One parameter on its way through high precision.
+
+    Attributes:
+        owned: The parameter.
+        source: Where its values come from, in words.
+        size: Elements of the original.
+        described: The manifest's description of the saved parameter.
+        boxes: What this rank holds of the original.
+        key: File key of the values; empty for components.
+        needed: Components that give the values, with their blocks.
+    """
+
+    owned: Owned
+    source: str
+    size: int
+    described: dict[str, Any]
+    boxes: tuple[Box, ...]
+    key: str = ""
+    needed: dict[str, Block] = field(default_factory=dict)
+    _value: torch.Tensor | None = None
+    _parts: dict[str, dict[tuple[int, ...], torch.Tensor]] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, Entry]:
+        """New memory for what must be read, as entries. Local operation."""
+        local = self.owned.local
+        if self.key:
+            self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
+            return {self.key: cut_entry(self._value, self.described["shape"], self.boxes)}
+        entries: dict[str, Entry] = {}
+        for name, block in self.needed.items():
+            sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+            for box in self.boxes:
+                # Two rectangles may begin in one block: one piece serves both.
+                start, size = covering(box.original, box.sizes, block)
+                sizes[start] = tuple(map(max, sizes.get(start, size), size))
+            dtype = _component_dtype(self.described["format"], name)
+            parts = {at: torch.empty(size, dtype=dtype, device=local.device) for at, size in sizes.items()}
+            self._parts[name] = parts
+            pieces = tuple(Piece(at, part) for at, part in parts.items())
+            entries[f"model.{self.owned.fqn}:{name}"] = Entry((), dtype, pieces)
+        return entries
+
+    def value(self) -> torch.Tensor:
+        """What was read, float32 of the local shape. Local operation; frees what it came from."""
+        local = self.owned.local
+        if self._value is None:
+            self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
+            for box in self.boxes:
+                parts = {
+                    name: self._parts[name][covering(box.original, box.sizes, block)[0]]
+                    for name, block in self.needed.items()
+                }
+                parts = {name: _narrow(part, box, self.needed[name]) for name, part in parts.items()}
+                self._value[box.local_slices()] = dequantize_box(
+                    self.described["format"], parts, self.needed, box.original, box.sizes
+                )
+        value, self._value, self._parts = self._value, None, {}
+        return value
+
+    def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
+        """Give the parameter its value: rounded to its dtype, or quantized once.
+
+        Collective over the ranks that hold pieces of the weight where its format has one scale per tensor.
+
+        Args:
+            value: float32, of the local shape.
+            keep_delayed_scale: Whether the scale of delayed scaling was loaded and shall be used.
+        """
+        local = self.owned.local
+        with torch.no_grad():
+            if not _te.is_quantized(local):
+                local.copy_(value)
+                return
+            quantize_whole(self.owned, value, keep_delayed_scale=keep_delayed_scale)
+        finish_writing(local)
+        if _te.keeps_high_precision_value(self.owned.module):
+            _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())
+
+
+def _component_dtype(described: str, name: str) -> torch.dtype:
+    """Element type of a component: bytes, or float32 where the values are numbers."""
+    is_number = name == "fp8_scale_inv" or name.startswith("amax") or described.startswith("float8-block")
+    return torch.float32 if is_number and not name.endswith("data") else torch.uint8
+
+
+def _narrow(part: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
+    """The elements that cover one rectangle, out of a piece that may cover a longer one."""
+    _, size = covering(box.original, box.sizes, block)
+    return part[tuple(slice(0, n) for n in size)]
+
+
+def plan_conversion(
+    owned: Owned, saved: dict[str, Any], states: dict[str, Any], parts: Iterable[str] | None = None
+) -> Conversion:
+    """Where the values of a parameter come from. Local operation.
+
+    Args:
+        owned: The parameter.
+        saved: The manifest's description of it.
+        states: The manifest's description of its optimizer state; empty without.
+        parts: Components to choose from; all that were saved by default.
+
+    Raises:
+        CheckpointError: Saved components that give no values.
+    """
+    info = owned.info()
+    size = math.prod(info.original_shape)
+    common = (size, saved, info.boxes)
+    main = states.get("master_param", {})
+    if main.get("dtype") == "float32" and main.get("shape") == saved["shape"]:
+        return Conversion(owned, "main weights", *common, key=main_weight_of(owned.fqn))
+    if saved["format"] is None:
+        return Conversion(owned, "saved values", *common, key=f"model.{owned.fqn}")
+    needed = needed_components(saved["format"], list(parts or saved["components"]), owned.fqn)
+    return Conversion(owned, "dequantized values", *common, needed=needed)
+
+
+def main_weight_of(name: str) -> str:
+    """File key of a parameter's main weight."""
+    return f"optimizer.state.{name}.master_param"
+
+
+def batches(conversions: list[Conversion]) -> Iterator[list[Conversion]]:
+    """Stretches of bounded size, the same on all ranks."""
+    batch: list[Conversion] = []
+    for conversion in conversions:
+        if batch and sum(c.size for c in batch) + conversion.size > _BATCH:
+            yield batch
+            batch = []
+        batch.append(conversion)
+    if batch:
+        yield batch
+
+
+def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: bool = False) -> None:
+    """Write a value into a quantized parameter, with the scale that the whole weight has.
+
+    Collective over the ranks that hold pieces of the weight (maximum of one or two floats) for formats with one scale
+    per tensor.
+
+    Args:
+        owned: The parameter.
+        value: float32, of the local shape.
+        keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
+    """
+    local, group = owned.local, _group_of_whole(owned)
+    quantizer: Any = _te.quantizer_of(local)
+    if _te.has_delayed_scale(local):
+        amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
+        if group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        if not keep_delayed_scale:
+            _te.set_delayed_scale(owned.module, owned.name, local, amax)
+        local.quantize_(value)  # type: ignore[operator]
+        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+        return
+    binding = binding_of(owned.module)
+    if binding is not None and binding.weight_mesh is not None:
+        attach_group(local, binding)
+    elif group is not None and _te.needs_shared_amax(quantizer):
+        local.amax_reduction_group = group  # type: ignore[attr-defined]
+    local.quantize_(value)  # type: ignore[operator]
+
+
+def _group_of_whole(owned: Owned) -> Any | None:
+    """The process group of the ranks that hold pieces of a parameter; ``None`` where one rank holds it all."""
+    binding = binding_of(owned.module)
+    if binding is not None and binding.weight_mesh is not None:
+        return binding.weight_mesh.get_group()
+    if not isinstance(owned.parameter, DTensor):
+        return None
+    mesh = owned.parameter.device_mesh
+    cuts = [i for i, p in enumerate(owned.parameter.placements) if _torch.shard_dim_of(p) is not None]
+    assert len(cuts) <= 1, "tp without a weight mesh is refused when the model is bound"
+    return mesh.get_group(cuts[0]) if cuts else None

@@ -1,0 +1,168 @@
+"""The part of a load that changes things: reads, converts, and lets what was not saved follow what was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp.checkpoint.collective import mesh_sizes, rank
+from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
+from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
+from te_fsdp.checkpoint.entries import Entry
+from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
+from te_fsdp.checkpoint.manifest import Manifest
+from te_fsdp.checkpoint.model_state import (
+    ModelState,
+    make_delayed,
+    other_format_modules,
+    reset_delayed,
+    shorten,
+)
+from te_fsdp.checkpoint.optimizer_loading import main_weight, prepare_loading, restore_groups
+from te_fsdp.checkpoint.planner import read_entries
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["Filling"]
+
+
+@dataclass
+class Filling:
+    """A load whose differences are all allowed.
+
+    Attributes:
+        source: The directory.
+        manifest: What it holds.
+        model: The model.
+        optimizer: Its optimizer, if it is to be loaded or to follow.
+        state: The model's entries.
+        found: The differences, of all ranks.
+    """
+
+    source: Path
+    manifest: Manifest
+    model: nn.Module
+    optimizer: Optimizer | None
+    state: ModelState
+    found: Differences
+
+    def __post_init__(self) -> None:
+        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - self.found.names()
+        # In the model's order, which is every rank's: collectives follow it.
+        self.names = [n for n in [*self.state.described, *self.state.buffers] if n in fitting]
+        self.notes: list[str] = []
+        self.sources: dict[str, str] = {}
+        differing = self.found.optimizer_names()
+        taken = self.optimizer is not None and WHOLE_OPTIMIZER not in differing
+        self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
+        self.left_states = differing | (self.state.owned.keys() - set(self.names))
+
+    def run(self) -> dict[str, Any]:
+        """Read everything. Collective over the world.
+
+        Returns:
+            The user's ``extra``.
+        """
+        conversions = self._conversions()
+        direct = [name for name in self.names if name not in conversions]
+        entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
+        entries |= self._optimizer_entries()
+        delayed = self._delayed()
+        entries |= make_delayed(self.model, delayed)
+        extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
+        slots = tensor_slots(extra)
+        read_entries(self.source, {**entries, **slots})
+        reset_delayed(self.model, keep=set(delayed))
+        self.state.finish_loading(set(direct))
+        for batch in batches(list(conversions.values())):
+            self._convert(batch, entries, set(delayed))
+        for name in direct:
+            self._refresh_main_weight(name, entries, None)
+        if self.optimizer is not None and self.saved_optimizer is not None:
+            loaded = self.state.owned.keys() - self.left_states
+            left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)
+            self.notes += [f"options of optimizer group {index} left as they were" for index in left]
+        if homeless:
+            self.notes.append(
+                f"values per rank were saved on another mesh, so they are None: {shorten(homeless)}"
+            )
+        return decode(extra, slots)
+
+    def converted(self) -> dict[str, str]:
+        """How each converted tensor was converted, for the user."""
+        own = {name: how for name, how in self.found.converted.items() if self._is_loaded(name)}
+        return {n: f"{how}, from {self.sources[n]}" if n in self.sources else how for n, how in own.items()}
+
+    def _is_loaded(self, name: str) -> bool:
+        if not name.startswith("optimizer.state."):
+            return name in self.names
+        parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
+        return self.saved_optimizer is not None and parameter not in self.left_states
+
+    def _conversions(self) -> dict[str, Conversion]:
+        """What goes through high precision."""
+        states = (self.manifest.optimizer or {"state": {}})["state"]
+        found = {}
+        for name in self.names:
+            if name in self.found.converted and name in self.state.owned:
+                owned = self.state.owned[name]
+                found[name] = plan_conversion(owned, self.manifest.parameters[name], states.get(name, {}))
+                self.sources[name] = found[name].source
+        return found
+
+    def _optimizer_entries(self) -> dict[str, Entry]:
+        if self.optimizer is None or self.saved_optimizer is None:
+            return {}
+        weights, owned = self.manifest.parameters, self.state.owned
+        return prepare_loading(self.optimizer, self.saved_optimizer, owned, weights, self.left_states)
+
+    def _delayed(self) -> dict[str, Any]:
+        """Delayed-scaling state that this model takes."""
+        fitting = {n: d for n, d in self.manifest.delayed.items() if n not in self.found.names()}
+        foreign = other_format_modules(self.model, fitting)
+        if foreign:
+            self.notes.append(
+                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
+                f" ({shorten(foreign)})"
+            )
+        return {name: d for name, d in fitting.items() if name not in foreign}
+
+    def _convert(self, batch: list[Conversion], loaded: dict[str, Entry], delayed: set[str]) -> None:
+        """Read and store a few weights. Collective over the world."""
+        live: dict[str, torch.Tensor] = {}
+        wanted: dict[str, Entry] = {}
+        for conversion in batch:
+            main = main_weight(self.optimizer, conversion.owned.parameter)
+            if main is not None and main.dtype == torch.float32 and conversion.key in loaded:
+                live[conversion.owned.fqn] = main
+            else:
+                wanted |= conversion.entries()
+        read_entries(self.source, wanted)
+        for conversion in batch:
+            name = conversion.owned.fqn
+            value = live[name] if name in live else conversion.value()
+            conversion.store(value, keep_delayed_scale=name.rpartition(".")[0] in delayed)
+            self._refresh_main_weight(name, loaded, value)
+
+    def _refresh_main_weight(self, name: str, loaded: dict[str, Entry], value: torch.Tensor | None) -> None:
+        """A main weight that was not loaded follows the weight, lest the optimizer's step undo the load."""
+        if self.optimizer is None or main_weight_of(name) in loaded or name not in self.state.owned:
+            return
+        owned = self.state.owned[name]
+        # The quantized weight has less than what was read: the main weight is made of the latter.
+        quantized = _te.is_quantized(owned.local)
+        main = main_weight(self.optimizer, owned.parameter, make=quantized and value is not None)
+        if main is None:
+            return
+        if main.dtype == torch.int16:
+            self.optimizer.state.pop(owned.parameter)  # remainders mean nothing beside other weights
+            return
+        if value is None:
+            value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
+        main.copy_(value)

@@ -1,0 +1,105 @@
+"""A model whose weights TE holds quantized, in any format and on any mesh of four, and training steps of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpointing.models import recipe_of
+
+# float8-block has blocks of 128 rows and columns: over four ranks of tp, or of FSDP, each gets one of every 512.
+HIDDEN, HEADS, SEQUENCE, BATCH, CLASSES = 512, 8, 32, 4, 8
+
+
+class Quantized(nn.Module):
+    """Fused, stacked QKV and a gated MLP, both quantized when built so; embedding and head are not."""
+
+    def __init__(self, device: Any, **tp: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        options = {"params_dtype": torch.bfloat16, "device": device, "set_parallel_mode": True, **tp}
+        self.embedding = nn.Embedding(CLASSES, HIDDEN, dtype=torch.bfloat16, device=device)
+        self.attention = te.MultiheadAttention(
+            HIDDEN,
+            HEADS,
+            attention_dropout=0.0,
+            attn_mask_type="causal",
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            **options,
+        )
+        self.mlp = te.LayerNormMLP(HIDDEN, HIDDEN, activation="swiglu", bias=True, **options)
+        self.head = nn.Linear(HIDDEN, CLASSES, dtype=torch.bfloat16, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        x = x + self.attention(x)
+        return self.head(x + self.mlp(x))
+
+
+class QuantizedTraining:
+    """The model on a mesh with FusedAdam and fp32 main weights, and steps of it."""
+
+    def __init__(self, recipe: str, axes: dict[str, int] | None, seed: int, *, master: bool = True) -> None:
+        """Build, shard, initialise.
+
+        Args:
+            recipe: TE's recipe, in whose format the weights are held; "none" for bf16.
+            axes: The mesh; None for stock TE in one process, without te_fsdp.
+            seed: Of the initialisation.
+            master: Whether the optimizer keeps main weights.
+        """
+        import transformer_engine.pytorch as te
+
+        import te_fsdp
+
+        self.recipe = recipe_of(recipe)
+        held = te.quantized_model_init(recipe=self.recipe) if self.recipe else contextlib.nullcontext()
+        with held:
+            if axes is None:
+                self.meshes = None
+                torch.manual_seed(seed)
+                self.model: nn.Module = Quantized(harness.device())
+            else:
+                self.meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+                self.model = Quantized("meta", **self.meshes.te_kwargs())
+                te_fsdp.fully_shard(self.model, self.meshes, units=["mlp"])
+                te_fsdp.materialize(self.model, seed=seed)
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        options = {"lr": 1e-3, "master_weights": master}
+        self.optimizer = FusedAdam([p for p in self.model.parameters() if p.requires_grad], **options)
+        self.position = 0
+
+    def steps(self, count: int) -> list[float]:
+        """Losses of so many training steps on batches that depend on the position in the data alone."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> float:
+        import transformer_engine.pytorch as te
+
+        generator = torch.Generator().manual_seed(100 + self.position)
+        self.position += 1
+        torch.manual_seed(self.position)  # NVFP4 rounds gradients at random
+        ids = torch.randint(0, CLASSES, (SEQUENCE, BATCH), generator=generator).to(harness.device())
+        if self.meshes is not None:
+            mesh, sizes = self.meshes.device_mesh, self.meshes.size
+            place = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
+            ids = ids.chunk(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[place].contiguous()
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            logits = self.model(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flip(0).flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        return total.item()
