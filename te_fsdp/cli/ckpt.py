@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from te_fsdp.cli import ckpt_convert, ckpt_show
+from te_fsdp.cli import ckpt_convert, ckpt_huggingface, ckpt_show
 from te_fsdp.cli.output import print_json
 from te_fsdp.errors import TeFsdpError
 
@@ -33,6 +33,7 @@ _ExtraState = Annotated[
     arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
 ]
 _DType = Literal["float32", "bfloat16", "float16"]
+_AS_USUAL = ckpt_huggingface.Model()
 
 
 def inspect(
@@ -101,13 +102,21 @@ def convert(
     check: Annotated[
         Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
     ] = "checksums",
+    from_: Annotated[
+        Literal["huggingface"] | None,
+        arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
+    ] = None,
+    te: ckpt_huggingface.Model = _AS_USUAL,
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
 
-    Canonical names and rows: what the unsharded module's state_dict() holds.
+    Canonical names and rows: what the unsharded module's state_dict() holds. --from huggingface: the weights of a
+    Hugging Face model onto the names of one built of te.TransformerLayer.
     """
+    if from_ is None and te.is_described:
+        raise UsageError("--te... describes the model for --from huggingface, which is not given")
     return ckpt_convert.convert(
         source,
         ckpt_convert.Target(target, to, _bytes(max_shard_size), force),
@@ -117,6 +126,7 @@ def convert(
         quantized=quantized,
         checksums=check == "checksums",
         as_json=as_json,
+        model=None if from_ is None else te,
     )
 
 
@@ -136,16 +146,24 @@ def export(
     check: Annotated[
         Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
     ] = "checksums",
+    like: Annotated[
+        Path | None,
+        arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
+    ] = None,
+    te: ckpt_huggingface.Model = _AS_USUAL,
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
 
-    A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt).
+    A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt). --like: a Hugging
+    Face model.
     """
-    place = ckpt_convert.Target(target, None, _bytes(max_shard_size), force)
+    if like is None and te.is_described:
+        raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
+    place = ckpt_convert.Target(target, None, _bytes(max_shard_size), force, like)
     return ckpt_convert.export(
-        source, place, dtype=dtype, weights=weights, checksums=check == "checksums", as_json=as_json
+        source, place, dtype=dtype, weights=weights, checksums=check == "checksums", as_json=as_json, model=te
     )
 
 

@@ -22,6 +22,7 @@ from te_fsdp.checkpoint.portable.convert import (
 )
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.progress import bytes_bar
+from te_fsdp.cli.ckpt_huggingface import Model, open_model, write_model
 from te_fsdp.cli.ckpt_show import show_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, message
@@ -44,12 +45,14 @@ class Target:
         kind: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix.
         shard_bytes: Largest safetensors file.
         force: Replace what lies there.
+        like: A Hugging Face model's folder that the target shall be like.
     """
 
     path: Path
     kind: str | None
     shard_bytes: int
     force: bool
+    like: Path | None = None
 
     def settle(self, default: str | None) -> str:
         """The kind, by the suffix where it was not given, else ``default``.
@@ -59,6 +62,8 @@ class Target:
         """
         suffix = self.path.suffix
         told = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
+        if self.like is not None and told is not None:
+            raise UsageError(f"{self.path}: --like makes a folder, not a file {suffix}")
         if self.kind is not None and told is not None and self.kind != told:
             raise UsageError(f"{self.path}: --to {self.kind} contradicts the suffix {suffix}")
         self.kind = self.kind or told or default
@@ -82,10 +87,11 @@ def convert(
     quantized: str | None,
     checksums: bool,
     as_json: bool,
+    model: Model | None = None,
 ) -> int:
-    """Convert a checkpoint; 0."""
+    """Convert a checkpoint, or a Hugging Face model onto ``model``; 0."""
     kind = target.settle(None)
-    contents = _open(source, chosen, checksums, as_json)
+    contents = open_model(source, model) if model else _open(source, chosen, checksums, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
     into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
     if kind != "checkpoint" and not everything:
@@ -95,13 +101,22 @@ def convert(
     return 0
 
 
-def export(source: Path, target: Target, *, dtype: str, weights: str, checksums: bool, as_json: bool) -> int:
-    """Write weights for inference; 0."""
+def export(
+    source: Path,
+    target: Target,
+    *,
+    dtype: str,
+    weights: str,
+    checksums: bool,
+    as_json: bool,
+    model: Model | None = None,
+) -> int:
+    """Write weights for inference, those of ``model`` as a Hugging Face model like ``target.like``; 0."""
     target.settle("safetensors")
     contents = _open(source, Choices(), checksums, as_json)
     into, sources = transformed(contents, Transform(_dtype(dtype), True, weights))
     into = weights_only(into)
-    files = _write(target, into, everything=False, as_json=as_json)
+    files = _write(target, into, everything=False, as_json=as_json, model=model)
     _report(contents, into, target, files, sources, as_json=as_json, table=True)
     return 0
 
@@ -130,9 +145,16 @@ def _open(source: Path, chosen: Choices, checksums: bool, as_json: bool) -> Cont
     return contents
 
 
-def _write(target: Target, contents: Contents, *, everything: bool, as_json: bool) -> list[str]:
+def _write(
+    target: Target, contents: Contents, *, everything: bool, as_json: bool, model: Model | None = None
+) -> list[str]:
     text = f"writing {target.path.name}"
     with bytes_bar(text, contents.bytes, show_bar(as_json)) as tick:
+        if target.like is not None:
+            size, place = target.shard_bytes, target.path
+            return write_model(
+                place, contents, target.like, model or Model(), tick, shard_bytes=size, force=target.force
+            )
         if target.kind == "checkpoint":
             return write_checkpoint(target.path, contents, tick, force=target.force)
         if target.kind == "safetensors":

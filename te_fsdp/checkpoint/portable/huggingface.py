@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from te_fsdp.checkpoint.portable.atomic import new_directory
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
 from te_fsdp.checkpoint.portable.huggingface_map import Source, Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_names import TeBlocks, TeNames
+from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.portable.safetensors import Tick, is_safetensors, open_safetensors, write_folder
 from te_fsdp.errors import CheckpointError, message
 
@@ -33,6 +34,7 @@ __all__ = [
     "import_huggingface",
     "load_huggingface",
     "read_config",
+    "write_huggingface",
 ]
 
 #: Files beside the weights that a copy of a model needs.
@@ -115,11 +117,41 @@ def export_huggingface(
     if folder is not None and is_safetensors(folder):
         weights = weights.for_names(_opened(folder))
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    with new_directory(Path(os.path.abspath(target))) as temporary:
-        write_folder(temporary, tensors, {}, tick or (lambda _: None), max_file_bytes)
-        for path in [path for pattern in _BESIDE for path in (folder.glob(pattern) if folder else ())]:
+    write_huggingface(
+        Path(os.path.abspath(target)), tensors, folder, tick or (lambda _: None), shard_bytes=max_file_bytes
+    )
+
+
+def write_huggingface(
+    target: Path,
+    tensors: Mapping[str, Lazy],
+    like: Path | None,
+    tick: Tick,
+    *,
+    shard_bytes: int,
+    force: bool = False,
+) -> list[str]:
+    """Write a Hugging Face model's folder; it appears when it is whole. Returns its files. Local operation.
+
+    Args:
+        target: The folder.
+        tensors: Under Hugging Face's names.
+        like: Folder whose ``config.json``, tokenizer and the like are copied unchanged.
+        tick: Told the bytes of each block that is written.
+        shard_bytes: Size of a file beyond which another is begun.
+        force: Replace what lies at the target.
+
+    Raises:
+        CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
+    """
+    with new_directory(target, force=force) as temporary:
+        names = write_folder(temporary, tensors, {}, tick, shard_bytes)
+        beside = [path for pattern in _BESIDE for path in (like.glob(pattern) if like else ())]
+        for path in beside:
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
+                names.append(path.name)
+    return names
 
 
 @torch.no_grad()

@@ -1,0 +1,132 @@
+"""Hugging Face models through ``te-fsdp ckpt``: into a checkpoint that models load, and out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint.portable import huggingface as hf
+from te_fsdp.checkpoint.portable.lazy import InMemory
+from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+from tests.unit.huggingface_models import TeModel
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+FUSED = ("--te.layers.fuse-qkv-params",)
+STACKED = (*FUSED, "--te.layers.no-qkv-weight-interleaved")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face model's folder, in bf16."""
+    path = tmp_path / "model"
+    path.mkdir()
+    shapes = hf.WeightMap.build(CONFIG).shapes(te=False)
+    del shapes["lm_head.weight"]
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: InMemory(torch.randn(shape, generator=generator).bfloat16()) for name, shape in shapes.items()
+    }
+    write_folder(path, tensors, {}, lambda _: None, 20_000)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def ckpt(*arguments: Any) -> int:
+    return main(["ckpt", *map(str, arguments)])
+
+
+def build(te: Any, **options: Any) -> TeModel:
+    model = TeModel(te, hf.read_config(CONFIG), fuse_qkv_params=True, params_dtype=torch.bfloat16, **options)
+    return model.to(torch.bfloat16)
+
+
+def test_there_and_back(te: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, back = tmp_path / "step-0", tmp_path / "back"
+    assert ckpt("convert", folder, saved, "--to", "checkpoint", "--from", "huggingface", *STACKED) == 0
+    printed = capsys.readouterr().out
+    assert "note: head.weight: tied to embedding.weight, stored there" in printed
+    assert ckpt("verify", saved) == 0
+    layouts = {
+        n: d["layout"] for n, d in json.loads((saved / "te_fsdp.json").read_text())["parameters"].items()
+    }
+    assert layouts["layers.1.self_attention.layernorm_qkv.bias"] == "stacked(4, 2, 2)"
+    assert layouts["layers.1.layernorm_mlp.fc1_weight"] == "stacked(1, 1)"
+
+    model = build(te, qkv_weight_interleaved=False)
+    checkpoint.load(saved, model, strict=False)  # all but the frequencies
+    expected = dict(hf.import_huggingface(folder, blocks=hf.TeBlocks.of(model)))
+    assert all(torch.equal(expected[name], value) for name, value in model.named_parameters())
+    checkpoint.save(tmp_path / "trained", model)
+
+    assert (
+        ckpt("export", tmp_path / "trained", back, "--like", folder, "--max-shard-size", "20kB", *STACKED)
+        == 0
+    )
+    before, after = open_safetensors(folder)[0], open_safetensors(back)[0]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
+    assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_another_layout_is_noticed(
+    te: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import te_fsdp
+
+    saved = tmp_path / "step-0"
+    assert ckpt("convert", folder, saved, "--to", "checkpoint", "--from", "huggingface", *STACKED) == 0
+    # Same names and shapes; it would load, and compute nonsense.
+    model = build(te, qkv_weight_interleaved=True, set_parallel_mode=True)
+    te_fsdp.set_device_mesh(model)
+    with pytest.raises(
+        CheckpointError, match=r"with another layout \(layers\.0\.self_attention\.layernorm_qkv\.bias"
+    ):
+        checkpoint.load(saved, model)
+    assert ckpt("export", saved, tmp_path / "back", "--like", folder, *FUSED) == 1
+    assert "layernorm_qkv.weight is stacked(4, 2, 2), not plain" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_is_wrong_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "step-0"
+    convert = ("convert", folder, target, "--to", "checkpoint")
+    assert ckpt(*convert, *FUSED) == 2
+    assert "--from huggingface, which is not given" in capsys.readouterr().err
+    assert ckpt("export", target, tmp_path / "x.pt", "--like", folder) == 2
+    assert "--like makes a folder" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 48}))
+    assert ckpt(*convert, "--from", "huggingface") == 1
+    assert "mlp.up_proj.weight has shape [64, 32], not [48, 32]" in capsys.readouterr().err
+    (folder / "config.json").unlink()
+    assert ckpt(*convert, "--from", "huggingface") == 1
+    assert "not a readable config.json" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_untied(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "weights.safetensors"
+    assert (
+        ckpt(
+            "convert", folder, target, "--from", "huggingface", "--te.untie", "--te.names.head", "out.weight"
+        )
+        == 0
+    )
+    tensors = open_safetensors(target)[0]
+    assert torch.equal(tensors["out.weight"].whole(), tensors["embedding.weight"].whole())
+    assert "head.weight" not in tensors
