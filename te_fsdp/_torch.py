@@ -24,11 +24,13 @@ __all__ = [
     "flatten_mesh",
     "fsdp_parameter_groups",
     "group_by_name",
+    "is_absent_extra_state",
     "is_fsdp_module",
     "is_persistent",
     "local_of",
     "multiply_all_",
     "load_without_data",
+    "plain_results",
     "shard_dim_of",
     "spec_of",
     "storage_offset",
@@ -156,3 +158,17 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
+
+
+#: ``__torch_function__`` of a tensor subclass whose operations return plain tensors
+#: (``torch._C._disabled_torch_function_impl``).
+plain_results = torch._C._disabled_torch_function_impl
+
+
+def is_absent_extra_state(value: object) -> bool:
+    """Whether this stands for an ``_extra_state`` that a state dict lacks.
+
+    ``set_model_state_dict`` of whole tensors hands the module such an object (``_EXTRA_STATE`` of
+    ``torch.distributed.checkpoint.state_dict``).
+    """
+    return type(value).__name__ == "_EXTRA_STATE"

@@ -32,6 +32,7 @@ class Binding:
             object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
         requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
+        checked_recipe: Class of the recipe that the module was last seen to run under.
         weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
     """
 
@@ -42,6 +43,7 @@ class Binding:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     under_fsdp: bool = False
     requantizes: bool = False
+    checked_recipe: type | None = None
     weight_mesh_agreed: bool = False
 
     def label(self, parameter: str) -> str:

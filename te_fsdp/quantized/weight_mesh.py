@@ -1,7 +1,7 @@
 """Whether a weight mesh is the one that cuts a weight: FSDP2's shard axis times tp, no replicas, nothing left out.
 
-``set_device_mesh`` cannot know what FSDP2 will do. So the mesh is looked at when FSDP2 installs the shards, by
-each rank alone, and once more at the first gather, where the ranks agree on it, so that all of them raise.
+``set_device_mesh`` cannot know what FSDP2 will do. So the mesh is looked at when FSDP2 installs the first quantized
+shard of a module, at the latest before its first gather, and the ranks agree on what they see: all raise, or none.
 """
 
 from __future__ import annotations
@@ -25,35 +25,30 @@ __all__ = ["adopt_shard", "agree_on_weight_mesh"]
 
 
 def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTensor) -> None:
-    """Take note of a parameter that FSDP2 has cut and that is, or will be, quantized. Local operation.
+    """Take note of a parameter that FSDP2 has cut and that is, or will be, quantized.
 
     Without tensor parallelism FSDP2's shard axis is the whole weight mesh, and is taken as such where none was given.
+    Collective over the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
 
     Raises:
-        MeshError: The given weight mesh does not consist of the ranks that hold this weight's pieces.
+        MeshError: On all ranks, if on any of them the weight mesh does not consist of the ranks that hold this
+            weight's pieces.
     """
     local = _torch.local_of(parameter)
     if binding.weight_mesh_agreed or not (_is_shared(local) or _will_be_shared(local, module, name)):
         return
     if binding.weight_mesh is None and _tp_size(binding) == 1:
         binding.weight_mesh = _shard_axis(binding, parameter)
-    problem = _problem(binding, name, parameter)
-    if problem is not None:
-        raise MeshError(problem)
+    _agree(binding, name, parameter)
 
 
 def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
-    """Before the first gather of a module's weight: all ranks of its mesh agree that the weight mesh is right.
-
-    Collective over the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
+    """The same before the first gather of a module's weight, for shards that came to the module by another way.
 
     Args:
         binding: The module's.
         module: Owner of the weight.
         local: The shard about to be gathered.
-
-    Raises:
-        MeshError: On all ranks, if any rank finds a contradiction.
     """
     if binding.weight_mesh_agreed or not _is_shared(local):
         return
@@ -66,7 +61,7 @@ def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tenso
 def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
     problem = _problem(binding, name, parameter)
     mesh = parameter.device_mesh
-    bad = torch.tensor([problem is not None], dtype=torch.int32, device=parameter.device)
+    bad = torch.tensor([problem is not None], dtype=torch.int32, device=_device(mesh))
     # Axis after axis, so that a contradiction anywhere reaches everyone.
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
@@ -74,6 +69,16 @@ def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
     if int(bad):
         raise MeshError(problem or _elsewhere(binding, name))
     binding.weight_mesh_agreed = True
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """This process' device; parameters may be on meta."""
+    kind = mesh.device_type
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 def _is_shared(local: torch.Tensor) -> bool:

@@ -74,6 +74,8 @@ def fully_shard(
     check_same_model(model, meshes.device_mesh)
     check_replicas(model, planned, meshes)
     set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
+    for binding in filter(None, map(binding_of, model.modules())):
+        binding.weight_mesh_agreed = True  # one object gives both meshes
     options: dict[str, Any] = {
         "mesh": meshes.fsdp_with_size_one,
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
@@ -194,7 +196,7 @@ def _finish(model: nn.Module) -> None:
         binding = binding_of(module)
         if binding is None:
             continue
-        binding.under_fsdp = binding.weight_mesh_agreed = True
+        binding.under_fsdp = True
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 binding.carry(name, parameter)

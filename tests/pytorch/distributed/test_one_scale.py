@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quantization import one_scale
+from quantization import one_scale, written
 
 # (dp_replicate, tp, ranks)
 MESHES = {
@@ -67,6 +67,16 @@ def test_transformer_layer(pool, recipe, mesh):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(("kind", "tp", "fsdp"), [("replicated", 2, True), ("mlp_swiglu", 4, False)])
+def test_copies_over_tp_and_no_fsdp(pool, kind, tp, fsdp, recipe):
+    """Weights that every tp rank holds whole, under FSDP; and tensor parallelism without FSDP."""
+    options = {"kind": kind, "recipe": recipe, "dp_replicate": 1, "tp": tp, "fsdp": fsdp}
+    results = pool.run(one_scale.training, 4, **options)
+    assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * 4
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("group", "when"), [("fsdp", "init: "), ("fsdp after init", "step 1: ")])
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
@@ -77,3 +87,33 @@ def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
         assert error.type_name == "AssertionError" and when in error.message and "bits" in error.message, (
             error
         )
+
+
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2xtp2"))
+@pytest.mark.parametrize(("recipe", "buffers"), [("delayed", 4), ("current", 4), ("nvfp4", 12)])
+def test_writes_by_anybody(pool, recipe, buffers, mesh):
+    """copy_, quantize_, state dicts: whatever writes high-precision values, the scale is the whole weight's."""
+    dp_replicate, tp, ranks = mesh
+    results = pool.run(written.writes, ranks, recipe=recipe, dp_replicate=dp_replicate, tp=tp)
+    assert results == [buffers * len(written.WAYS)] * ranks
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
+def test_copies_know_the_group_and_hold_none(pool, recipe):
+    for outcome in pool.run(written.copies, 4, recipe=recipe, dp_replicate=1, tp=2):
+        assert outcome == {"marks": [True] * 14, "reachable": 0, "twins": [True] * 2}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("which", ["no tp", "no shards", "replicas", "one rank"])
+def test_wrong_weight_mesh(pool, which):
+    for error in pool.run_expect_error(written.wrong_mesh, 4, which=which):
+        assert error.type_name == "MeshError" and "weight_mesh" in error.message, error
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weight_mesh_of_a_users_own_fsdp2(pool, recipe, dp_replicate):
+    assert pool.run(written.own_fsdp2, 4, recipe=recipe, dp_replicate=dp_replicate) == [4] * 4

@@ -44,6 +44,20 @@ class LinearPair(nn.Module):
         return self.second(self.first(x))
 
 
+class Replicated(nn.Module):
+    """Two linears that tensor parallelism does not cut: every tp rank holds them whole."""
+
+    def __init__(self, hidden: int, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.first = te.Linear(hidden, hidden, parallel_mode=None, **kwargs)
+        self.second = te.Linear(hidden, hidden, parallel_mode=None, **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
 class Experts(nn.Module):
     """One grouped linear of two experts over halves of the tokens, without tensor parallelism inside."""
 
@@ -65,7 +79,7 @@ def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> 
 
     Args:
         kind: ``linear``, ``layernorm_linear``, ``mlp_gelu``, ``mlp_swiglu``, ``attention``, ``transformer``,
-            ``grouped``.
+            ``grouped``, ``replicated``.
         hidden: Width.
         device: Device of the parameters, ``"meta"`` included.
         **kwargs: ``tp_group``, ``tp_size``, ``sequence_parallel``, ``bias``.
@@ -75,6 +89,8 @@ def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> 
     common = {"params_dtype": torch.bfloat16, "device": device, "bias": True, **kwargs}
     if kind in ("linear", "layernorm_linear"):
         return LinearPair(hidden, with_norm=kind == "layernorm_linear", **common)
+    if kind == "replicated":
+        return Replicated(hidden, **common)
     if kind == "grouped":
         return Experts(hidden, **common)
     if kind.startswith("mlp_"):

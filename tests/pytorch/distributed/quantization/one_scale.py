@@ -42,13 +42,22 @@ def meshes_of(dp_replicate: int, tp: int) -> Any:
 
 
 def sharded(
-    kind: str, recipe: str, meshes: Any, *, reshard_after_forward: bool = True, **kwargs: Any
+    kind: str,
+    recipe: str,
+    meshes: Any,
+    *,
+    reshard_after_forward: bool = True,
+    fsdp: bool = True,
+    **kwargs: Any,
 ) -> nn.Module:
-    """A model with quantized weights, sharded but still on meta."""
+    """A model with quantized weights, sharded but still on meta; without ``fsdp`` only over tp."""
     import te_fsdp
 
     kwargs = {**meshes.te_kwargs(), **kwargs}
     model = stock(kind, recipe, "meta", **kwargs)
+    if not fsdp:
+        te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+        return model
     return te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard_after_forward)
 
 
@@ -69,6 +78,7 @@ def training(
     tp: int,
     *,
     group: str = "weight",
+    fsdp: bool = True,
     reshard_after_forward: bool = True,
 ) -> dict[str, int]:
     """Bytes and scales at init and after each of :data:`STEPS` FusedAdam steps, against one process.
@@ -79,6 +89,7 @@ def training(
         dp_replicate: Copies of the model.
         tp: Tensor-parallel ranks.
         group: ``"weight"``; or as stock TE has it, ``"fsdp"`` from the start, ``"fsdp after init"``.
+        fsdp: Whether FSDP2 takes part.
         reshard_after_forward: FSDP2's option.
 
     Returns:
@@ -87,7 +98,7 @@ def training(
     import te_fsdp
 
     meshes = meshes_of(dp_replicate, tp)
-    model = sharded(kind, recipe, meshes, reshard_after_forward=reshard_after_forward)
+    model = sharded(kind, recipe, meshes, fsdp=fsdp, reshard_after_forward=reshard_after_forward)
     if group == "fsdp":
         reduce_over_fsdp_only(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
