@@ -108,16 +108,19 @@ class Stored(Lazy):
     start: int = 0
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`. Of a tensor that is stored transposed the whole span between is read."""
+        """See :meth:`Lazy.rows`."""
         shape = self.shape_of(first, last)
-        stride = self._strides()
+        stride, item = self._strides(), self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype)
-        begin = self.start + (first * stride[0] if stride else 0)
+        begin = self.offset + (self.start + (first * stride[0] if stride else 0)) * item
+        if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
+            # Stored transposed: a piece of each stored row, instead of all that lies between.
+            places = [(begin + column * stride[1] * item, shape[0] * item) for column in range(shape[1])]
+            flat = torch.frombuffer(_read_places(self.file, places, self.key), dtype=self.dtype)
+            return flat.view(shape[1], shape[0]).t().contiguous()
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        item = self.dtype.itemsize
-        data = read_bytes(self.file, self.offset + begin * item, span * item, self.key)
-        flat = torch.frombuffer(data, dtype=self.dtype)
+        flat = torch.frombuffer(read_bytes(self.file, begin, span * item, self.key), dtype=self.dtype)
         return flat.as_strided(shape, stride).contiguous()
 
     def _strides(self) -> tuple[int, ...]:
@@ -132,30 +135,37 @@ def read_bytes(file: Path, offset: int, count: int, key: str) -> bytearray:
     Raises:
         CheckpointError: The file is missing, unreadable or too short.
     """
-    data = bytearray(count)
+    return _read_places(file, [(offset, count)], key)
+
+
+def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> bytearray:
+    """Bytes of several places of a file, given by offset and count, one after the other."""
+    data = bytearray(sum(count for _, count in places))
+    view, filled = memoryview(data), 0
     try:
         with file.open("rb", buffering=0) as stream:
-            stream.seek(offset)
-            view, have = memoryview(data), 0
-            while have < count:
-                got = stream.readinto(view[have:])
-                if not got:
-                    break
-                have += got
+            for offset, count in places:
+                stream.seek(offset)
+                end = filled + count
+                while filled < end:
+                    got = stream.readinto(view[filled:end])
+                    if not got:
+                        raise CheckpointError(_too_short(key, file, offset + count))
+                    filled += got
     except OSError as error:
         raise CheckpointError(
             message(f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file")
         ) from error
-    if have != count:
-        raise CheckpointError(
-            message(
-                f"{key}: {file} is too short",
-                expected=f"{offset + count} bytes at least",
-                got=offset + have,
-                fix="the file is truncated, copy it again",
-            )
-        )
     return data
+
+
+def _too_short(key: str, file: Path, wanted: int) -> str:
+    return message(
+        f"{key}: {file} is too short",
+        expected=f"{wanted} bytes at least",
+        got=file.stat().st_size,
+        fix="the file is truncated, copy it again",
+    )
 
 
 @dataclass

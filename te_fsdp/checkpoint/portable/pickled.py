@@ -158,8 +158,9 @@ def read_objects(stream: IO[bytes], where: str) -> Any:
         with _te_stood_in_for():
             return _torch.load_without_data(stream)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+) was not an allowed global", str(error))
-        got = f"an object of {found.group(1)}" if found else str(error).partition("\n")[0]
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        other = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+        got = f"an object of {found.group(1)}" if found else other
         raise CheckpointError(
             message(
                 f"{where}: cannot be read weights-only",

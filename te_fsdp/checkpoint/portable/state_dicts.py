@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.portable.contents import (
 )
 from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
 from te_fsdp.checkpoint.portable.extra_state import read_extra_state
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy
+from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.portable.quantized import components_in_file
@@ -209,9 +209,16 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     manifest.extra_states = sorted(extras)
     for name, value in extras.items():
         _add_extra_state(contents, name, value, choices)
+    first: dict[Any, str] = {}
     for name, value in state.items():
         if _is_extra(str(name)):
             continue
+        if isinstance(value, Stored) and value.bytes:
+            # Tied weights are one tensor under several names; a checkpoint holds it under the first.
+            place = (value.offset, value.start, value.shape, value.stride, value.dtype)
+            if first.setdefault(place, name) != name:
+                contents.notes.append(f"{name}: tied to {first[place]}, stored once")
+                continue
         if isinstance(value, _WithParts):
             _add_quantized(contents, name, value)
         elif isinstance(value, Lazy):

@@ -1,0 +1,255 @@
+"""`te-fsdp ckpt` as a user starts it: exit codes, text, JSON, and the commands of its page in the documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/cli.md"
+
+
+def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False) -> Path:
+    """A checkpoint of a small model with AdamW's state and extra."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 8).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.randn(4, 24)).sum().backward()
+    optimizer.step()
+    if spoil:
+        with torch.no_grad():
+            model[0].weight[3, 5] += 0.5
+            model[2].bias[1] = torch.nan
+    checkpoint.save(path, model, optimizer, extra={"step": step, "order": torch.arange(3)})
+    return path
+
+
+def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "te_fsdp.cli", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
+    """Run in this process with --json; check the exit code, and that stdout is one JSON document."""
+    capsys.readouterr()
+    found = main(["ckpt", *words, "--json"])
+    out = capsys.readouterr().out
+    assert found == code, out
+    return json.loads(out)
+
+
+# ------------------------------------------------------------------------------------------ as a process
+
+
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
+    make(tmp_path / "step-100")
+    good = start(["ckpt", "verify", "step-100"], tmp_path)
+    assert (good.returncode, good.stderr) == (0, ""), good.stderr
+    assert "good, 2 files" in good.stdout
+    data = next((tmp_path / "step-100").glob("*.distcp"))
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    bad = start(["ckpt", "verify", "step-100", "--json"], tmp_path)
+    assert bad.returncode == 1
+    assert json.loads(bad.stdout)["problems"] == [f"{data.name}: its contents have changed (CRC-32)"]
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    probe = (
+        "import sys; from te_fsdp.cli.main import main; code = main(['--help']); "
+        "assert 'torch' not in sys.modules and 'tyro' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ckpt" in done.stdout
+
+
+def commands() -> list[tuple[str, int]]:
+    """The page's commands, and the exit code that a comment behind each promises (0 without)."""
+    text = PAGE.read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("te-fsdp")]
+    return [
+        (line.partition("#")[0], int((re.findall(r"# exit code (\d)", line) or ["0"])[0])) for line in lines
+    ]
+
+
+def test_the_page_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands, in order, as they stand, in a folder with the files that it names."""
+    for step in (100, 200):
+        make(tmp_path / f"out/checkpoints/step-{step}", step=step, seed=step)
+    state = {"model": nn.Linear(4, 4).state_dict(), "step": 7}
+    torch.save(state, tmp_path / "plain.pt")
+    torch.distributed.checkpoint.save(state["model"], checkpoint_id=tmp_path / "plain-dcp", no_dist=True)
+    monkeypatch.chdir(tmp_path)
+    listed = commands()
+    assert len(listed) >= 10
+    for line, code in listed:
+        program, *words = shlex.split(line)
+        found = main(words)
+        said = capsys.readouterr()
+        assert (program, found) == ("te-fsdp", code), f"{line}\n{said.out}\n{said.err}"
+    assert {
+        name
+        for line, _ in listed
+        for name in ("inspect", "verify", "diff", "convert", "export")
+        if name in line
+    }
+
+
+# ------------------------------------------------------------------------------------------------ inspect
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "step-100", step=100)
+    path = make(tmp_path / "step-200", step=200)
+    found = run_json(["inspect", str(tmp_path)], capsys)
+    assert set(found) == {
+        *("ok", "path", "kind", "step", "saved_at", "versions", "mesh", "parameters", "buffers"),
+        *("optimizer", "delayed", "extra", "bytes", "notes"),
+    }
+    assert found["path"] == str(path), "the newest of the folder"
+    assert (
+        found["step"] == 200
+        and found["mesh"] == {"ranks": 1}
+        and set(found["versions"]) >= {"te_fsdp", "torch"}
+    )
+    weight = next(p for p in found["parameters"] if p["name"] == "2.weight")
+    assert weight == {
+        "name": "2.weight",
+        "shape": [8, 40],
+        "dtype": "bfloat16",
+        "format": None,
+        "layout": None,
+        "components": None,
+        "bytes": 640,
+    }
+    assert [b["name"] for b in found["buffers"]] == [
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    ]
+    states = {state["name"]: state for state in found["optimizer"]["states"]}
+    assert states["exp_avg"] == {
+        "name": "exp_avg",
+        "dtype": "float32",
+        "tensors": 2,
+        "bytes": 4 * (24 * 40 + 40),
+    }
+    parts = ("model", "optimizer", "delayed", "extra")
+    assert found["bytes"]["total"] == sum(found["bytes"][part] for part in parts) > 0
+    assert found["bytes"]["extra"] == 24
+    assert main(["ckpt", "inspect", str(path), "--filter", "0.*"]) == 0
+    text = capsys.readouterr().out
+    assert "0.weight" in text and "2.weight" not in text and "step 200" in text and "AdamW" in text
+
+
+def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make(tmp_path / "a")
+    assert run_json(["verify", str(path)], capsys)["ok"]
+    for file in sorted(path.iterdir()):
+        good = file.read_bytes()
+        for bad in (good[:-1], good[: len(good) // 2] + b"\0\1" + good[len(good) // 2 + 2 :], b""):
+            file.write_bytes(bad)
+            found = run_json(["verify", str(path)], capsys, code=1)
+            assert not found["ok"] and found.get("problems", found.get("error")), (file, len(bad))
+        file.unlink()
+        run_json(["verify", str(path)], capsys, code=1)
+        file.write_bytes(good)
+    assert run_json(["verify", str(path)], capsys)["problems"] == []
+
+
+# --------------------------------------------------------------------------------------------------- diff
+
+
+def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, same = make(tmp_path / "a"), make(tmp_path / "same")
+    spoilt, other = make(tmp_path / "spoilt", spoil=True), make(tmp_path / "other", seed=1, step=101)
+    found = run_json(["diff", str(a), str(same)], capsys)
+    assert found["same"] and found["compared"] == found["equal"] > 10 and found["differences"] == []
+    found = run_json(["diff", str(a), str(spoilt)], capsys, code=1)
+    assert [(d["name"], d["kind"], d["elements"]) for d in found["differences"]] == [
+        ("0.weight", "values", 1),
+        ("2.bias", "values", 1),
+    ]
+    assert found["differences"][0]["max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert found["differences"][1]["max_abs"] == "inf", "NaN on one side is beyond any tolerance"
+    found = run_json(["diff", str(a), str(spoilt), "--atol", "1"], capsys, code=1)
+    assert [d["name"] for d in found["differences"]] == ["2.bias"]
+    found = run_json(["diff", str(a), str(other)], capsys, code=1)
+    assert found["others"] == ["extra: step is 100 / 101"] and len(found["differences"]) > 5
+    main(["ckpt", "diff", str(a), str(spoilt)])
+    assert "max abs 0.5" in capsys.readouterr().out
+
+
+def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = {
+        "w": torch.arange(6.0).view(2, 3),
+        "x": torch.ones(4),
+        "y": torch.ones(2),
+        "n": torch.tensor(2**53),
+    }
+    right = {"w": left["w"].bfloat16(), "x": torch.ones(5), "z": torch.ones(2), "n": torch.tensor(2**53 + 1)}
+    torch.save(left, tmp_path / "a.pt")
+    torch.save(right, tmp_path / "b.pt")
+    words = ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
+    found = run_json(words, capsys, code=1)
+    kinds = {(d["name"], d["kind"]) for d in found["differences"]}
+    assert kinds == {("w", "dtype"), ("x", "shape"), ("y", "only in A"), ("z", "only in B"), ("n", "values")}
+    torch.save({"w": left["w"]}, tmp_path / "a.pt")
+    torch.save({"w": right["w"]}, tmp_path / "b.pt")
+    run_json(words, capsys)
+    run_json([*words, "--strict"], capsys, code=1)
+
+
+# ------------------------------------------------------------------------------------------------- usage
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["frob"],
+        ["ckpt"],
+        ["ckpt", "frob"],
+        ["ckpt", "inspect"],
+        ["ckpt", "diff", "one"],
+        ["ckpt", "inspect", "x", "--frob"],
+        ["ckpt", "convert", "a", "b"],
+        ["ckpt", "convert", "a", "b.pt", "--to", "safetensors"],
+        ["ckpt", "convert", "a", "b.pt", "--max-shard-size", "many"],
+        ["ckpt", "export", "a", "b", "--dtype", "int8"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.err or said.out

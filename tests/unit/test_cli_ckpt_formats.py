@@ -1,0 +1,197 @@
+"""Checkpoints into safetensors, torch.save files and back, bit for bit; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint.portable.contents import Contents, open_safetensors_contents
+from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.cli.main import main
+
+
+class Model(nn.Module):
+    """fp32 and bf16, an empty and a scalar parameter, a buffer of integers, tied weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a = nn.Linear(30, 50)
+        self.b = nn.Linear(50, 7).bfloat16()
+        self.tied = self.a
+        self.norm = nn.BatchNorm1d(50)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.randn(()))
+
+
+def trained(seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(seed)
+    decay, rest = [], []
+    for name, parameter in model.named_parameters():
+        (decay if name.endswith("weight") else rest).append((name, parameter))
+    optimizer = torch.optim.AdamW([{"params": decay, "lr": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    (model.b(model.norm(model.a(torch.randn(4, 30))).bfloat16()).sum() * model.scale).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(path: Path, seed: int = 0) -> Path:
+    model, optimizer = trained(seed)
+    checkpoint.save(path, model, optimizer, extra={"step": 3, "order": torch.arange(5), "pair": (1, "x")})
+    return path
+
+
+def run(*words: Any, code: int = 0) -> None:
+    assert main(["ckpt", *map(str, words), "--json"]) == code
+
+
+def differing(a: Contents, b: Contents) -> list[str]:
+    wrong = sorted(a.tensors.keys() ^ b.tensors.keys())
+    for key in a.tensors.keys() & b.tensors.keys():
+        left, right = a.tensors[key].whole(), b.tensors[key].whole()
+        if left.dtype != right.dtype or not torch.equal(left, right):
+            wrong.append(key)
+    one, other = (dataclasses.asdict(c.manifest) for c in (a, b))
+    for described in (one, other):
+        del described["files"]
+    return wrong + [field for field in one if one[field] != other[field]]
+
+
+# -------------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize(
+    "way",
+    [["x.safetensors"], ["x", "--to", "safetensors", "--max-shard-size", "4kB"], ["x.pt"], ["x.ckpt"]],
+    ids=str,
+)
+def test_everything_there_and_back(
+    tmp_path: Path, way: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, optimizer, extra and descriptions; loaded into another model, training's state is the same."""
+    source, between = saved(tmp_path / "a"), tmp_path / way[0]
+    run("convert", source, between, *way[1:], "--everything")
+    assert len(json.loads(capsys.readouterr().out)["files"]) == (7 if "4kB" in way else 1)
+    run("convert", between, tmp_path / "back", "--to", "checkpoint")
+    assert differing(open_any(source), open_any(tmp_path / "back")) == []
+    assert differing(open_any(source), open_any(saved(tmp_path / "other", seed=1))), "the comparison can fail"
+    checkpoint.verify(tmp_path / "back")
+
+    (model, optimizer), (fresh, fresh_optimizer) = trained(), trained(seed=1)
+    extra = checkpoint.load(tmp_path / "back", fresh, fresh_optimizer)
+    assert extra["step"] == 3 and extra["pair"] == (1, "x") and torch.equal(extra["order"], torch.arange(5))
+    torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        fresh_optimizer.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+    )
+
+
+def test_torch_reads_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain torch.load, weights-only, mapped or not, into the model and its optimizer."""
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    run("convert", tmp_path / "a", tmp_path / "w.pt")
+    run("convert", tmp_path / "a", tmp_path / "all.pt", "--everything")
+    for mapped in (False, True):
+        state = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mapped)
+        missing = Model(seed=1).load_state_dict(state, strict=False)
+        assert missing.missing_keys == ["tied.weight", "tied.bias"], "tied: stored once"
+        fresh = Model(seed=1)
+        fresh.load_state_dict(state, strict=False)
+        torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    other = trained(seed=1)[1]
+    other.load_state_dict(everything["optimizer"])
+    got, want = other.state_dict(), optimizer.state_dict()
+    torch.testing.assert_close(got["state"], want["state"], rtol=0, atol=0)
+    assert got["param_groups"] == want["param_groups"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_safetensors_package_reads_what_is_written(tmp_path: Path, folder: bool) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    source = saved(tmp_path / "a")
+    target = tmp_path / ("x" if folder else "x.safetensors")
+    run("convert", source, target, "--max-shard-size", "4kB", *(["--to", "safetensors"] if folder else []))
+    files = sorted(target.glob("*.safetensors")) if folder else [target]
+    found = {key: tensor for file in files for key, tensor in package.load_file(file).items()}
+    want = {k: t for k, t in trained()[0].state_dict().items() if not k.startswith("tied")}
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    package.save_file(found, tmp_path / "theirs.safetensors")
+    theirs = open_safetensors_contents(tmp_path / "theirs.safetensors")
+    torch.testing.assert_close({n: theirs.value(n).whole() for n in theirs.names}, want, rtol=0, atol=0)
+
+
+def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.save of a training script's dict, and plain DCP of the same; strided and shared storages too."""
+    model, optimizer = trained()
+    state = dict(model.state_dict())
+    base = torch.arange(24.0)
+    state |= {"view": base[4:16].view(3, 4), "turned": base.view(4, 6).t(), "same": base}
+    torch.save({"model": state, "optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "s.pt")
+    run("convert", tmp_path / "s.pt", tmp_path / "a", "--to", "checkpoint")
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "optimizer: taken, AdamW with 7 states" in notes and "left: step" in notes
+    assert "tied.weight: tied to a.weight, stored once" in notes
+    got = open_any(tmp_path / "a")
+    assert set(got.names) == {name for name in state if not name.startswith("tied")}
+    for name in got.names:
+        assert torch.equal(got.value(name).whole(), state[name]), name
+    for name in ("tied.weight", "tied.bias"):
+        del state[name]  # DCP writes two tensors, and nobody can tell that they were one
+    dcp.save(
+        {"model": {**state, "_extra_state": torch.empty(0, dtype=torch.uint8)}},
+        checkpoint_id=tmp_path / "d",
+        no_dist=True,
+    )
+    run("convert", tmp_path / "d", tmp_path / "b", "--to", "checkpoint")
+    run("diff", tmp_path / "a", tmp_path / "b", "--weights-only")
+
+    for extra in ("view", "turned", "same"):
+        del state[extra]
+    torch.save({"state": {"net": state}, "optimizer": optimizer.state_dict()}, tmp_path / "deep.pt")
+    run("convert", tmp_path / "deep.pt", tmp_path / "c", "--to", "checkpoint", "--key", "state.net")
+    (fresh, fresh_optimizer), want = trained(seed=1), optimizer.state_dict()["state"]
+    run("convert", tmp_path / "s.pt", tmp_path / "e", "--to", "checkpoint")
+    checkpoint.load(tmp_path / "c", fresh)
+    torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+    checkpoint.load(tmp_path / "e", fresh, fresh_optimizer, strict=False)
+    torch.testing.assert_close(fresh_optimizer.state_dict()["state"], want, rtol=0, atol=0)
+
+
+def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Taken by order from one group if everything fits; never guessed from several."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    groups = [{"params": [model[0].weight, model[1].weight]}, {"params": [model[0].bias, model[1].bias]}]
+    for name, parameters, note in (
+        ("one", model.parameters(), "optimizer: taken, SGD with 4 states"),
+        ("few", [model[0].weight], "optimizer: left, it numbers its parameters without names"),
+        ("two", groups, "optimizer: left, it numbers its parameters without names"),
+    ):
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.pt"
+        )
+        run("convert", tmp_path / f"{name}.pt", tmp_path / name, "--to", "checkpoint")
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert any(text.startswith(note) for text in notes), notes
+        assert (open_any(tmp_path / name).manifest.optimizer is not None) == (name == "one")
+
+
+def test_dtype_of_parameters_alone(tmp_path: Path) -> None:
+    run("convert", saved(tmp_path / "a"), tmp_path / "b", "--to", "checkpoint", "--dtype", "bfloat16")
+    got, model = open_any(tmp_path / "b"), trained()[0]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(got.value(name).whole(), parameter.detach().bfloat16()), name
+    assert got.value("norm.running_var").dtype == torch.float32
+    assert got.tensors["optimizer.state.a.weight.exp_avg"].dtype == torch.float32
