@@ -200,7 +200,13 @@ def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, on_d
         # torch's rule for "step": on the host unless the optimizer is capturable or fused.
         return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
     local = torch.zeros(_torch.local_of(parameter).shape, dtype=dtype, device=parameter.device)
-    return _torch.dtensor(local, _torch.spec_of(parameter)) if isinstance(parameter, DTensor) else local
+    if not isinstance(parameter, DTensor):
+        return local
+    # The parameter's own spec would say the parameter's dtype, which is not always the state's.
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def restore_groups(

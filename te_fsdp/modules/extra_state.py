@@ -44,7 +44,7 @@ DELAYED = "delayed scaling"
 class _NotForDcp(torch.Tensor):
     """A tensor for state dicts and ``torch.save``, where it becomes a plain one; plain DCP cannot write it."""
 
-    __torch_function__ = _torch.plain_results
+    __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> NoReturn:
         """DCP asks for this when it plans to write the tensor."""
@@ -58,8 +58,8 @@ class _NotForDcp(torch.Tensor):
             )
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NotForDcp:
         return self.as_subclass(torch.Tensor).clone().as_subclass(_NotForDcp)
