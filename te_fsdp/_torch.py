@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -22,14 +25,19 @@ __all__ = [
     "attributes_of",
     "dtensor",
     "flatten_mesh",
+    "find_managed",
     "fsdp_parameter_groups",
+    "gathers_itself",
     "group_by_name",
     "is_absent_extra_state",
     "is_fsdp_module",
     "is_persistent",
+    "keep_no_flat_shard",
     "local_of",
+    "managed_by",
     "multiply_all_",
     "load_without_data",
+    "owners_of",
     "plain_results",
     "shard_dim_of",
     "spec_of",
@@ -125,6 +133,74 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
+def group_by_name(name: str) -> torch.distributed.ProcessGroup:
+    """The process group with torch's own name of it (``_resolve_process_group``)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def keep_no_flat_shard(managed: Any) -> None:
+    """Keep FSDP2 from holding a flat copy of a shard that has all-gather hooks of its own.
+
+    FSDP2 keeps ``FSDPParam._sharded_param_data = local.view(-1)``, and makes it anew in ``reset_sharded_param``: at
+    lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
+    formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
+    The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
+    (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
+
+    Args:
+        managed: From :func:`managed_by` or :func:`find_managed`.
+    """
+    if "reset_sharded_param" not in managed.__dict__:
+        managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
+    if gathers_itself(managed.sharded_param):
+        managed._sharded_param_data = torch.empty(0)
+
+
+def gathers_itself(parameter: torch.Tensor) -> bool:
+    """Whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
+    return hasattr(local_of(parameter), "fsdp_pre_all_gather")
+
+
+def managed_by(unit: nn.Module) -> list[Any]:
+    """FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
+    return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
+
+
+def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
+    """Modules that a record's parameter is registered at, each with its name there (``FSDPParam._module_info``)."""
+    info = managed._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def find_managed(module: nn.Module, name: str) -> Any | None:
+    """FSDP2's record of a parameter, ``None`` if it manages none of that name.
+
+    Only the unit that gathers a parameter knows it; torch lists all units in ``_module_state_mapping``.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for unit in list(_module_state_mapping):
+        for managed in managed_by(unit) if is_fsdp_module(unit) else ():
+            if any(owner is module and own == name for owner, own in owners_of(managed)):
+                return managed
+    return None
+
+
+def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
+    """``FSDPParam.reset_sharded_param`` without the flat copy."""
+    info = managed._module_info
+    parameter = getattr(info.module, info.param_name)
+    if managed.pin_memory or not isinstance(parameter, DTensor) or not gathers_itself(parameter):
+        stock()
+        return
+    managed.sharded_param = parameter
+    managed._sharding_spec = parameter._spec
+    managed._sharded_param_data = torch.empty(0)
+
+
 # --- files
 
 
@@ -151,13 +227,6 @@ def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def storage_offset(tensor: torch.Tensor) -> int:
     """Byte of its file at which the storage of a tensor without data begins (``_checkpoint_offset``)."""
     return tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-
-
-def group_by_name(name: str) -> torch.distributed.ProcessGroup:
-    """The process group with torch's own name of it (``_resolve_process_group``)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
 
 
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors

@@ -14,10 +14,13 @@ from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message
 from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.classes import bound_class
-from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
+from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree, quantizable
+from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
+from te_fsdp.quantized.installed import mend_new_zeros
 from te_fsdp.quantized.optimizer_steps import watch_steps
+from te_fsdp.quantized.shards import plan_cuts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,11 +58,15 @@ def set_device_mesh(
         MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
             ``tp_group``, or the two do not fit together.
         OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
-        PlacementError: A module or option for which there is no right placement.
+        PlacementError: A module or option for which there is no right placement, or a quantized weight of which no
+            cut consists of whole blocks of its format.
 
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
     planned = check_device_mesh(model, tp_mesh, weight_mesh)
+    tp = tp_mesh.size() if tp_mesh is not None else 1
+    # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
+    plan_cuts(quantizable(planned), Grid(dp_shard=weight_mesh.size() // tp if weight_mesh is not None else 1, tp=tp))
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, tp_mesh, weight_mesh, replaced)
@@ -232,6 +239,7 @@ def _bind(
             local = _torch.local_of(new)
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
+                mend_new_zeros(local)
             binding.carry(name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)

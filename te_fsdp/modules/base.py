@@ -15,6 +15,7 @@ from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
+from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -63,9 +64,13 @@ class MeshModule(torch.nn.Module):
                 for key, attribute in _torch.attributes_of(old).items():
                     value.__dict__.setdefault(key, attribute)
             if isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
-                _check_still_quantized(self, binding, name, old, value)
+                if not release_gathered(old, value, binding):
+                    check_cut(self, binding, name, value)
+                    _check_still_quantized(self, binding, name, old, value)
                 adopt_shard(binding, self, name, value)
                 binding.under_fsdp = True
+            else:
+                note_gathered(old, value, binding)
         parameters[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

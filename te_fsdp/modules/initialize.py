@@ -19,6 +19,7 @@ from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.quantized.all_gather import keep_no_flat_shard
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ def _store(
         if key not in parameter.__dict__ and key not in _TE_MARKS:
             setattr(parameter, key, attribute)
     module._parameters[name] = parameter
+    if quantizer is not None:
+        keep_no_flat_shard(module, new)
 
 
 def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

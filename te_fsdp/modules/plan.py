@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
+from te_fsdp.binding import binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
@@ -14,7 +15,7 @@ from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Planned", "plan_tree"]
+__all__ = ["Planned", "plan_tree", "quantizable"]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
@@ -45,6 +46,15 @@ class Planned:
     module: Any
     kind: str | None
     rules: dict[str, ParameterRule]
+
+
+def quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
+    """Label, owner, name and rule of every parameter that TE may hold quantized and that is not bound yet."""
+    for item in planned:
+        if binding_of(item.module) is None:
+            for name, rule in item.rules.items():
+                if rule.quantizable:
+                    yield f"{item.name}.{name}" if item.name else name, item.module, name, rule
 
 
 def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:

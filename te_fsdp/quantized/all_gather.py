@@ -1,7 +1,6 @@
 """FSDP2's all-gather hooks of TE's quantized tensors, made right for tensor parallelism and axes of size 1.
 
-Four faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves
-tensors of
+Faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves tensors of
 modules without a te_fsdp binding alone:
 
 1. From the second gather on FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE writes the
@@ -13,6 +12,10 @@ different scales.
 4. FSDP2 passes the first gathered tensor through ``torch.as_strided``, and TE's version scrambles the
    transpose that Hopper's backward reads, without marking it invalid (confirmed on an H200). The first result
    therefore goes out without its transpose, which TE then makes from the bytes when it is needed.
+5. FSDP2 wants buffers of one size from all ranks. Float8 shards that are short, or empty, are padded with rows that
+   the gathered weight leaves out.
+6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape
+   (:mod:`te_fsdp.quantized.columns`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax import attach_group
+from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
+from te_fsdp.quantized.empty import mend_empty, share_scale
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
@@ -34,9 +39,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["mend_hooks"]
+__all__ = ["keep_no_flat_shard", "mend_hooks"]
 
 _MARK = "_te_fsdp_mended"
+_SETTLED = "_te_fsdp_settled"
 # Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to
 # within a block.
 _ALIGNMENT = 256
@@ -49,13 +55,35 @@ class _Packed(NamedTuple):
     pieces: tuple[tuple[int, torch.Size, torch.dtype], ...]
 
 
+class _Rows(NamedTuple):
+    """Metadata of a gather of uneven shards: TE's metadata, and the rows of the whole weight."""
+
+    metadata: Any
+    rows: int
+
+
 def mend_hooks() -> None:
     """Wrap the hooks of every quantized tensor class that has them; once per class, later calls do nothing."""
+    mend_empty()
     for cls in _te.gathering_tensor_classes():
         if _MARK not in cls.__dict__:
             cls.fsdp_pre_all_gather = _wrap_pre(cls.fsdp_pre_all_gather)  # type: ignore[attr-defined]
             cls.fsdp_post_all_gather = _wrap_post(cls.fsdp_post_all_gather)  # type: ignore[attr-defined]
             setattr(cls, _MARK, True)
+
+
+def keep_no_flat_shard(module: nn.Module, local: torch.Tensor) -> None:
+    """Keep FSDP2 from holding a flat, dequantized copy of a shard. Local operation; nothing to do without FSDP2.
+
+    Args:
+        module: Owner.
+        local: Its quantized shard.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None and _torch.local_of(parameter) is local:
+            managed = _torch.find_managed(module, name)
+            if managed is not None:
+                _torch.keep_no_flat_shard(managed)
 
 
 def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,8 +102,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             return inputs, metadata
         agree_on_weight_mesh(binding, module, self)
         attach_group(self, binding)
-        if mesh.size() == 1 and len(inputs) > 1:
-            return _pack(inputs, metadata)
+        if _SETTLED not in self.__dict__:
+            self.__dict__[_SETTLED] = True
+            keep_no_flat_shard(module, self)
+        ranks = mesh.size()
+        if ranks == 1:
+            return _pack(inputs, metadata) if len(inputs) > 1 else (inputs, metadata)
+        if tuple(self.shape[1:]) != tuple(orig_size[1:]):
+            return pack_columns(self, inputs, metadata, ranks)
+        if orig_size[0] % ranks:
+            share_scale(self, mesh, orig_size[0])
+            return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
         return inputs, metadata
 
     return fsdp_pre_all_gather
@@ -98,6 +135,19 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to
             # hand over.
             inner: tuple[torch.Tensor, ...] = ()
+        elif isinstance(metadata, _Rows):
+            (data,) = all_gather_outputs
+            # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
+            tensor, _ = stock(self, (data[: metadata.rows],), metadata.metadata, param_dtype, out=target)
+            inner = ()
+        elif isinstance(metadata, Columns):
+            buffers = join_columns(all_gather_outputs, metadata)
+            tensor, _ = stock(self, buffers, metadata.metadata, param_dtype, out=target)
+            for (
+                stand_in
+            ) in all_gather_outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+                stand_in.untyped_storage().resize_(0)
+            inner = ()
         else:
             tensor, inner = stock(self, all_gather_outputs, metadata, param_dtype, out=target)
         if out is None:
@@ -119,6 +169,17 @@ def _pack(inputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[tuple[torch.
             tensor.reshape(-1).view(torch.uint8)
         )
     return (flat,), _Packed(metadata, tuple(pieces))
+
+
+def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
+    """Buffers extended at the end to as many rows as the first rank has."""
+    padded = []
+    for data in inputs:
+        whole = data.new_zeros((rows, *data.shape[1:])) if data.shape[0] < rows else data
+        if whole is not data:
+            whole[: data.shape[0]].copy_(data)
+        padded.append(whole)
+    return tuple(padded)
 
 
 def _unpack(flat: torch.Tensor, packed: _Packed) -> tuple[torch.Tensor, ...]:

@@ -49,10 +49,15 @@ class Component:
         """Shape of this component of the whole weight of shape ``original``."""
         if self.block is None:
             return tuple(self.tensor.shape)
-        return tuple(size // step for size, step in zip(original, self.block, strict=True))
+        return tuple(math.ceil(size / step) for size, step in zip(original, self.block, strict=True))
 
-    def boxes(self, boxes: Sequence[Box], label: str) -> list[Box]:
+    def boxes(self, boxes: Sequence[Box], label: str, original: Sequence[int] | None = None) -> list[Box]:
         """Rectangles of the weight as rectangles of this component.
+
+        Args:
+            boxes: Rectangles of the weight.
+            label: Name for messages.
+            original: Shape of the whole weight, whose last block may be a short one.
 
         Raises:
             PlacementError: A rectangle cuts through a block.
@@ -60,7 +65,7 @@ class Component:
         if self.block is None:
             zeros = (0,) * self.tensor.ndim
             return [Box(zeros, zeros, tuple(self.tensor.shape))]
-        return [_scaled(box, self.block, f"{label} ({self.name})") for box in boxes]
+        return [_scaled(box, self.block, f"{label} ({self.name})", original) for box in boxes]
 
 
 # Per format and buffer: block, and whether the buffer is stored transposed (TE 2.20.2, the same in 2.18 and
@@ -174,10 +179,14 @@ def finish_writing(local: torch.Tensor) -> None:
     _te.forget_high_precision_value(local)
 
 
-def _scaled(box: Box, block: tuple[int, ...], label: str) -> Box:
+def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int] | None) -> Box:
     """A rectangle of the weight in units of blocks."""
+    ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
+    # The last block of a dim ends where the weight does, whole or not.
+    short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
     for values in (box.original, box.local, box.sizes):
-        if any(value % step for value, step in zip(values, block, strict=True)):
+        cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
+        if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
             raise PlacementError(
                 message(
                     f"{label}: a rank's rectangle at {box.original} of size {box.sizes} cuts through blocks",
@@ -189,6 +198,6 @@ def _scaled(box: Box, block: tuple[int, ...], label: str) -> Box:
             )
 
     def divide(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(value // step for value, step in zip(values, block, strict=True))
+        return tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True))
 
     return Box(divide(box.original), divide(box.local), divide(box.sizes))

@@ -7,29 +7,28 @@ FSDP2 the high-precision values instead, quantizes each shard afterwards, and co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import PlacementError, message
-from te_fsdp.layout.boxes import Box
+from te_fsdp.layout.boxes import Box, chunk_range
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.layout.rules import Layout
+    from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["BLOCK_ROWS", "check_shardable", "restore_quantized", "stash_quantized"]
+__all__ = ["plan_cuts", "quantized_weight", "restore_quantized", "stash_quantized"]
 
-#: Rows (and columns) that one scale spans: a shard must hold whole blocks. Float8 has one scale per tensor.
-BLOCK_ROWS = {"float8": 1, "mxfp8": 32, "float8-block": 128, "nvfp4": 16}
+Key: TypeAlias = tuple[int, str]
+"""A parameter by its owner's id and its name there."""
 
 
 @dataclass(frozen=True)
@@ -51,62 +50,59 @@ class Stashed:
     keep_high_precision: bool
 
 
-def check_shardable(weights: Iterable[tuple[str, nn.Module, str, Layout]], fsdp_size: int) -> None:
-    """Raise, before anything is changed, if a weight that is or will be quantized would get unfit shards.
+def plan_cuts(weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid: Grid) -> dict[Key, int]:
+    """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
 
     Local operation; every rank sees the same shapes and raises the same.
 
     Args:
-        weights: Label, owner, name, layout of each weight that TE may hold quantized; tp-local, not yet cut.
-        fsdp_size: Ranks that FSDP2 will shard over.
+        weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
+        grid: Sizes of the axes.
+
+    Returns:
+        Dim by owner and name; high-precision weights left out.
 
     Raises:
-        PlacementError: Names the parameter, its tp-local shape, and the smallest size that fits.
+        PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
     """
-    for label, module, name, layout in weights:
-        parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
-        if parameter is not None and quantizer is not None:
-            shape = tuple(_torch.local_of(parameter).shape)
-            fmt = _te.format_of_quantizer(quantizer)
-            _check_blocks(label, shape, fmt, fsdp_size)
-            _check_stacked(label, shape, fmt, layout)
+    found = {}
+    for label, module, name, rule in weights:
+        weight = quantized_weight(module, name, rule, label, grid.tp)
+        if weight is not None:
+            found[id(module), name] = weight
+    everyone = tuple(found.values())
+    return {key: check_fit(weight, grid, everyone) for key, weight in found.items()}
 
 
-def _check_stacked(label: str, shape: tuple[int, ...], fmt: str, layout: Layout) -> None:
-    """No scale may span two of the tensors that are stacked in one weight: in the original they lie apart."""
-    block, parts = BLOCK_ROWS.get(fmt, 1), layout.blocks
-    heights = [shape[0] * part // sum(parts) for part in parts]
-    if not layout.is_stacked or all(height % block == 0 for height in heights):
-        return
-    raise PlacementError(
-        message(
-            f"{label}: stacked {fmt} weight of tp-local shape {shape}",
-            expected=f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows",
-            got=f"{heights} rows",
-            why="A scale would span rows that lie apart in the unsharded weight, and no checkpoint could hold it",
-            fix="use fewer tp ranks, wider heads or MLP, or high-precision weights",
-        )
-    )
+def quantized_weight(
+    module: nn.Module,
+    name: str,
+    rule: ParameterRule,
+    label: str,
+    tp: int,
+    shape: tuple[int, ...] | None = None,
+) -> Weight | None:
+    """What alignment asks about a parameter; ``None`` for one that TE keeps in high precision. Local operation.
 
-
-def _check_blocks(label: str, shape: tuple[int, ...], fmt: str, fsdp_size: int) -> None:
-    """Rows must divide over the FSDP axis into whole blocks, columns must hold whole blocks."""
-    block = BLOCK_ROWS.get(fmt, 1)
-    rows, columns = shape[0], math.prod(shape[1:])
-    if rows % (fsdp_size * block) == 0 and columns % block == 0:
-        return
-    fit = math.ceil(rows / (fsdp_size * block)) * fsdp_size * block
-    raise PlacementError(
-        message(
-            f"{label}: shards of a {fmt} weight of tp-local shape {shape} over {fsdp_size} FSDP rank(s)",
-            expected=f"rows divisible by {fsdp_size} * {block} and columns divisible by {block}",
-            got=f"{rows} rows and {columns} columns",
-            why=f"One scale spans {block} row(s) and column(s); a cut through a block has no right scale"
-            if block > 1
-            else "FSDP2 cannot gather uneven shards of a quantized weight",
-            fix=f"use {fit} rows per tp rank, fewer FSDP or tp ranks, or high-precision weights",
-        )
-    )
+    Args:
+        module: Owner.
+        name: Name in the owner.
+        rule: Its rule.
+        label: Full name, for messages.
+        tp: Size of the tp axis.
+        shape: tp-local shape, if the parameter there is no longer tp-local.
+    """
+    parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
+    if parameter is None or quantizer is None:
+        return None
+    shape = tuple(_torch.local_of(parameter).shape) if shape is None else shape
+    halves = [
+        getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")
+    ]  # of a hybrid
+    formats = [_te.format_of_quantizer(q) for q in ([h for h in halves if h is not None] or [quantizer])]
+    # An unknown format must fit the largest block there is.
+    block = max(BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values())) for fmt in formats)
+    return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
 
 
 def stash_quantized(model: nn.Module) -> list[Stashed]:
@@ -161,14 +157,17 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
         return  # hybrids: no table of their buffers
     mesh = parameter.device_mesh  # type: ignore[missing-attribute]
     axis = mesh.ndim - (2 if binding.tp_mesh is not None else 1)
-    shape = tuple(local.shape)
-    start = mesh.get_coordinate()[axis] * shape[0]
-    box = Box((start,) + (0,) * (len(shape) - 1), (0,) * len(shape), shape)
+    shape, zeros = tuple(local.shape), (0,) * local.ndim
+    dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
+    low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
+    if low == high:
+        return  # an empty shard has no bytes; its scale came with its quantization
+    box = Box((*zeros[:dim], low, *zeros[dim + 1 :]), zeros, shape)
     label = binding.label(item.name)
     sources = {component.name: component for component in components_of(item.whole, label)}
     for target in components_of(local, label):
         if target.name in sources:
-            source, (part,) = sources[target.name], target.boxes([box], label)
+            source, (part,) = sources[target.name], target.boxes([box], label, tuple(item.whole.shape))
             target.tensor[part.local_slices()].copy_(source.tensor[part.original_slices()])
     _te.forget_transpose(local)
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError, PlacementError, message
 from te_fsdp.modules.apply import check_device_mesh, set_device_mesh
-from te_fsdp.quantized.shards import check_shardable, restore_quantized, stash_quantized
+from te_fsdp.modules.plan import quantizable
+from te_fsdp.quantized.alignment import Grid
+from te_fsdp.quantized.shards import Key, plan_cuts, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_all_ranks
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.layout.rules import Layout
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import Planned
 
 __all__ = ["fully_shard"]
 
@@ -70,7 +70,7 @@ def fully_shard(
         chosen = _find_units(model, units)
         _check_accepted(model, chosen)
         planned = check_device_mesh(model, meshes.tp, weight_mesh)
-        check_shardable(_quantizable(planned), meshes.size("dp_shard"))
+        cuts = plan_cuts(quantizable(planned), Grid(*map(meshes.size, ("dp_replicate", "dp_shard", "tp"))))
     check_same_model(model, meshes.device_mesh)
     check_replicas(model, planned, meshes)
     set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
@@ -81,23 +81,34 @@ def fully_shard(
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
-    stash = stash_quantized(model)
+    stash, options["shard_placement_fn"] = stash_quantized(model), _placements(model, cuts)
     # Inner units first: a parent's FSDP group takes what its units have left.
     for unit in [*reversed(chosen), model]:
         if not _torch.is_fsdp_module(unit):
             fsdp2_fully_shard(unit, **options)
     restore_quantized(model, stash)
-    _finish(model)
+    _finish(model, cuts)
     _log.debug("fully_shard: %d units over %s", len(chosen) + (model not in chosen), meshes)
     return model
 
 
-def _quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str, Layout]]:
-    """Label, owner, name and layout of every weight that TE may hold quantized."""
-    for item in planned:
-        for name, rule in item.rules.items():
-            if rule.quantizable:
-                yield f"{item.name}.{name}" if item.name else name, item.module, name, rule.layout
+def _placements(model: nn.Module, cuts: dict[Key, int]) -> Callable[[nn.Parameter], Shard | None] | None:
+    """FSDP2's ``shard_placement_fn`` for weights that it shall cut along another dim than the first."""
+    dims = {
+        id(parameter): cuts[id(module), name]
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if cuts.get((id(module), name))
+    }
+    return (lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None) if dims else None
+
+
+def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
+    """No high-precision copies of quantized shards in FSDP2, neither now nor when a shard is quantized later."""
+    for unit in model.modules():
+        for managed in _torch.managed_by(unit) if _torch.is_fsdp_module(unit) else ():
+            if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
+                _torch.keep_no_flat_shard(managed)
 
 
 def _check_order(model: nn.Module) -> None:
@@ -190,8 +201,12 @@ def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
     return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
 
 
-def _finish(model: nn.Module) -> None:
-    """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``."""
+def _finish(model: nn.Module, cuts: dict[Key, int]) -> None:
+    """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
+
+    And what it shall not keep: flat copies of quantized shards.
+    """
+    _drop_flat_shards(model, cuts)
     for module in model.modules():
         binding = binding_of(module)
         if binding is None:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
+from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.modules.shards import shard_info
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,7 @@ class Row:
         local_shape: Shape of this rank's part.
         dtype: Format of a quantized weight with its nominal dtype, or the dtype.
         bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.
+        note: How FSDP2 was told to cut a quantized weight that its default cut does not fit; empty otherwise.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Row:
     local_shape: tuple[int, ...]
     dtype: str
     bytes: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Report:
         """Bytes of all parameters on this rank."""
         return sum(row.bytes for row in self.rows)
 
+    def _unwrapped(self) -> tuple[list[str], list[str]]:
+        """Columns whose cells must stay in one line."""
+        return [row.name for row in self.rows], [row.note for row in self.rows]
+
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table
@@ -69,14 +77,17 @@ class Report:
         for header in ("shape", "layout", "placements", "local shape", "dtype / format"):
             table.add_column(header, overflow="fold")
         table.add_column("bytes", justify="right")
+        noted = any(row.note for row in self.rows)
+        if noted:
+            table.add_column("note", no_wrap=True)
         for row in self.rows:
             shapes = (_times(row.shape), row.layout, row.placements, _times(row.local_shape))
-            table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}")
+            table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}", *([row.note] if noted else []))
         table.add_section()
         table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
         out = io.StringIO()
         # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
-        width = max((len(row.name) for row in self.rows), default=0) + 150
+        width = sum(max((len(text) for text in column), default=0) for column in self._unwrapped()) + 150
         Console(file=out, width=width, color_system=None).print(table)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -117,7 +128,24 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
         tuple(local.shape),
         dtype,
         _bytes(local),
+        _note(module, name, parameter, fmt or (quantizer and _te.format_of_quantizer(quantizer))),
     )
+
+
+def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: str | None) -> str:
+    """What is unusual about a quantized weight's cut: columns instead of rows, or pieces of different sizes."""
+    if fmt is None or not isinstance(parameter, DTensor):
+        return ""
+    info = shard_info(module, name, parameter)
+    dim, ranks = info.at.fsdp_dim, info.at.fsdp_size
+    if ranks > 1 and dim != 0:
+        return f"cut along dim {dim}: dim 0 has no whole {fmt} blocks for {ranks} ranks"
+    length = info.original_shape[dim] // (info.at.tp_size if info.rule.shard_dim == dim else 1)
+    if length % ranks == 0:
+        return ""
+    sizes = [high - low for low, high in (chunk_range(length, ranks, rank) for rank in range(ranks))]
+    counts = ", ".join(f"{sizes.count(size)} ranks of {size}" for size in dict.fromkeys(sizes))
+    return f"uneven rows: {counts}"
 
 
 def _placements(parameter: torch.Tensor) -> str:

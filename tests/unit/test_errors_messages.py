@@ -137,7 +137,7 @@ def forward_without_hooks(job: Job) -> None:
 
 
 def torchs_fully_shard_of_blocks(job: Job) -> None:
-    model = job.quantized("Float8BlockScaling", "cpu", tp=False)
+    model = job.quantized("NVFP4BlockScaling", "cpu", tp=False)
     model.up.weight = nn.Parameter(model.up.weight)
     te_fsdp.set_device_mesh(model)
     torch_fully_shard(model, mesh=job.pair)
@@ -244,27 +244,17 @@ MISTAKES = {
         "tensor of shape (1,).",
     ),
     "a cut through blocks": (
-        lambda job: te_fsdp.fully_shard(job.quantized("MXFP8BlockScaling"), job.tp),
+        lambda job: te_fsdp.fully_shard(job.quantized("MXFP8BlockScaling", tp=False), job.dp),
         PlacementError,
-        "up.weight: shards of a mxfp8 weight of tp-local shape (32, 64) over 2 FSDP rank(s): expected rows divisible "
-        "by 2 * 32 and columns divisible by 32, got 32 rows and 64 columns. One scale spans 32 row(s) and column(s); "
-        "a cut through a block has no right scale. Fix: use 64 rows per tp rank, fewer FSDP or tp ranks, or "
-        "high-precision weights.",
-    ),
-    "uneven quantized shards": (
-        lambda job: te_fsdp.fully_shard(
-            job.quantized("Float8CurrentScaling", tp=False),
-            Meshes.from_device_mesh(DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("dp_shard",))),
-        ),
-        PlacementError,
-        "up.weight: shards of a float8 weight of tp-local shape (64, 64) over 3 FSDP rank(s): expected rows divisible "
-        "by 3 * 1 and columns divisible by 1, got 64 rows and 64 columns. FSDP2 cannot gather uneven shards of a "
-        "quantized weight. Fix: use 66 rows per tp rank, fewer FSDP or tp ranks, or high-precision weights.",
+        "up.weight: mxfp8 weight of tp-local shape (64, 64): expected rows or columns divisible by 4 FSDP ranks * 32, "
+        "and the others by 32, got 64 rows and 64 columns. One scale spans 32 rows or columns; a cut through a block "
+        "has no right scale. Fix: use the mesh dp_replicate=2, dp_shard=2, tp=1, or a weight of shape (128, 64) instead "
+        "of (64, 64), or high-precision weights.",
     ),
     "shards that are dequantized": (
         torchs_fully_shard_of_blocks,
         PrecisionError,
-        "up.weight: shards of a quantized weight: expected float8-block shards, got torch.bfloat16 shards. FSDP2 "
+        "up.weight: shards of a quantized weight: expected nvfp4 shards, got torch.bfloat16 shards. FSDP2 "
         "splits by tensor operations that TE answers with dequantized copies. Fix: use te_fsdp.fully_shard, or build "
         "the model on meta and call reset_parameters after fully_shard.",
     ),

@@ -1,8 +1,8 @@
-"""Quantized weights in one process: shards of ones made on the device, packed buffers, the check of the weight mesh."""
+"""Quantized weights in one process: shards of ones made on the device, packed buffers, what fits a format."""
 
 from __future__ import annotations
 
-import types
+import re
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import te_fsdp
 from te_fsdp import _te
-from te_fsdp.binding import Binding
-from te_fsdp.errors import MeshError
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout.boxes import Box
+from te_fsdp.layout.rules import Layout, ParameterRule
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit, fits, fitting_dim
 from te_fsdp.quantized.components import components_of
-from te_fsdp.quantized.shards import BLOCK_ROWS
 
 WORLD, ME = 16, 8
 ROWS, COLUMNS = 256, 128
@@ -171,21 +171,68 @@ def test_hooks_are_mended_once(te):
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
 
 
-def test_a_weight_mesh_that_misses_ranks(world):
-    """Found in the gather, where the FSDP axis is known; formats without a scale per tensor do not care."""
-    tp, fsdp = DeviceMesh("cpu", [ME, ME + 1]), types.SimpleNamespace(size=lambda: 4)
-    current = Model(world, "Float8CurrentScaling").up.weight
-    with pytest.raises(MeshError) as caught:
-        all_gather._check_weight_mesh(current, Binding("up", tp, tp, {}), fsdp)
-    assert str(caught.value) == (
-        "up: weight_mesh of a weight with one scale per tensor: expected 4 (FSDP shard axis) * 2 (tp) = 8 ranks, got 2 "
-        "ranks. Ranks outside it would quantize their pieces with another scale. Fix: pass "
-        'weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh.'
-    )
-    with pytest.raises(MeshError, match="= 8 ranks, got 1 ranks"):
-        all_gather._check_weight_mesh(current, Binding("up", tp, None, {}), fsdp)
-    all_gather._check_weight_mesh(current, Binding("up", None, None, {}), fsdp)
-    all_gather._check_weight_mesh(current, Binding("up", tp, DeviceMesh("cpu", range(8, 16)), {}), fsdp)
-    all_gather._check_weight_mesh(
-        Model(world, "MXFP8BlockScaling").up.weight, Binding("up", tp, tp, {}), fsdp
-    )
+# --------------------------------------------------------------------------------------------------- what fits
+
+
+REPLICATED = ParameterRule(None)
+
+
+def weight(shape: tuple[int, int], fmt: str, rule: ParameterRule = REPLICATED) -> Weight:
+    return Weight("up.weight", shape, fmt, rule, BLOCK_ROWS[fmt])
+
+
+SIZES = st.integers(1, 12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(BLOCK_ROWS)), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
+def test_a_cut_fits_if_every_piece_holds_whole_blocks(fmt, rows, columns, unit, ranks):
+    """Against the pieces themselves, as FSDP2 cuts them (`torch.chunk`)."""
+    shape, block = (rows * unit, columns * unit), BLOCK_ROWS[fmt]
+    for dim in (0, 1):
+        pieces = [piece.shape[dim] for piece in torch.empty(shape).chunk(ranks, dim=dim)]
+        even = pieces == pieces[:1] * ranks
+        if fmt == "float8":
+            expected = dim == 0 or even
+        else:
+            whole = [size % block == 0 for size in shape]
+            if fmt == "float8-block":  # a short last block along a dim that nobody cuts
+                whole = [fine or d != dim or ranks == 1 for d, fine in enumerate(whole)]
+                whole[1 - dim] = True
+            expected = even and all(whole) and (ranks == 1 or pieces[0] % block == 0)
+        assert fits(weight(shape, fmt), ranks, dim) == expected, (shape, dim, pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["mxfp8", "nvfp4", "float8-block"]), SIZES, SIZES, st.integers(1, 8), st.integers(1, 3)
+)
+def test_what_an_error_proposes_fits(fmt, rows, columns, shard, tp_log):
+    """The mesh and the shape in the message, put to the test."""
+    tp = 2 ** (tp_log - 1)
+    made = weight((rows * 16 * tp, columns * 16), fmt, ParameterRule(0)).over(tp)
+    grid = Grid(1, shard, tp)
+    if fitting_dim(made, shard) is not None:
+        assert check_fit(made, grid) == fitting_dim(made, shard)
+        return
+    with pytest.raises(PlacementError) as caught:
+        check_fit(made, grid)
+    text = str(caught.value)
+    mesh = re.search(r"dp_replicate=(\d+), dp_shard=(\d+), tp=(\d+)", text)
+    if mesh:
+        sizes = tuple(map(int, mesh.groups()))
+        assert sizes[0] * sizes[1] * sizes[2] == shard * tp
+        assert fitting_dim(made.over(sizes[2]), sizes[1]) is not None
+    else:
+        assert "no mesh of these ranks fits" in text
+        assert all(fitting_dim(made.over(t), 1) is None for t in (1, 2, 4) if t <= tp)
+    shape = tuple(map(int, re.search(r"a weight of \w* ?shape \((\d+), (\d+)\)", text).groups()))
+    assert shape != (rows * 16 * tp, columns * 16)
+    assert fitting_dim(weight(shape, fmt, ParameterRule(0)).over(tp), shard) is not None
+
+
+def test_stacked_tensors_hold_whole_blocks():
+    halves = ParameterRule(0, Layout("stacked", (1, 1)))
+    assert fits(weight((128, 64), "mxfp8", halves), 2, 0)
+    assert not fits(weight((96, 64), "mxfp8", halves), 1, 0)  # 48 rows each
+    assert fits(weight((96, 64), "mxfp8"), 1, 0)

@@ -30,7 +30,14 @@ CASES = [
     (
         bodies.unfit_blocks,
         "PlacementError",
-        ["linear.weight", "mxfp8", "(8, 8)", "divisible by 2 * 32", "got 8 rows", "Fix: use 64 rows"],
+        [
+            "linear.weight",
+            "mxfp8",
+            "(8, 8)",
+            "divisible by 2 FSDP ranks * 32",
+            "got 8 rows",
+            "shape (64, 32)",
+        ],
     ),
     (
         bodies.unfit_stacked_blocks,

@@ -1,0 +1,209 @@
+"""How FSDP2 may cut a quantized weight, and what would fit where it may not.
+
+A block format has one scale per block of values (MXFP8 32, NVFP4 16, float8-block 128 x 128), so that a shard must
+hold whole blocks. FSDP2 cuts a dim of length L over n ranks into pieces of ceil(L / n), and its reduce-scatter
+cuts gradients just so (``torch._chunk_cat``): the sizes of the pieces cannot be chosen. Three cases follow.
+
+- Rows divisible by ``n * block``: FSDP2 cuts rows, as it does by default.
+- Otherwise, columns divisible by ``n * block``: FSDP2 is told to cut columns (``shard_placement_fn``).
+- Otherwise no cut is offered. A short last piece helps next to nobody: together the pieces lack fewer than ``n`` rows,
+  so that whole blocks can be missing only where ``n`` exceeds the block. Rows that are no multiple of the block have
+  no MXFP8 or NVFP4 form in TE at all; float8-block has one, with a short last block, which is taken along dims that
+  neither FSDP2 nor tp cuts.
+
+Float8 has one scale per weight. Its pieces may have any size, none included.
+
+Everything here is arithmetic on shapes: every rank finds the same, and raises the same, without communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.layout.rules import ParameterRule
+
+__all__ = ["BLOCK_ROWS", "Grid", "Weight", "check_fit", "fitting_dim", "fits"]
+
+#: Rows (and columns) that one scale spans: a shard must hold whole blocks. Float8 has one scale per tensor.
+BLOCK_ROWS = {"float8": 1, "mxfp8": 32, "float8-block": 128, "nvfp4": 16}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes that cut weights, and of the one that copies them."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}, tp={self.tp}"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that TE holds quantized.
+
+    Attributes:
+        label: Full name, for messages.
+        shape: tp-local shape.
+        format: Name of its format.
+        rule: How tp cuts it, and how its rows are stacked.
+        block: Rows and columns that one scale spans, the larger of two formats in a hybrid.
+        tp: Size of the tp axis.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    format: str
+    rule: ParameterRule
+    block: int
+    tp: int = 1
+
+    def over(self, tp: int) -> Weight | None:
+        """The same original weight as another tp size cuts it; ``None`` if that does not divide."""
+        dim, shape = self.rule.shard_dim, self.shape
+        if dim is not None:
+            size = shape[dim] * self.tp
+            if size % tp:
+                return None
+            shape = (*shape[:dim], size // tp, *shape[dim + 1 :])
+        return replace(self, shape=shape, tp=tp)
+
+
+def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
+    """Whether all shards of a weight that FSDP2 cuts along ``dim`` over ``fsdp_size`` ranks fit its format."""
+    if weight.format == "float8":
+        return dim == 0 or weight.shape[dim] % fsdp_size == 0
+    if dim and fsdp_size > 1 and weight.format not in BLOCK_ROWS:
+        return False  # hybrids: no table of their buffers, which a gather along columns needs
+    block, sizes, parts = (
+        weight.block,
+        (weight.shape[0], math.prod(weight.shape[1:])),
+        weight.rule.layout.blocks,
+    )
+    units = [block, block]
+    units[dim] *= fsdp_size
+    if weight.format == "float8-block":  # a short last block is fine along a dim that nobody cuts
+        tp_dim = weight.rule.shard_dim if weight.tp > 1 else None
+        units = [1 if d != tp_dim and unit == block else unit for d, unit in enumerate(units)]
+    # No scale may span two of the tensors that are stacked in one weight: in the original they lie apart.
+    stacked = len(parts) == 1 or all(sizes[0] * part // sum(parts) % block == 0 for part in parts)
+    return stacked and all(size % unit == 0 for size, unit in zip(sizes, units, strict=True))
+
+
+def fitting_dim(weight: Weight, fsdp_size: int) -> int | None:
+    """The dim that FSDP2 shall cut: rows if they fit, else columns if those do, else ``None``."""
+    return next((dim for dim in (0, 1) if fits(weight, fsdp_size, dim)), None)
+
+
+def check_fit(weight: Weight, grid: Grid, everyone: Iterable[Weight] = (), *, dim: int | None = None) -> int:
+    """The dim along which FSDP2 can cut a weight. Local operation; the same answer on every rank.
+
+    Args:
+        weight: The weight.
+        grid: The axes it is cut by.
+        everyone: All quantized weights of the model: a mesh that is proposed fits them all.
+        dim: The dim that is or will be cut, where that is settled.
+
+    Returns:
+        ``dim``, or the better of 0 and 1.
+
+    Raises:
+        PlacementError: None fits. Names the weight, its shape, and the nearest mesh and shape that would fit.
+    """
+    found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
+    if found is not None and fits(weight, grid.dp_shard, found):
+        return found
+    raise PlacementError(_unfit(weight, grid, tuple(everyone) or (weight,), dim))
+
+
+def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | None) -> str:
+    block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
+    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
+    heights = [rows * part // sum(parts) for part in parts]
+    if weight.rule.layout.is_stacked and any(height % block for height in heights):
+        what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
+        expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"
+        got = f"{heights} rows"
+        why = (
+            "A scale would span rows that lie apart in the unsharded weight, and no checkpoint could hold it"
+        )
+    else:
+        what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
+        if weight.format == "float8":  # refused only where the caller chose the dim
+            expected = f"dim {dim} divisible by the {count} FSDP rank(s) that cut it"
+            why = "FSDP2 cuts any other dim than the first evenly or not at all"
+        else:
+            what += f", cut along dim {dim}" if dim and count > 1 else ""
+            expected = _expected(block, count, dim)
+            why = f"One scale spans {block} rows or columns; a cut through a block has no right scale"
+        got = f"{rows} rows and {columns} columns"
+    fix = f"{_nearest_grid(everyone, grid)}, or {_nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))}, or high-precision weights"
+    return message(what, expected=expected, got=got, why=why, fix=fix)
+
+
+def _expected(block: int, count: int, dim: int | None) -> str:
+    if count == 1:
+        return f"rows and columns divisible by {block}"
+    if dim is None:
+        return f"rows or columns divisible by {count} FSDP ranks * {block}, and the others by {block}"
+    first, second = ("rows", "columns") if dim == 0 else ("columns", "rows")
+    return f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
+
+
+# --- what would fit
+
+
+def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
+    """The mesh of as many ranks, nearest to the given one, on which all weights fit, in words."""
+    best: tuple[float, Grid] | None = None
+    for other in _grids(grid):
+        moved = [weight.over(other.tp) for weight in weights]
+        if any(w is None or fitting_dim(w, other.dp_shard) is None for w in moved):
+            continue
+        far = abs(math.log(grid.tp / other.tp)) + abs(math.log(grid.dp_shard / other.dp_shard))
+        if best is None or far < best[0]:
+            best = (far, other)
+    if best is None:
+        return "no mesh of these ranks fits; use a weight that does"
+    if best[0] == 0:  # only the caller's own cut is wrong
+        return "let te_fsdp.fully_shard choose the dim to cut, or give torch's a shard_placement_fn"
+    return f"use the mesh {best[1]}"
+
+
+def _grids(grid: Grid) -> Iterator[Grid]:
+    """Meshes of as many ranks. Smaller tp sizes only: what the larger one divided, heads included, they divide too."""
+    world = grid.dp_replicate * grid.dp_shard * grid.tp
+    for tp in _divisors(grid.tp):
+        for shard in _divisors(world // tp):
+            yield Grid(world // tp // shard, shard, tp)
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, the largest first."""
+    return [d for d in range(number, 0, -1) if number % d == 0]
+
+
+def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
+    """The original shape nearest to the weight's that fits the mesh if one of ``dims`` is cut, in words."""
+    shard_dim, parts = weight.rule.shard_dim, weight.rule.layout.blocks
+    block, count = weight.block, grid.dp_shard
+    tp = [grid.tp if shard_dim == dim else 1 for dim in (0, 1)]
+    have = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
+    best: tuple[float, tuple[int, int]] | None = None
+    for dim in dims:
+        cuts = [count if dim == d else 1 for d in (0, 1)]
+        total = sum(parts)
+        # Every stacked tensor in whole blocks per tp rank; all of them together in whole blocks per FSDP rank.
+        units = (total * tp[0] * block * cuts[0] // math.gcd(cuts[0], total), tp[1] * block * cuts[1])
+        shape = tuple(max(1, round(h / u)) * u for h, u in zip(have, units, strict=True))
+        far = sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, have, strict=True))
+        if best is None or far < best[0]:
+            best = (far, (shape[0], shape[1]))
+    assert best is not None
+    whole = "unsharded shape" if grid.tp > 1 else "shape"
+    return f"a weight of {whole} {best[1]} instead of {have}"

@@ -1,0 +1,141 @@
+"""What happens to a quantized weight when FSDP2 installs its sharded, or its gathered form in a module.
+
+FSDP2 assigns parameters through the module's ``__setattr__``: once when it cuts them, then the gathered one before
+each forward and backward and the sharded one after it. These are the only moments at which te_fsdp learns of a
+``fully_shard`` called by the user, and of the end of a gathered weight's life.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, check_fit
+from te_fsdp.quantized.shards import quantized_weight
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fsdp.binding import Binding
+
+__all__ = ["check_cut", "mend_new_zeros", "note_gathered", "release_gathered"]
+
+_MARK = "_te_fsdp_gathered"
+# Buffers that TE derives from gathered ones and that FSDP2 therefore does not free (TE 2.20.2
+# ``fsdp_post_all_gather`` of each class): transposes, and scales padded into new tensors.
+_DERIVED = {
+    "mxfp8": ("_rowwise_scale_inv", "_columnwise_scale_inv"),
+    "float8-block": ("_columnwise_data", "_columnwise_scale_inv"),
+    "nvfp4": ("_columnwise_data", "_columnwise_scale_inv", "_rowwise_scale_inv"),
+}
+# What holds a weight's values; not scales, which a gathered float8 or NVFP4 weight may share with its shard.
+_DATA = ("_data", "_rowwise_data", "_columnwise_data")
+
+
+def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding) -> None:
+    """Mark a gathered weight that FSDP2 installs in place of its shard. Local operation."""
+    if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
+        local = _torch.local_of(new)
+        if _te.is_quantized(local):
+            local.__dict__[_MARK] = True
+
+
+def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding) -> bool:
+    """Free what a gathered weight holds besides the buffers that FSDP2 frees. Local operation.
+
+    TE derives transposes and padded scales from gathered bytes; they would stay until the next gather. Buffers that
+    were put together along columns are te_fsdp's own.
+
+    Args:
+        old: The parameter that FSDP2 takes out of the module.
+        shard: The sharded one that it puts in.
+        binding: The module's.
+
+    Returns:
+        Whether ``old`` was a gathered quantized weight.
+    """
+    local = None if old is None else _torch.local_of(old)
+    if local is None or _MARK not in local.__dict__:
+        return False
+    _te.forget_transpose(local)
+    for name in _DERIVED.get(_te.format_of(local) or "", ()):
+        setattr(local, name, None)
+    if any(_torch.shard_dim_of(placement) for placement in _fsdp_placements(shard, binding)):
+        for data in (getattr(local, name, None) for name in _DATA):
+            if data is not None:
+                data.untyped_storage().resize_(0)
+    return True
+
+
+def _fsdp_placements(shard: DTensor, binding: Binding) -> tuple[Placement, ...]:
+    """Placements that FSDP2 added: all but tp's, which is that of the last axis."""
+    return shard.placements[:-1] if binding.tp_mesh is not None else shard.placements
+
+
+def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) -> None:
+    """Raise if FSDP2 has cut a weight, quantized now or later, so that its shards do not fit the format.
+
+    Local operation on global shapes: every rank raises the same, before anything is communicated.
+
+    Args:
+        module: Owner.
+        binding: The module's.
+        name: Parameter name.
+        shard: What FSDP2 installs.
+
+    Raises:
+        PlacementError: Names the weight, and the nearest mesh and shape that fit.
+    """
+    rule, mesh = binding.rules.get(name), shard.device_mesh
+    if rule is None or not rule.quantizable:
+        return
+    shape, tp = list(shard.shape), 1
+    if binding.tp_mesh is not None:
+        tp = binding.tp_mesh.size()
+        if rule.shard_dim is not None:
+            shape[rule.shard_dim] //= tp
+    weight = quantized_weight(module, name, rule, binding.label(name), tp, tuple(shape))
+    if weight is None:
+        return
+    for axis, placement in enumerate(_fsdp_placements(shard, binding)):
+        dim = _torch.shard_dim_of(placement)
+        if dim is not None:
+            count = mesh.size(axis)
+            check_fit(weight, Grid(mesh.size() // tp // count, count, tp), dim=dim)
+
+
+def mend_new_zeros(local: torch.Tensor) -> None:
+    """Let FSDP2 cut an MXFP8 weight that lies on the device. Local operation; other formats are left alone.
+
+    FSDP2 copies its piece, which TE cuts byte for byte, into ``local.new_zeros(shape)``. That of TE 2.20.2 has scales
+    without padding, into which those of the piece do not go unless their numbers happen to be multiples of 128 and 4.
+    The attribute belongs to this tensor object alone.
+    """
+    if _te.format_of(local) == "mxfp8":
+        local.new_zeros = functools.partial(_zeros, weakref.ref(local))  # type: ignore[method-assign]
+
+
+def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options: Any) -> torch.Tensor:
+    """``reference().new_zeros(size)`` with whole scale buffers."""
+    local = reference()
+    assert local is not None
+    if options or any(
+        length % BLOCK_ROWS["mxfp8"] for length in size
+    ):  # the cut is refused in the next moment
+        return type(local).new_zeros(local, size, **options)
+    metadata = local.get_metadata()  # type: ignore[attr-defined]
+    quantizer = _te.quantizer_of(local).copy()
+    quantizer.set_usage(
+        rowwise=metadata["rowwise_data"] is not None, columnwise=metadata["columnwise_data"] is not None
+    )
+    zeros = quantizer.make_empty(tuple(size), dtype=local.dtype, device=local.device)
+    for buffer in _te.buffers_of(zeros):
+        buffer.zero_()
+    return zeros

@@ -1,0 +1,156 @@
+"""Quantized weights that do not divide: cut another way where that is right, refused on all ranks where not."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import alignment, bodies
+
+#: Rows and columns of one scale.
+BLOCKS = {"mxfp8": 32, "block": 128, "nvfp4": 16}
+FITS = {
+    "aligned",
+    "aligned tp",
+    "rows unfit, columns fit",
+    "aligned, torch's",
+    "rows unfit, torch's told",
+    "aligned tp alone",
+}
+#: Of the issue: an error, or the right result, within so many seconds; the first case also starts TE.
+SECONDS = 10
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_right_or_refused_on_all_ranks(pool, recipe):
+    """Aligned, uneven, fewer rows than ranks, row-parallel column cuts; sharded by us, by torch, by tp alone."""
+    results = pool.run(alignment.outcomes, 4, recipe=recipe, block=BLOCKS[recipe])
+    for rows in zip(*results, strict=True):
+        case = rows[0]["case"]
+        texts = {row["text"] for row in rows}
+        assert len(texts) == 1, f"{case}: ranks disagree: {texts}"
+        assert all(row["seconds"] < SECONDS for row in rows), rows
+        if case in FITS:
+            assert texts == {""}, (case, texts)
+            continue
+        (text,) = texts
+        assert {row["error"] for row in rows} == {"PlacementError"}, (case, rows)
+        for word in (".weight: ", "of tp-local shape", f"{BLOCKS[recipe]}", "Fix: ", "a weight of"):
+            assert word in text, (case, word, text)
+        assert "use the mesh dp_replicate=" in text or "let te_fsdp.fully_shard choose" in text, (case, text)
+        # torch's fully_shard raises half way: what it cut stays cut.
+        assert all(row["untouched"] for row in rows) or "torch's" in case, (case, rows)
+
+
+def check(results: list[dict], notes: dict[str, str]) -> None:
+    """Initial and gathered weights to the bit, losses to the tolerance of their rounding, the report's words."""
+    for outcome in results:
+        rows = zip(outcome["losses"], outcome["reference"], outcome["tolerances"], strict=True)
+        assert all(abs(loss - expected) <= bound * expected for loss, expected, bound in rows), outcome
+        assert outcome["losses"][-1] < outcome["losses"][0], "nothing was learned, so nothing was compared"
+        assert outcome["gathered"] == 2 * bodies.STEPS
+        assert outcome["notes"] == notes
+    # Each element of both weights was compared on some rank.
+    assert sum(outcome["initial"] for outcome in results) >= 2
+
+
+#: 16 rows over 5 ranks leave the last one none, 48 rows the last one fewer.
+FIVE = {
+    "first.weight": "uneven rows: 4 ranks of 4, 1 ranks of 0",
+    "second.weight": "uneven rows: 4 ranks of 10, 1 ranks of 8",
+}
+
+
+@pytest.mark.ranks(5)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_uneven_and_empty_shards(pool, recipe, reshard):
+    results = pool.run(alignment.training, 5, recipe=recipe, hidden=48, middle=16, reshard=reshard)
+    check(results, FIVE)
+    assert [outcome["local"]["first.weight"] for outcome in results] == [(4, 48)] * 4 + [(0, 48)]
+    assert [outcome["local"]["second.weight"] for outcome in results] == [(10, 16)] * 4 + [(8, 16)]
+
+
+@pytest.mark.arch("9.0")
+@pytest.mark.ranks(5)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_uneven_and_empty_shards_of_weights_on_the_device(pool, recipe):
+    """With the transposes of Hopper's layout."""
+    check(pool.run(alignment.training, 5, recipe=recipe, hidden=48, middle=16, meta=False), FIVE)
+
+
+@pytest.mark.ranks(6)
+def test_uneven_shards_with_tp(pool):
+    """16 rows per tp rank over 3 FSDP ranks."""
+    results = pool.run(alignment.training, 6, recipe="current", hidden=48, middle=32, tp=2)
+    check(results, {"first.weight": "uneven rows: 2 ranks of 6, 1 ranks of 4", "second.weight": ""})
+
+
+def _columns(fmt: str, ranks: int) -> str:
+    return f"cut along dim 1: dim 0 has no whole {fmt} blocks for {ranks} ranks"
+
+
+FORMATS = {"mxfp8": "mxfp8", "block": "float8-block", "nvfp4": "nvfp4"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", BLOCKS)
+@pytest.mark.parametrize("meta", [True, False])
+def test_columns_where_rows_do_not_fit(pool, recipe, meta):
+    block = BLOCKS[recipe]
+    results = pool.run(alignment.training, 2, recipe=recipe, hidden=4 * block, middle=3 * block, meta=meta)
+    check(results, {"first.weight": _columns(FORMATS[recipe], 2), "second.weight": ""})
+    assert {outcome["placements"]["first.weight"] for outcome in results} == {"dp_shard:S(1)"}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_columns_of_a_row_parallel_weight(pool, reshard):
+    """tp cuts the columns first, FSDP2 each part again."""
+    results = pool.run(alignment.training, 4, recipe="mxfp8", hidden=96, middle=256, tp=2, reshard=reshard)
+    check(results, {"first.weight": "", "second.weight": _columns("mxfp8", 2)})
+    assert results[0]["placements"]["second.weight"] == "dp_shard:_S(1, 2) tp:S(1)"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_an_fsdp_axis_of_size_one(pool, recipe):
+    """HSDP whose shards are whole, and with tp beside it: several buffers gathered from one rank."""
+    block = BLOCKS[recipe]
+    for options in ({"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}):
+        results = pool.run(
+            alignment.training, 4, recipe=recipe, hidden=2 * block, middle=4 * block, **options
+        )
+        check(results, {"first.weight": "", "second.weight": ""})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_tp_without_fsdp(pool, recipe):
+    block = BLOCKS[recipe]
+    results = pool.run(alignment.tp_alone, 2, recipe=recipe, hidden=2 * block, middle=4 * block)
+    check(results, {"first.weight": "", "second.weight": ""})
+
+
+@pytest.mark.ranks(2)
+def test_a_short_last_block_that_nobody_cuts(pool):
+    """320 columns are two and a half blocks of float8-block; rows are cut."""
+    results = pool.run(alignment.training, 2, recipe="block", hidden=320, middle=256)
+    check(results, {"first.weight": "", "second.weight": _columns("float8-block", 2)})
+
+
+@pytest.mark.ranks(5)
+def test_an_empty_rank_without_the_scale_is_caught(pool):
+    """Negative control: the rank without rows reads the gathered bytes with a scale of its own."""
+    errors = pool.run_expect_error(alignment.without_shared_scale, 5)
+    assert "first on all ranks" in errors[4].message, errors
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["mxfp8", "current", "nvfp4"])
+def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
+    """Shards keep the bytes, or it raises: never dequantized in silence, never an error from inside TE."""
+    for outcome in pool.run(alignment.on_the_device, 4, recipe=recipe):
+        if recipe == "nvfp4":
+            assert outcome["error"] == "PrecisionError" and "use te_fsdp.fully_shard" in outcome["text"]
+        else:
+            assert outcome == {"error": "", "text": "", "compared": 2}
