@@ -5,11 +5,13 @@
 
 The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and
 TE swaps attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would
-keep stale ones.
+keep stale ones. Modules that TE does not know get another object over the same memory: torch's own functions
+save what they are given, and the autograd node is taken off the very object at the end of forward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,13 +37,15 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, binding: Binding, names: tuple[str, ...], *parameters: DTensor
+        ctx: Any, binding: Binding, names: tuple[str, ...], is_foreign: bool, *parameters: DTensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Specs, not the parameters: those would form a cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
         ctx.specs = [_torch.spec_of(p) if p.requires_grad else None for p in parameters]
         local = tuple(_torch.local_of(p) for p in parameters)
+        if is_foreign:
+            local = tuple(t.detach() for t in local)
         frozen = [t for t, p in zip(local, parameters, strict=True) if not p.requires_grad]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
@@ -53,7 +57,7 @@ class _ToLocal(torch.autograd.Function):
             None if gradient is None or spec is None else _wrap(ctx.binding, name, spec, gradient)
             for name, spec, gradient in zip(ctx.names, ctx.specs, gradients, strict=True)
         ]
-        return None, None, *wrapped
+        return None, None, None, *wrapped
 
 
 def _wrap(binding: Binding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor) -> DTensor:
@@ -99,8 +103,9 @@ def local_parameters(
         return
     parameters = tuple(own[name] for name in names)
     _check_gathered(binding, names[0], parameters[0])
+    is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
-        local = _ToLocal.apply(binding, names, *parameters)
+        local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
         local = tuple(_torch.local_of(p) for p in parameters)
     own.update(zip(names, local, strict=True))
@@ -110,10 +115,16 @@ def local_parameters(
         for name, parameter, tensor in zip(names, parameters, local, strict=True):
             if own.get(name) is tensor:
                 own[name] = parameter
-            if tensor.requires_grad:
+            if tensor.requires_grad and not is_foreign:
                 # The graph has its edges; left on the tensor, the autograd node would tie parameter and local
                 # tensor into a cycle that outlives the model.
                 tensor.detach_()
+
+
+@functools.cache
+def _is_foreign(cls: type) -> bool:
+    """Whether TE owns no part of a module's class, so that torch's own functions see its parameters."""
+    return not any(base.__module__.partition(".")[0] == "transformer_engine" for base in cls.__mro__)
 
 
 def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
