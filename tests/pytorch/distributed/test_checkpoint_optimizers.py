@@ -1,0 +1,47 @@
+"""Every optimizer onto another mesh: state bit for bit, options of the groups, no step at the load, losses go on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from checkpointing import optimizers
+
+ORIGIN = {"dp_shard": 2, "tp": 2}
+# fp32: three chained sums of up to 48 products in another order. bf16: activations are rounded to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("optimizers"))
+
+
+def run_body(pool, body, axes, directory, **kwargs):
+    """On GPUs kernels that always add in the same order, and fp32 that is fp32, not TF32."""
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+    ranks = math.prod(axes.values())
+    return pool.run(body, ranks, env=environment, axes=axes, directory=directory, **kwargs)
+
+
+@pytest.mark.ranks(4)
+def test_every_optimizer_onto_other_meshes(pool, directory):
+    saved = run_body(pool, optimizers.save_optimizers, ORIGIN, directory)[0]
+    for axes in ({"dp_shard": 4}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 1}):
+        results = run_body(pool, optimizers.load_optimizers, axes, directory)
+        assert max(outcome["sgd"]["empty"] for outcome in results) >= 2 * (axes["dp_shard"] == 4)
+        for outcomes in results:
+            for name, (dtype, _) in optimizers.OPTIMIZERS.items():
+                outcome, before = outcomes[name], saved[name]
+                assert outcome["wrong"] == [], (axes, name)
+                assert outcome["tensors"] >= (9 if name == "sgd" else 16), name
+                assert outcome["options"] == before["options"], name
+                rel = TOLERANCE[str(dtype).removeprefix("torch.")]
+                assert outcome["losses"] == pytest.approx(before["losses"], rel=rel, abs=0), (axes, name)
+    # Negative control: without the load state, options and losses are others.
+    for name, outcome in run_body(pool, optimizers.load_optimizers, {"dp_shard": 1}, directory, load=False)[
+        0
+    ].items():
+        assert len(outcome["wrong"]) >= 8
+        assert outcome["options"] != saved[name]["options"]
+        assert outcome["losses"] != pytest.approx(saved[name]["losses"], rel=1e-3, abs=0)
