@@ -1,0 +1,55 @@
+"""Stock TransformerEngine's state dicts onto a mesh and back, converted by `te-fsdp ckpt` in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpointing import foreign
+from checkpointing.models import Case
+
+from te_fsdp.cli.main import main
+
+DP2_TP2 = {"dp_shard": 2, "tp": 2}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+# fp32: as in the parity tests, ten chained sums of up to 256 products in another order. bf16: activations are
+# rounded to 8 bits, so that a loss may move by a unit in the last place.
+TOLERANCE = {"adamw": 1e-5, "fused": 2**-8}
+
+
+def convert(folder: Path, source: str, target: str, *way: str) -> None:
+    assert main(["ckpt", "convert", str(folder / source), str(folder / target), *way]) == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_torch_to_a_mesh_and_back(pool, tmp_path, optimizer):
+    """TE and torch.save -> dp2 x tp2, gated fc1 and fused QKV stacked -> TE and torch.load: every bit, same losses."""
+    case, where = Case(stacked=True, optimizer=optimizer), {"directory": str(tmp_path)}
+    (losses,) = pool.run(foreign.save_with_torch, 1, env=ENVIRONMENT, case=case, **where)
+    convert(tmp_path, "plain.pt", "ours", "--to", "checkpoint")
+    mesh = {"axes": DP2_TP2, "name": "ours", "env": ENVIRONMENT, **where}
+    for outcome in pool.run(foreign.load_converted, 4, case=case, train=True, **mesh):
+        assert outcome["wrong"] == [] and outcome["tensors"] > 30
+        assert outcome["losses"] == pytest.approx(losses, rel=TOLERANCE[optimizer], abs=0)
+    control = pool.run(foreign.load_converted, 4, case=case, train=False, load=False, **mesh)
+    assert len(control[0]["wrong"]) > 20
+    assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "ours-from-mesh")]) == 0
+    convert(tmp_path, "ours-from-mesh", "back.pt", "--everything")
+    (outcome,) = pool.run(foreign.load_with_torch, 1, env=ENVIRONMENT, case=case, name="back.pt", **where)
+    assert outcome["wrong"] == []
+    assert outcome["losses"] == losses, "the same state in the same process: the same losses, bit for bit"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_quantized_weights_from_torch_to_a_mesh(pool, tmp_path, recipe):
+    case = Case(stacked=True, optimizer="fused", recipe=recipe, quantized=True)
+    where = {"directory": str(tmp_path), "env": ENVIRONMENT}
+    pool.run(foreign.save_with_torch, 1, case=case, **where)
+    convert(tmp_path, "plain.pt", "ours", "--to", "checkpoint")
+    for outcome in pool.run(
+        foreign.load_converted, 4, case=case, axes=DP2_TP2, name="ours", train=False, **where
+    ):
+        assert outcome["wrong"] == [] and outcome["tensors"] > 30
+    assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "ours-from-mesh")]) == 0

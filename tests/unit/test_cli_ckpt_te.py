@@ -1,0 +1,289 @@
+"""State dicts of stock TransformerEngine models into checkpoints of te_fsdp and back, with the emulated TE."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from te_fsdp import _te, checkpoint, emulation
+from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.checkpoint.portable.extra_state import read_extra_state
+from te_fsdp.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+#: Format in the manifest, and what an element of it is.
+FORMATS = {
+    "delayed": "float8 delayed kFloat8E4M3",
+    "current": "float8 current kFloat8E4M3",
+    "block": "float8-block kFloat8E4M3",
+    "mxfp8": "mxfp8 kFloat8E4M3",
+    "nvfp4": "nvfp4 kFloat4E2M1",
+}
+
+
+def recipe_of(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return {
+        "none": lambda: None,
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=4),
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
+    }[name]()
+
+
+class Model(nn.Module):
+    """A gated MLP and a linear layer of TE, and an embedding of torch."""
+
+    def __init__(self, te: Any, recipe: str, *, quantized: bool = True, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.te, self.recipe = te, recipe_of(recipe)
+        self.embedding = nn.Embedding(16, 256, dtype=torch.bfloat16)
+        with te.quantized_model_init(enabled=quantized and recipe != "none", recipe=self.recipe):
+            self.mlp = te.LayerNormMLP(256, 128, activation="swiglu", params_dtype=torch.bfloat16)
+            self.head = te.Linear(256, 128, params_dtype=torch.bfloat16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with self.te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.head(self.mlp(self.embedding(ids)))
+
+
+IDS = torch.arange(128) % 16
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
+    """Name of a recipe, on an architecture that has it."""
+    emulation.switch_arch("9.0" if request.param == "block" else "10.0")
+    yield request.param
+    emulation.switch_arch("10.0")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    code = main(["ckpt", *map(str, words), "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return json.loads(said.out)
+
+
+def buffers(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a parameter."""
+    from te_fsdp.quantized.components import components_of
+
+    if not _te.is_quantized(tensor):
+        return {"": tensor.detach()}
+    return {part.name: part.tensor for part in components_of(tensor, "weight")}
+
+
+def differing(a: nn.Module, b: nn.Module) -> list[str]:
+    """Names of parameters whose bytes, scales included, differ."""
+    others = dict(b.named_parameters())
+    wrong = []
+    for name, parameter in a.named_parameters():
+        left, right = buffers(parameter), buffers(others[name])
+        if left.keys() != right.keys() or not all(torch.equal(left[k], right[k]) for k in left):
+            wrong.append(name)
+    return wrong
+
+
+def trained(te: Any, recipe: str, **kwargs: Any) -> Model:
+    """After a forward and a backward, so that TE has made its state."""
+    model = Model(te, recipe, **kwargs)
+    model(IDS).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_a_quantized_state_dict(
+    te: Any, recipe: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes, scales and delayed-scaling state arrive as they were; the next outputs are equal."""
+    model = trained(te, recipe)
+    state = model.state_dict()
+    if kind == "dcp":
+        dcp.save({"model": state}, checkpoint_id=tmp_path / "s", no_dist=True)
+    torch.save(state, tmp_path / "s.pt")
+    said = run(
+        capsys, "convert", tmp_path / ("s" if kind == "dcp" else "s.pt"), tmp_path / "c", "--to", "checkpoint"
+    )
+    assert {t["name"]: t["from"] for t in said["tensors"]}["mlp.fc1_weight"] == "quantized"
+    contents = open_any(tmp_path / "c")
+    assert contents.manifest.parameters["head.weight"]["format"] == FORMATS[recipe]
+    for name in ("head.weight", "mlp.fc1_weight", "mlp.fc2_weight"):
+        weight = model.get_parameter(name)
+        assert torch.equal(contents.value(name).whole(), weight.dequantize()), f"{name}: dequantize() of TE"
+        blocks = [contents.value(name).rows(*block) for block in contents.value(name).blocks(10_000)]
+        assert len(blocks) > 1 and torch.equal(torch.cat(blocks), weight.dequantize())
+
+    other = Model(te, recipe, seed=1)
+    assert len(differing(model, other)) >= 4, "the control: without the load they differ"
+    checkpoint.load(tmp_path / "c", other)
+    assert differing(model, other) == []
+    torch.manual_seed(5)  # NVFP4 rounds at random
+    outputs = model(IDS)
+    torch.manual_seed(5)
+    assert torch.equal(other(IDS), outputs)
+
+
+@pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
+def test_delayed_scaling_state(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is read from TE's pickle is what TE has; left out, the outputs are others; TE's old entries are read."""
+    model = trained(te, recipe, quantized=False)
+    state = model.state_dict()
+    described, tensors = read_extra_state(state["mlp._extra_state"].numpy().tobytes(), "mlp._extra_state")
+    live = model.mlp.fp8_meta
+    assert torch.equal(tensors["scaling_fwd.amax_history"], live["scaling_fwd"].amax_history)
+    assert torch.equal(tensors["scaling_bwd.scale"], live["scaling_bwd"].scale)
+    assert (
+        described["num_gemms"] == 2
+        and described["amax_history_len"] == 4
+        and described["fp8_format"] == "HYBRID"
+    )
+    torch.save(state, tmp_path / "s.pt")
+    notes = run(capsys, "convert", tmp_path / "s.pt", tmp_path / "c", "--to", "checkpoint")["notes"]
+    assert "delayed-scaling state: taken from TransformerEngine's _extra_state of 2 module(s)" in notes
+    run(capsys, "convert", tmp_path / "s.pt", tmp_path / "d", "--to", "checkpoint", "--extra-state", "drop")
+    with_state, without = Model(te, recipe, quantized=False), Model(te, recipe, quantized=False)
+    checkpoint.load(tmp_path / "c", with_state)
+    checkpoint.load(tmp_path / "d", without)
+    outputs = model(IDS)
+    assert torch.equal(with_state(IDS), outputs)
+    assert not torch.equal(without(IDS), outputs), "the control: amax histories matter"
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"], indirect=True)
+def test_a_stock_model_loads_what_is_written(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ours -> torch.save -> TE's load_state_dict, strict: equal outputs; quantized weights in high precision."""
+    model = trained(te, recipe)
+    checkpoint.save(tmp_path / "c", model)
+    run(capsys, "convert", tmp_path / "c", tmp_path / "s.pt")
+    state = torch.load(tmp_path / "s.pt", weights_only=True)
+    stock = Model(te, "none", seed=1)
+    assert not torch.equal(stock(IDS), model(IDS))
+    stock.load_state_dict(state)
+    if recipe == "none":
+        assert torch.equal(stock(IDS), model(IDS))
+    else:
+        for name, parameter in stock.named_parameters():
+            weight = model.get_parameter(name)
+            value = weight.dequantize() if _te.is_quantized(weight) else weight
+            assert torch.equal(parameter, value), name
+    run(capsys, "convert", tmp_path / "s.pt", tmp_path / "back", "--to", "checkpoint")
+    assert main(["ckpt", "diff", str(tmp_path / "c"), str(tmp_path / "back"), "--weights-only"]) == 0
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"], indirect=True)
+@pytest.mark.parametrize("way", ["x.pt", "x.safetensors"])
+def test_components_there_and_back(
+    te: Any, recipe: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained(te, recipe)
+    checkpoint.save(tmp_path / "c", model)
+    run(capsys, "convert", tmp_path / "c", tmp_path / way, "--quantized", "keep", "--everything")
+    run(capsys, "convert", tmp_path / way, tmp_path / "back", "--to", "checkpoint")
+    other = Model(te, recipe, seed=1)
+    checkpoint.load(tmp_path / "back", other)
+    assert differing(model, other) == []
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_export_takes_main_weights(
+    te: Any, remainders: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp32 main weights, also where FusedAdam keeps them as bf16 weights and remainders; and says what it took."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    model, twin = Model(te, "none"), Model(te, "none")
+    whole = FusedAdam(twin.parameters(), lr=1e-2, master_weights=True)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True, store_param_remainders=remainders)
+    # With remainders bf16 weights are rounded in another way, so that the second step has other gradients.
+    for _ in range(1 if remainders else 3):
+        for each, steps in ((model, optimizer), (twin, whole)):
+            each(IDS).float().square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    checkpoint.save(tmp_path / "c", model, optimizer)
+    said = run(capsys, "export", tmp_path / "c", tmp_path / "x.safetensors", "--dtype", "float32")
+    assert {t["from"] for t in said["tensors"]} == {"main"} and {t["dtype"] for t in said["tensors"]} == {
+        "float32"
+    }
+    run(
+        capsys,
+        "export",
+        tmp_path / "c",
+        tmp_path / "y.safetensors",
+        "--weights",
+        "compute",
+        "--dtype",
+        "float32",
+    )
+    exported, computed = open_any(tmp_path / "x.safetensors"), open_any(tmp_path / "y.safetensors")
+    apart = 0
+    for name, parameter in twin.named_parameters():
+        main_weight = whole.state[parameter]["master_param"]
+        assert torch.equal(exported.value(name).whole(), main_weight), name
+        apart += not torch.equal(computed.value(name).whole(), main_weight)
+    assert apart > 3, "the control: bf16 weights are not the main weights"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
+def test_export_of_quantized_weights(
+    te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained(te, recipe)
+    checkpoint.save(tmp_path / "c", model)
+    said = run(capsys, "export", tmp_path / "c", tmp_path / "x")
+    origin = {t["name"]: t["from"] for t in said["tensors"]}
+    assert origin["head.weight"] == "dequantized" and origin["head.bias"] == "stored"
+    assert torch.equal(open_any(tmp_path / "x").value("head.weight").whole(), model.head.weight.dequantize())
+    assert main(["ckpt", "export", str(tmp_path / "c"), str(tmp_path / "y"), "--weights", "main"]) == 1
+    assert "mlp.fc1_weight: no main weight" in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
+def test_without_transformer_engine(te: Any, recipe: str, tmp_path: Path) -> None:
+    """The same conversion in a process that has not imported TE gives the same bytes."""
+    model = trained(te, recipe)
+    torch.save(model.state_dict(), tmp_path / "s.pt")
+    assert (
+        main(["ckpt", "convert", str(tmp_path / "s.pt"), str(tmp_path / "here"), "--to", "checkpoint"]) == 0
+    )
+    probe = (
+        "import sys; from te_fsdp.cli.main import main; "
+        "code = main(['ckpt', 'convert', 's.pt', 'there', '--to', 'checkpoint']); "
+        "assert not any(name.startswith('transformer_engine') for name in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TE_FSDP_EMULATION": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    here, there = open_any(tmp_path / "here"), open_any(tmp_path / "there")
+    assert here.manifest.parameters == there.manifest.parameters
+    assert here.tensors.keys() == there.tensors.keys()
+    assert all(torch.equal(t.whole(), there.tensors[k].whole()) for k, t in here.tensors.items())
