@@ -31,9 +31,10 @@ __all__ = [
     "base_module_class",
     "delayed_states",
     "describe_delayed_recipe",
-    "format_of",
+    "follow_scale",
     "forget_high_precision_value",
     "forget_transpose",
+    "format_of",
     "gathering_tensor_classes",
     "has_delayed_scale",
     "high_precision_value",
@@ -373,3 +374,18 @@ def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: t
         if type(quantizer).__name__ == "Float8Quantizer" and bool(amax > 0) and bool(torch.isfinite(amax)):
             quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
             quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+
+
+def follow_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
+    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation.
+
+    Args:
+        module: Owner of the weight.
+        name: The weight's name.
+        local: Its quantized local tensor.
+    """
+    inverse = local.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
+    quantizers: list[Any] = [quantizer_of(local), weight_quantizer(module, name)]
+    for quantizer in quantizers:
+        if type(quantizer).__name__ == "Float8Quantizer":
+            quantizer.scale.copy_(inverse.reciprocal().reshape(quantizer.scale.shape))

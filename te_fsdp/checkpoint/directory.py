@@ -208,7 +208,7 @@ def _nothing_there(path: Path) -> str:
             f"{path}: a plain torch.distributed.checkpoint directory",
             expected=f"{FILE_NAME} beside its .metadata",
             got="none",
-            fix="load it with torch.distributed.checkpoint.load, or save it with te_fsdp.checkpoint.save",
+            fix="convert it (te-fsdp ckpt convert, if one process wrote it), or torch.distributed.checkpoint.load",
         )
     inside, beside = visible(path), visible(path.parent)
     if inside:

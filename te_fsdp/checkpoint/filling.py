@@ -78,7 +78,7 @@ class Filling:
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         slots = tensor_slots(extra)
         read_entries(self.source, {**entries, **slots})
-        reset_delayed(self.model, keep=set(delayed))
+        self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
         for batch in batches(list(conversions.values())):
             self._convert(batch, entries, set(delayed))
@@ -132,6 +132,21 @@ class Filling:
                 f" ({shorten(foreign)})"
             )
         return {name: d for name, d in fitting.items() if name not in foreign}
+
+    def _restart_delayed(self, loaded: set[str], direct: list[str]) -> None:
+        """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
+        restarted = reset_delayed(self.model, keep=loaded | self.found.names())
+        if restarted:
+            self.notes.append(
+                f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories begin anew, "
+                f"weights keep their scales ({shorten(restarted)})"
+            )
+        for name in direct:
+            owned = self.state.owned.get(name)
+            if owned is None or name.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
+                continue
+            if _te.has_delayed_scale(owned.local):
+                _te.follow_scale(owned.module, owned.name, owned.local)
 
     def _convert(self, batch: list[Conversion], loaded: dict[str, Entry], delayed: set[str]) -> None:
         """Read and store a few weights. Collective over the world."""

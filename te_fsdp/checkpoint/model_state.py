@@ -261,10 +261,21 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
     return entries
 
 
-def reset_delayed(model: nn.Module, keep: set[str]) -> None:
-    """Make delayed-scaling state that the checkpoint lacks that of a fresh module. Local operation."""
+def reset_delayed(model: nn.Module, keep: set[str]) -> list[str]:
+    """Make delayed-scaling state that the checkpoint lacks that of a fresh module. Local operation.
+
+    Args:
+        model: The model.
+        keep: Modules whose state is left.
+
+    Returns:
+        The others that have such state.
+    """
+    found = []
     for name, (_, states) in _delayed(model).items():
         if name not in keep:
+            found.append(name)
             for state in states.values():
                 state.scale.fill_(1.0)
                 state.amax_history.zero_()
+    return found

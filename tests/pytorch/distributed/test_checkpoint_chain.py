@@ -1,4 +1,4 @@
-"""A run that moves from mesh to mesh, 2 x tp 2, tp 4, 4 shards, one process: FP8 weights, FusedAdam, fp32 main weights."""
+"""A run that moves from mesh to mesh (2 x tp 2, tp 4, 4 shards, one process) with FP8 weights and fp32 main weights."""
 
 from __future__ import annotations
 

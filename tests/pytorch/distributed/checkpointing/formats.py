@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -281,3 +282,51 @@ def link(
 def uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
     """Losses of training that is never interrupted."""
     return QuantizedTraining(recipe, axes, seed=0).steps(links * AFTER)
+
+
+def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
+    """Delayed scaling of other FP8 formats, and none at all: an error, or a statement and scales that fit the bytes."""
+    import json
+
+    import te_fsdp
+    from te_fsdp import _te, _torch
+    from te_fsdp.checkpoint.manifest import read_manifest, write_manifest
+
+    axes = {"dp_shard": 1}
+    run = QuantizedTraining("delayed", axes, seed=0)
+    run.steps(BEFORE)
+    te_fsdp.checkpoint.save(f"{directory}/step", run.model, run.optimizer)
+    other = QuantizedTraining("delayed", axes, seed=1)
+    other.steps(1)
+    for module in other.model.modules():
+        for state in (_te.delayed_states(module) or {}).values():
+            state.recipe = type(state.recipe)(fp8_format=_te_format("E4M3"), amax_history_len=4)
+    try:
+        te_fsdp.checkpoint.load(f"{directory}/step", other.model, other.optimizer)
+        refused = ""
+    except te_fsdp.CheckpointError as error:
+        refused = str(error)
+    left = te_fsdp.checkpoint.load(
+        f"{directory}/step", other.model, other.optimizer, allow=["mlp", "attention.*"]
+    )
+    # A checkpoint that never had the state.
+    manifest = read_manifest(Path(directory, "step"))
+    manifest.delayed = {}
+    write_manifest(Path(directory, "step"), manifest)
+    fresh = QuantizedTraining("delayed", axes, seed=1)
+    loaded = te_fsdp.checkpoint.load(f"{directory}/step", fresh.model, fresh.optimizer)
+    wrong = []
+    for (name, a), b in zip(run.model.named_parameters(), fresh.model.parameters(), strict=True):
+        ours, theirs = _torch.local_of(a), _torch.local_of(b)
+        if _te.is_quantized(ours):
+            scales = _te.quantizer_of(theirs).scale, _te.quantizer_of(ours).scale
+            same = torch.equal(ours.dequantize(), theirs.dequantize())
+            # The files hold the inverse: two roundings of fp32.
+            wrong += [] if same and torch.allclose(*scales, rtol=2**-22, atol=0) else [name]
+    return {"refused": refused, "left": json.dumps(left.left), "notes": loaded.notes, "wrong": wrong}
+
+
+def _te_format(name: str) -> Any:
+    from transformer_engine.common.recipe import Format
+
+    return Format[name]
