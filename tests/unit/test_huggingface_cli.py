@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
@@ -69,7 +70,7 @@ def test_there_and_back(te: Any, folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert layouts["layers.1.layernorm_mlp.fc1_weight"] == "stacked(1, 1)"
 
     model = build(te, qkv_weight_interleaved=False)
-    checkpoint.load(saved, model, strict=False)  # all but the frequencies
+    checkpoint.load(saved, model, allow=["*.inv_freq"])
     expected = dict(hf.import_huggingface(folder, blocks=hf.TeBlocks.of(model)))
     assert all(torch.equal(expected[name], value) for name, value in model.named_parameters())
     checkpoint.save(tmp_path / "trained", model)
@@ -130,3 +131,43 @@ def test_untied(folder: Path, tmp_path: Path) -> None:
     tensors = open_safetensors(target)[0]
     assert torch.equal(tensors["out.weight"].whole(), tensors["embedding.weight"].whole())
     assert "head.weight" not in tensors
+
+
+def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # DCP alone holds a block of each tensor to the end, which is the whole model if tensors are small.
+    given: list[torch.Tensor] = []
+    look_up = dcp._BlockPlanner.lookup_object
+
+    def watched(planner: Any, index: Any) -> torch.Tensor:
+        block = look_up(planner, index)
+        assert sum(earlier.untyped_storage().size() for earlier in given) == 0
+        given.append(block)
+        return block
+
+    monkeypatch.setattr(dcp._BlockPlanner, "lookup_object", watched)
+    tensors = {f"model.{n}": InMemory(torch.full((4, 3), float(n))) for n in range(9)}
+    (tmp_path / "x").mkdir()
+    dcp.write_dcp(tmp_path / "x", tensors, lambda _: None)
+    assert len(given) == 9
+    read = dcp.open_dcp(tmp_path / "x").tensors
+    assert all(torch.equal(read[key].whole(), tensor.tensor) for key, tensor in tensors.items())
+
+
+def test_into_a_quantized_model(te: Any, folder: Path, tmp_path: Path) -> None:
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    saved = tmp_path / "step-0"
+    assert ckpt("convert", folder, saved, "--to", "checkpoint", "--from", "huggingface", *FUSED) == 0
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        model, oracle = build(te), build(te)
+    checkpoint.load(saved, model, allow=["*.inv_freq"])
+    weights = dict(hf.import_huggingface(folder, blocks=hf.TeBlocks(fuse_qkv_params=True)))
+    quantized = 0
+    for (name, got), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        with torch.no_grad():
+            expected.copy_(weights[name])  # TE quantizes the whole weight
+        if isinstance(got, te.QuantizedTensor):
+            quantized += 1
+            got, expected = got.dequantize(), expected.dequantize()
+        assert torch.equal(got, expected), name
+    assert quantized == 2 * 4

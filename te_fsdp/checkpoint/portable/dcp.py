@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
+from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Opened", "Piece", "open_dcp", "write_dcp"]
@@ -139,7 +140,7 @@ def open_dcp(path: Path) -> Opened:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata = Reader(path).read_metadata()
         described, places = metadata.state_dict_metadata, metadata.storage_data
         by_key: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, place in places.items():
@@ -191,6 +192,7 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         )
         self.tensors, self.tick = tensors, tick
         self.blocks: dict[MetadataIndex, tuple[int, int]] = {}
+        self.written: torch.Tensor | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -212,9 +214,12 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        block = self.tensors[index.fqn].rows(*self.blocks[index])
-        self.tick(block.numel() * block.element_size())
-        return block
+        # DCP keeps a block of every tensor until the file is finished; once it asks for the next, this one is written.
+        if self.written is not None:
+            self.written.untyped_storage().resize_(0)
+        self.written = self.tensors[index.fqn].rows(*self.blocks[index]).clone()
+        self.tick(self.written.numel() * self.written.element_size())
+        return self.written
 
 
 def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:
@@ -229,8 +234,8 @@ def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
     planner = _BlockPlanner({k: t for k, t in tensors.items() if t.bytes}, tick)
-    # One thread, one file: a block is in memory at a time.
-    writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=1)
+    # One thread, one file, nothing read ahead (where there are GPUs): a block is in memory at a time.
+    writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
