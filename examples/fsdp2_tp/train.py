@@ -222,23 +222,10 @@ def build(options: Options, meshes: te_fsdp.Meshes, recipe: te_recipe.Recipe | N
     if not fused:
         return model, torch.optim.AdamW(model.parameters(), **adam)
     optimizer = te.optimizers.FusedAdam(model.parameters(), master_weights=True, **adam)
-    start_main_weights(model, optimizer)
+    # Main weights begin at the values drawn. On a point of the format's grid, where quantizing left the weights, every
+    # small update would be rounded away, and learning would begin late.
+    te_fsdp.main_weights(model, optimizer)
     return model, optimizer
-
-
-@torch.no_grad()
-def start_main_weights(model: nn.Module, optimizer: Any) -> None:
-    """Begin the main weights of quantized ones at the values drawn, not where quantizing left them.
-
-    On a point of the format's grid every small update would be rounded away, and learning would begin late.
-    """
-    for parameter in model.parameters():
-        local = parameter._local_tensor  # noqa: SLF001  TE hangs the values there; to_local() makes a view
-        if hasattr(local, "get_high_precision_init_val"):
-            drawn = local.get_high_precision_init_val().to(local.device).float()
-            optimizer.initialize_state(parameter, False)
-            optimizer.set_scaled_state(parameter, "master_param", drawn)
-            local.clear_high_precision_init_val()
 
 
 def resume(options: Options, model: nn.Module, optimizer: Any, about: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.quantized.amax_mark import mark, reduce_newest_amax
+from te_fsdp.quantized.amax_mark import drop_group, mark, reduce_newest_amax
 
 if TYPE_CHECKING:
     from te_fsdp.binding import Binding
@@ -24,13 +24,14 @@ __all__ = ["attach_group", "quantize_shard", "requantize"]
 def attach_group(local: torch.Tensor, binding: Binding) -> None:
     """Tell a quantized local shard over which ranks its quantizations must reduce the amax.
 
-    Local operation. Nothing to do without a weight mesh, and for formats whose scales are local to a block.
+    Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
+    the weight, and a group that TE has put there is dropped.
     """
-    if (
-        binding.weight_mesh is not None
-        and _te.is_quantized(local)
-        and _te.one_scale_quantizers(_te.quantizer_of(local))
-    ):
+    if not _te.is_quantized(local) or not _te.one_scale_quantizers(_te.quantizer_of(local)):
+        return
+    if binding.weight_mesh is None:
+        drop_group(local)
+    else:
         mark(local, binding.weight_mesh.get_group().group_name)
 
 

@@ -23,7 +23,7 @@ from te_fsdp import _te, _torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["make_marks_stick", "mark", "marked_group", "reduce_newest_amax"]
+__all__ = ["drop_group", "make_marks_stick", "mark", "marked_group", "reduce_newest_amax"]
 
 _MARK = "_te_fsdp_amax_group"
 _ATTRIBUTE = "amax_reduction_group"
@@ -40,9 +40,16 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
         group_name: ``group.group_name`` of a process group of this process.
     """
     make_marks_stick()
+    drop_group(tensor)
     for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
         quantizer.__dict__[_MARK] = group_name
-        _drop_group(quantizer)  # TE puts FSDP2's group on the quantizers of hybrid tensors
+
+
+def drop_group(tensor: torch.Tensor) -> None:
+    """Take off the process group that TE's gather has put on a tensor, or on the quantizers of a hybrid one."""
+    tensor.__dict__.pop(_ATTRIBUTE, None)
+    for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
+        _drop_group(quantizer)
 
 
 def marked_group(tensor: torch.Tensor) -> str | None:

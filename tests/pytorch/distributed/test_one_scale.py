@@ -67,6 +67,7 @@ def test_transformer_layer(pool, recipe, mesh):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.arch("9.0", "10.0")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize(("kind", "tp", "fsdp"), [("replicated", 2, True), ("mlp_swiglu", 4, False)])
 def test_copies_over_tp_and_no_fsdp(pool, kind, tp, fsdp, recipe):

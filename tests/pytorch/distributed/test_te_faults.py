@@ -1,0 +1,62 @@
+"""Faults of TransformerEngine 2.20.2: real on stock TE, and mended by te_fsdp. docs/upstream.md describes them."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import te_faults
+
+LOW, HIGH = te_faults.QUANTIZED_GEMM, te_faults.UNRELATED
+
+
+def hopper(arch: str) -> None:
+    if not arch.startswith("9."):
+        pytest.skip(f"transposes are kept on Hopper only, this is {arch}")
+
+
+@pytest.mark.arch("9.0")
+def test_fused_adam_leaves_a_stale_transpose(pool, arch):
+    hopper(arch)
+    (outcome,) = pool.run(te_faults.after_fused_adam, 1, bound=False)
+    assert outcome["marked valid"] and not outcome["right"] and outcome["error"] > HIGH, outcome
+
+
+@pytest.mark.arch("9.0", "10.0")
+def test_no_stale_transpose_in_bound_models(pool):
+    (outcome,) = pool.run(te_faults.after_fused_adam, 1, bound=True)
+    assert not outcome["marked valid"] and outcome["error"] < LOW, outcome
+
+
+@pytest.mark.arch("9.0")
+def test_as_strided_scrambles_the_transpose(pool, arch):
+    hopper(arch)
+    (outcome,) = pool.run(te_faults.as_strided, 1)
+    assert outcome == {"right before": True, "marked valid": True, "right": False}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+def test_first_backward_under_fsdp2(pool, arch):
+    """Gathered once per step: only the first result of a gather goes through as_strided."""
+    hopper(arch)
+    for errors in pool.run(te_faults.first_steps, 2, bound=False):
+        assert errors[0] > HIGH and max(errors[1:]) < LOW, errors
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0", "10.0")
+def test_first_backward_of_bound_models(pool):
+    for errors in pool.run(te_faults.first_steps, 2, bound=True):
+        assert max(errors) < LOW, errors
+
+
+def test_clone_shares_the_scale(pool):
+    assert pool.run(te_faults.clone_shares_scale, 1) == [True]
+
+
+def test_no_deep_copy_after_a_gather(pool):
+    assert pool.run(te_faults.no_copy_after_gather, 1, bound=False) == [False]
+    assert pool.run(te_faults.no_copy_after_gather, 1, bound=True) == [True]
+
+
+def test_fused_adam_without_main_weights_does_nothing(pool):
+    assert pool.run(te_faults.no_main_weights, 1) == [False]
