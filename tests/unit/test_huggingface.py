@@ -240,3 +240,17 @@ def test_the_page_runs(
     before = safetensors.torch.load_file(folder / "model.safetensors")
     assert trained.keys() == before.keys() and all(torch.equal(trained[k], before[k]) for k in before)
     assert found["names"].head is None
+
+
+def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.Module]) -> None:
+    # Only reading the values tells, which may be after others are in the model.
+    model = TeModel(te, hf.read_config(originals["llama-tied-biased"].config))
+    broken = dict(originals["llama-tied-biased"].state_dict())
+    broken["lm_head.weight"] = broken["lm_head.weight"] + 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from"):
+        hf.load_huggingface(broken, model, config=originals["llama-tied-biased"].config)
+    with pytest.raises(CheckpointError, match=r"several dtypes.* replaced in part: load again"):
+        state = originals["llama"].state_dict()
+        state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].bfloat16()
+        config = originals["llama"].config
+        hf.load_huggingface(state, TeModel(te, hf.read_config(config)), config=config)

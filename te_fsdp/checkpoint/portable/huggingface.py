@@ -178,7 +178,8 @@ def load_huggingface(
 
     Raises:
         CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not
-            have, or quantized weights: before anything is changed, the same on all ranks.
+            have, or quantized weights: before anything is changed, the same on all ranks. Values that turn out
+            to be unreadable, or to contradict each other, leave the weights replaced in part; the error says so.
     """
 
     def prepare() -> tuple[ModelState, Iterator[tuple[str, torch.Tensor]]]:
@@ -194,12 +195,15 @@ def load_huggingface(
     state, stream = all_agree(prepare)
 
     def move() -> None:
-        for name, tensor in stream:
-            # A tied head has no entry of its own.
-            entry = state.entries.get(f"model.{name}")
-            for piece in entry.pieces if entry is not None else ():
-                box = [slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True)]
-                piece.tensor.copy_(tensor[tuple(box)])
+        try:
+            for name, tensor in stream:
+                # A tied head has no entry of its own.
+                entry = state.entries.get(f"model.{name}")
+                for piece in entry.pieces if entry is not None else ():
+                    box = [slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True)]
+                    piece.tensor.copy_(tensor[tuple(box)])
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} The model's weights are replaced in part: load again.") from error
 
     all_agree(move)
 

@@ -54,6 +54,7 @@ def test_load_onto_a_mesh(pool, request, tmp_path, axes):
     )
     for rank, outcome in enumerate(results):
         assert outcome["direct"] == outcome["through a checkpoint"] == [], f"rank {rank}"
+        assert outcome["refusal"].startswith("on rank(s) 1: "), f"rank {rank}"
         # Biases that only TransformerEngine has are zero before and after.
         assert len(set(outcome["before"])) == outcome["parameters"] - 2 * 2, f"rank {rank}"
         # Some ten sums of about 100 terms in another order, each within 100 * 2**-24 of the largest logit.

@@ -6,6 +6,7 @@ from typing import Any
 
 import harness
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -52,10 +53,12 @@ def load_everywhere(
     """Load onto a mesh, directly, and from a checkpoint of the unsharded model.
 
     Returns:
-        Parameters that are wrong after each, before any; largest logit and its largest error.
+        Parameters that are wrong after each, before any; the error where one rank lacks the folder; largest logit
+        and its largest error.
     """
     import te_fsdp
     from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import CheckpointError
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     whole = build(config, None)
@@ -65,6 +68,12 @@ def load_everywhere(
 
     model = build(config, meshes)
     before = wrong_pieces(model, whole)
+    refusal = ""
+    try:  # all ranks must raise, and change nothing
+        hf.load_huggingface(f"{folder}-missing" if dist.get_rank() == 1 else folder, model)
+    except CheckpointError as error:
+        refusal = str(error)
+    assert wrong_pieces(model, whole) == before
     hf.load_huggingface(folder, model)
     direct = wrong_pieces(model, whole)
     tokens = torch.randint(0, config["vocab_size"], (2, 8), generator=torch.Generator().manual_seed(0))
@@ -78,6 +87,7 @@ def load_everywhere(
     return {
         "parameters": len(list(model.parameters())),
         "before": before,
+        "refusal": refusal,
         "direct": direct,
         "through a checkpoint": wrong_pieces(other, whole),
         "logit": expected.abs().max().item(),
