@@ -33,19 +33,21 @@ class Bound:
 
     No bound given: equal bit for bit (any NaN equals any NaN). `relative` is a share of each value, `absolute` a
     share of the largest finite value of the output. `steps` and `share` are for 8-bit floats: how many neighbours
-    apart, and how large a share of the values may differ at all. `why` says where the numbers come from.
+    apart, and how large a share of the values may differ at all. `norm` is a share of the norm of the output, instead
+    of the others. `why` says where the numbers come from.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     steps: int = 0
     share: float = 0.0
+    norm: float = 0.0
     why: str = ""
 
     @property
     def exact(self) -> bool:
         """Whether the output must be equal bit for bit."""
-        return self.relative == self.absolute == 0.0 and self.steps == 0
+        return self.relative == self.absolute == self.norm == 0.0 and self.steps == 0
 
 
 EXACT = Bound()

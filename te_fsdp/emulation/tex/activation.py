@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex import fused
 
 #: Slope of the logistic approximation of GELU ("quick GELU").
@@ -117,6 +118,8 @@ def _backward(name: str) -> Callable[..., Any]:
 
 def _dbias_backward(name: str) -> Callable[..., Any]:
     def call(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+        if quantizer is None:
+            raise EmulationError(f"dbias_d{name}: the extension does not do it without a quantizer")
         value = _gradient(name, grad, fwd_input)
         rounded = value
         if fused.kind(quantizer) not in ("Float8Quantizer", "MXFP8Quantizer"):
@@ -131,6 +134,12 @@ def _dbias_backward(name: str) -> Callable[..., Any]:
     return call
 
 
+def _clamp(x: torch.Tensor, low: float | None, high: float) -> torch.Tensor:
+    """Clamped as with fmaxf and then fminf, which prefer a number to NaN."""
+    x = x if low is None else torch.fmax(x, x.new_tensor(low))
+    return torch.fmin(x, x.new_tensor(high))
+
+
 def clamped_swiglu(
     input: torch.Tensor,
     quantizer: Any,
@@ -140,7 +149,7 @@ def clamped_swiglu(
 ) -> Any:
     """Clamped SwiGLU: ``quick(min(first, limit), alpha) * (clamp(second, +-limit) + offset)``."""
     first, second = _halves(input)
-    value = _quick(first.clamp(max=limit), alpha) * (second.clamp(-limit, limit) + glu_linear_offset)
+    value = _quick(_clamp(first, None, limit), alpha) * (_clamp(second, -limit, limit) + glu_linear_offset)
     return _finish(value, input.dtype, quantizer)
 
 
@@ -155,8 +164,8 @@ def clamped_dswiglu(
     """Backward of :func:`clamped_swiglu`; clamped values have no gradient."""
     first, second = _halves(fwd_input)
     dy = grad.detach().float()
-    clamped = first.clamp(max=limit)
-    linear = second.clamp(-limit, limit) + glu_linear_offset
+    clamped = _clamp(first, None, limit)
+    linear = _clamp(second, -limit, limit) + glu_linear_offset
     dfirst = torch.where(first <= limit, _dquick(clamped, alpha), 0.0) * dy * linear
     # The two kernels disagree about a value that sits exactly on the limit.
     inside = second.abs() <= limit if fused.kind(quantizer) == "MXFP8Quantizer" else second.abs() < limit

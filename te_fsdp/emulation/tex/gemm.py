@@ -17,7 +17,7 @@ from te_fsdp.emulation import _state
 from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex import formats
 from te_fsdp.emulation.tex.activation import dgelu_value, gelu_value
-from te_fsdp.emulation.tex.enums import to_torch_dtype
+from te_fsdp.emulation.tex.enums import DType, to_torch_dtype
 from te_fsdp.emulation.tex.fused import kind
 
 
@@ -93,6 +93,23 @@ def _product(a: Any, transa: bool, b: Any, transb: bool) -> tuple[torch.Tensor, 
     return left @ right, b_matrix
 
 
+def _check_output(a: Any, b: Any, dtype: torch.dtype, quantizer: Any, gelu: bool) -> None:
+    """Combinations that no cuBLASLt kernel takes: output dtypes, and GELU after a product of blocks."""
+    if not _is_quantized(a):
+        if dtype not in (torch.float32, a.dtype):
+            raise EmulationError(f"GEMM of {a.dtype} into {dtype}: cuBLAS writes {a.dtype} or torch.float32")
+        return
+    if gelu and "Float8BlockwiseQTensorStorage" in (_storage_kind(a), _storage_kind(b)):
+        raise EmulationError("FP8 block-scaling GEMM has no GELU epilogue: apply it afterwards")
+    writes_e5m2 = quantizer is not None and _fuses_quantization(a, b, quantizer) and _is_e5m2(quantizer.dtype)
+    if writes_e5m2 and not (_is_e5m2(a._fp8_dtype) or _is_e5m2(b._fp8_dtype)):
+        raise EmulationError("FP8 GEMM of two E4M3 operands cannot write E5M2")
+
+
+def _is_e5m2(dtype: Any) -> bool:
+    return int(dtype) == int(DType.kFloat8E5M2)
+
+
 def _given(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.numel() > 0
 
@@ -138,13 +155,14 @@ def generic_gemm(
         raise NotImplementedError("generic_gemm with comm_overlap is not emulated on the CPU")
     out_dtype = to_torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(A)
     value, b_matrix = _product(A, transA, B, transB)
+    _check_output(A, B, out_dtype, quantizer, gelu and not grad)
     shape = [value.shape[0]] if transB else list(B.size())[:-1]
     shape.append(value.shape[1])
     if alpha != 1.0:
         value = value * alpha
     if _given(bias) and not grad:
         value = value + bias.float()
-    pre_gelu, bias_grad = gelu_in if gelu and grad else None, None
+    pre_gelu = bias_grad = None
     if gelu and grad:
         value = value * dgelu_value(gelu_in.float().reshape(value.shape))
     elif gelu:
@@ -192,7 +210,8 @@ def _write(
             f"GEMM output has invalid dims (expected {tuple(value.shape)}, got {tuple(out.shape)})"
         )
     if accumulate:
-        value = value + (1.0 if beta is None else beta) * out.float()
+        # The product is rounded to the output dtype before the sum is: seen in every bit on an H200.
+        value = value.to(out.dtype).float() + (1.0 if beta is None else beta) * out.float()
     out.copy_(value)
     return out
 
@@ -244,11 +263,11 @@ def te_general_grouped_gemm(
                 bias[index].zero_()
             continue
         value, b_matrix = _product(a, transa, b, transb)
-        if _given(bias[index]):
-            if grad:
-                bias[index].copy_(b_matrix.sum(0))
-            else:
-                value = value + bias[index].float()
+        _check_output(a, b, out.dtype, None, _given(pre_gelu_out[index]) and not grad)
+        if _given(bias[index]) and grad:
+            bias[index].copy_(b_matrix.sum(0))
+        elif _given(bias[index]):
+            value = value + bias[index].float()
         if _given(pre_gelu_out[index]):
             if grad:
                 value = value * dgelu_value(pre_gelu_out[index].float().reshape(value.shape))

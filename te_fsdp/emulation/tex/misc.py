@@ -47,8 +47,8 @@ def get_fused_attn_backend(*args: Any) -> Any:
     return (backend, "fused attention is not emulated on the CPU") if len(args) == 1 else backend
 
 
-def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` when given."""
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
+    """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` unless it is ``None``."""
     swapped = tensor.transpose(0, 1)
     if out is None:
         return swapped.contiguous()

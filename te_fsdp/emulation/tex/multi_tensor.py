@@ -17,6 +17,18 @@ from te_fsdp.emulation.tex.recipe import FLT_MAX
 Lists = list[list[torch.Tensor]]
 
 
+def _single(value: Any) -> float:
+    """The fp32 number next to it, as a kernel receives its arguments."""
+    return torch.tensor(float(value), dtype=torch.float32).item()
+
+
+def _flushed(value: torch.Tensor) -> torch.Tensor:
+    """fp32 values without subnormals: these kernels are compiled to treat them as zeros."""
+    return torch.where(
+        value.abs() < torch.finfo(torch.float32).tiny, torch.copysign(torch.zeros_like(value), value), value
+    )
+
+
 class _Adam:
     """One Adam step on fp32 values (``common/multi_tensor/adam.cu``)."""
 
@@ -32,7 +44,7 @@ class _Adam:
         weight_decay: float,
     ) -> None:
         self.lr, self.epsilon, self.decay = float(lr), float(epsilon), float(weight_decay)
-        self.beta1, self.beta2, self.decoupled = float(beta1), float(beta2), int(mode) == 1
+        self.beta1, self.beta2, self.decoupled = _single(beta1), _single(beta2), int(mode) == 1
         self.correction1 = self.correction2 = 1.0
         if int(bias_correction) == 1:
             self.correction1 = 1.0 - self.beta1 ** int(step)
@@ -44,8 +56,9 @@ class _Adam:
         """New fp32 parameter values; the moments are updated in place."""
         if not self.decoupled:
             grad = grad + self.decay * param
-        first = self.beta1 * exp_avg.float() + (1.0 - self.beta1) * grad
-        second = self.beta2 * exp_avg_sq.float() + (1.0 - self.beta2) * grad * grad
+        # The kernel subtracts in fp32 too, so that 1 - 0.999 is off by 1e-5 of itself.
+        first = self.beta1 * exp_avg.float() + _single(1.0 - self.beta1) * grad
+        second = self.beta2 * exp_avg_sq.float() + _single(1.0 - self.beta2) * grad * grad
         update = (first / self.correction1) / (torch.sqrt(second / self.correction2) + self.epsilon)
         if self.decoupled:
             update = update + self.decay * param
@@ -180,8 +193,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
     with torch.no_grad():
         for source, target in zip(*tensor_lists, strict=True):
             value = source.float()
-            result = value * scale
-            target.copy_(result)
+            target.copy_(_flushed(_flushed(value) * scale))
             _flag_overflow(noop_flag, value)
 
 
@@ -222,18 +234,20 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool = False,
     epsilon: float = 0.0,
 ) -> None:
-    """Scale and inverse scale of each amax, lists ``[amax, scale, scale_inv]`` (fp32)."""
+    """Scale and inverse scale of each amax, lists ``[amax, scale, scale_inv]`` (fp32), subnormals as zeros."""
     del chunk_size, noop_flag
     with torch.no_grad():
         for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
-            raised = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+            raised = _flushed(torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax))
             usable = torch.isfinite(raised) & (raised != 0)
-            value = torch.where(usable, max_fp8 / torch.where(usable, raised, 1.0), 1.0)
+            value = torch.where(
+                usable, torch.full_like(raised, max_fp8) / torch.where(usable, raised, 1.0), 1.0
+            )
             value = torch.where(torch.isinf(value), torch.full_like(value, FLT_MAX), value)
             if force_pow_2_scales:
                 value = (value.view(torch.int32) & 0x7F800000).view(torch.float32)
             scale.copy_(value)
-            scale_inv.copy_(value.reciprocal())
+            scale_inv.copy_(_flushed(value.reciprocal()))
 
 
 __all__ = [

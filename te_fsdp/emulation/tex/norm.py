@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
+from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex import fused
-from te_fsdp.emulation.tex.enums import to_torch_dtype
+from te_fsdp.emulation.tex.enums import DType, to_torch_dtype
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     gamma = weight.detach().float()
     return gamma + 1.0 if zero_centered else gamma
+
+
+def _check(quantizer: Any) -> None:
+    if fused.kind(quantizer) == "Float8Quantizer" and int(quantizer.dtype) != int(DType.kFloat8E4M3):
+        raise EmulationError("normalization fused with delayed scaling writes E4M3 only: no kernel for E5M2")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
@@ -45,6 +51,7 @@ def layernorm_fwd(
         ``[output (quantized if asked), mean fp32 (rows,), 1 / sqrt(var + eps) fp32 (rows,)]``.
     """
     del sm_margin
+    _check(quantizer)
     x = _rows(_plain(input))
     mu = x.mean(-1)
     centered = x - mu[:, None]
@@ -72,6 +79,7 @@ def rmsnorm_fwd(
         ``[output (quantized if asked), None, 1 / sqrt(mean(x^2) + eps) fp32 (rows,)]``.
     """
     del sm_margin
+    _check(quantizer)
     x = _rows(_plain(input))
     rsigma = torch.rsqrt(x.square().mean(-1) + eps)
     value = _gamma(weight, zero_centered_gamma) * (rsigma[:, None] * x)

@@ -26,8 +26,8 @@ def fused_amax_and_scale_update_after_reduction(
     Shapes: buffer (sum of n,) fp32 holds the reduced newest amax of every tensor, consecutively; each history
     (length, n); each scale (n,). The newest amax enters (the history's own slot 0 where the reduced value is
     0), slot 0 becomes the next write slot and is zeroed. The scale is ``fp8_max / amax / 2**margin`` of the
-    most recent or the largest amax, kept where that amax is 0 or not finite; an infinite result becomes
-    FLT_MAX.
+    most recent or the largest amax (NaN aside), kept where that amax is 0 or not finite; an infinite result
+    becomes FLT_MAX. A tensor whose newest amax is 0 has not been used: its history and scale stay as they are.
 
     Raises:
         EmulationError: unknown algorithm or dtype.
@@ -47,12 +47,14 @@ def fused_amax_and_scale_update_after_reduction(
         newest = torch.where(reduced > 0, reduced, history[0])
         rolled = torch.roll(history, -1, 0)
         rolled[-1] = newest
-        amax = newest if amax_compute_algo == "most_recent" else rolled.amax(0)
-        usable = torch.isfinite(amax) & (amax > 0)
-        fresh = torch.where(usable, scaled_max / torch.where(usable, amax, 1.0), scale)
+        amax = newest if amax_compute_algo == "most_recent" else rolled.nan_to_num(0.0, torch.inf).amax(0)
+        used = newest != 0
+        usable = used & torch.isfinite(amax) & (amax > 0)
+        # A Python number over a tensor would be its reciprocal times the number, rounded twice.
+        fresh = torch.where(usable, torch.full_like(amax, scaled_max) / torch.where(usable, amax, 1.0), scale)
         scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, FLT_MAX), fresh))
         rolled[0] = 0.0
-        history.copy_(rolled)
+        history.copy_(torch.where(used, rolled, history))
 
 
 __all__ = ["FLT_MAX", "fused_amax_and_scale_update_after_reduction"]

@@ -1,7 +1,8 @@
 """Scaled softmax kernels of unfused attention: ``common/fused_softmax/*.cu``.
 
 Math in fp32, result in the input dtype, always a new tensor (TransformerEngine wraps these in custom
-operators, which must not return their inputs). Shapes are (batch, heads, queries, keys) unless said
+operators, which must not return their inputs). The forward kernels take the scale factor in the input dtype,
+the backward ones in fp32, as recorded on an H200. Shapes are (batch, heads, queries, keys) unless said
 otherwise.
 """
 
@@ -11,6 +12,11 @@ import torch
 
 #: What the masked kernel writes in masked places; a row whose maximum is this value gives zeros.
 MASKED = -10000.0
+
+
+def _scaled(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    """fp32 scores, from the scale factor as the forward kernel sees it."""
+    return input.float() * torch.tensor(scale_factor, dtype=input.dtype).float()
 
 
 def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -26,14 +32,14 @@ def _backward(output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_f
 
 def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """Softmax of ``scale_factor * input`` over the last dim."""
-    return _softmax(input.float() * scale_factor, input.dtype)
+    return _softmax(_scaled(input, scale_factor), input.dtype)
 
 
 def scaled_masked_softmax_forward(
     input: torch.Tensor, mask: torch.Tensor, scale_factor: float
 ) -> torch.Tensor:
     """Softmax without the places where ``mask`` (1 or batch, 1, queries, keys) is 1; no place gives 0."""
-    scores = (input.float() * scale_factor).masked_fill(mask.bool(), MASKED)
+    scores = _scaled(input, scale_factor).masked_fill(mask.bool(), MASKED)
     empty = scores.amax(-1, keepdim=True) == MASKED
     return torch.softmax(scores, dim=-1).masked_fill(empty, 0.0).to(input.dtype)
 
@@ -41,14 +47,14 @@ def scaled_masked_softmax_forward(
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """Causal softmax of square scores (batch, n, n): query i sees keys 0..i."""
     keep = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device).tril()
-    return _softmax((input.float() * scale_factor).masked_fill(~keep, float("-inf")), input.dtype)
+    return _softmax(_scaled(input, scale_factor).masked_fill(~keep, float("-inf")), input.dtype)
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
     """Causal softmax aligned at the bottom right: query i sees keys 0..i + keys - queries; none gives 0."""
     queries, keys = input.shape[-2:]
     keep = torch.ones(queries, keys, dtype=torch.bool, device=input.device).tril(keys - queries)
-    result = torch.softmax((input.float() * scale_factor).masked_fill(~keep, float("-inf")), dim=-1)
+    result = torch.softmax(_scaled(input, scale_factor).masked_fill(~keep, float("-inf")), dim=-1)
     return result.masked_fill(~keep, 0.0).to(input.dtype)
 
 

@@ -34,6 +34,20 @@ def _amax_update(algo: str, fp8: str, margin: float, length: int) -> Callable[[E
     return run
 
 
+def _unused(algo: str) -> Callable[[Env], Outputs]:
+    """A reduced amax of 0 with and without one in the history's own slot."""
+
+    def run(env: Env) -> Outputs:
+        values = np.float32([[0.5, 0.0, 0.25], [2.0, 1.0, np.nan], [0.125, 3.0, np.inf]])
+        history, scale = env.put(values), torch.full((3,), 3.0, device=env.device)
+        env.tex.fused_amax_and_scale_update_after_reduction(
+            env.put(np.zeros(3, np.float32)), [history], [scale], algo, env.fp8("e4m3"), 0.0
+        )
+        return {"history": history, "scale": scale}
+
+    return run
+
+
 def _rope(
     layout: str, dtype: torch.dtype, interleaved: bool, start: bool, width: int
 ) -> Callable[[Env], Outputs]:
@@ -63,12 +77,13 @@ def _padding(dtype: torch.dtype) -> Callable[[Env], Outputs]:
     return run
 
 
-def _swap(dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[Env], Outputs]:
+def _swap(dtype: torch.dtype, shape: tuple[int, ...], named: bool) -> Callable[[Env], Outputs]:
     def run(env: Env) -> Outputs:
         x = env.x(431, shape, dtype)
         swapped = [shape[1], shape[0], *shape[2:]]
         out = torch.zeros(swapped, dtype=dtype, device=env.device)
-        return {"new": env.tex.swap_first_dims(x), "out": env.tex.swap_first_dims(x, out=out)}
+        new = {"out": None} if named else {}
+        return {"new": env.tex.swap_first_dims(x, **new), "out": env.tex.swap_first_dims(x, out=out)}
 
     return run
 
@@ -76,6 +91,7 @@ def _swap(dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[Env], Outputs
 def cases() -> Iterator[Case]:
     """One of each for the dtypes and options that matter."""
     for algo in ("max", "most_recent"):
+        yield Case(f"bookkeeping/amax_unused/{algo}", _unused(algo))
         for fp8 in ("e4m3", "e5m2"):
             for margin, length in ((0.0, 4), (2.0, 4), (0.0, 1), (1.0, 1024)):
                 label = f"bookkeeping/amax_update/{algo}/{fp8}/margin{margin:g}/history{length}"
@@ -95,6 +111,7 @@ def cases() -> Iterator[Case]:
     for dtype_name, dtype in DTYPES.items():
         yield Case(f"bookkeeping/padding/{dtype_name}", _padding(dtype))
         for shape in ((4, 6, 8), (5, 7)):
-            yield Case(
-                f"bookkeeping/swap_first_dims/{dtype_name}/{'x'.join(map(str, shape))}", _swap(dtype, shape)
-            )
+            for named in (False, True):  # `out` must be given, be it None
+                label = f"bookkeeping/swap_first_dims{'_out' if named else ''}"
+                label += f"/{dtype_name}/{'x'.join(map(str, shape))}"
+                yield Case(label, _swap(dtype, shape, named))

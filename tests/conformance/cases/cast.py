@@ -52,13 +52,16 @@ def _list(make: Make) -> Callable[[Env], Outputs]:
     return run
 
 
-def _transpose(shape: tuple[int, ...]) -> Callable[[Env], Outputs]:
+def _transpose(shape: tuple[int, ...], named: bool) -> Callable[[Env], Outputs]:
     def run(env: Env) -> Outputs:
         x = env.x(14, shape, torch.bfloat16)
         data = (x * 7).to(torch.float8_e4m3fn).view(torch.uint8)
         out = torch.zeros([shape[-1], *shape[:-1]], dtype=torch.uint8, device=env.device)
-        kind = env.fp8("e4m3")
-        return {"new": env.tex.fp8_transpose(data, kind), "out": env.tex.fp8_transpose(data, kind, out=out)}
+        kind, new = env.fp8("e4m3"), {"out": None} if named else {}
+        return {
+            "new": env.tex.fp8_transpose(data, kind, **new),
+            "out": env.tex.fp8_transpose(data, kind, out=out),
+        }
 
     return run
 
@@ -83,7 +86,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"cast/split_one_by_one/{name}", _split(make, bulk=False))
         yield Case(f"cast/list/{name}", _list(make))
     for shape in ((32, 48), (7, 33), (3, 4, 16), (1, 16)):
-        yield Case(f"cast/transpose/{'x'.join(map(str, shape))}", _transpose(shape))
+        for named in (False, True):  # `out` must be given, be it None
+            label = f"cast/transpose{'_out' if named else ''}/{'x'.join(map(str, shape))}"
+            yield Case(label, _transpose(shape, named))
     for dtype in DTYPES:
         for pattern in PATTERNS:
             yield Case(f"cast/amax/{dtype}/{pattern}", _amax(DTYPES[dtype], pattern))

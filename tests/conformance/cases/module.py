@@ -12,14 +12,6 @@ from tests.conformance.case import Bound, Case, Outputs
 from tests.conformance.inputs import Env
 
 HIDDEN, ROWS = 128, 64
-MODULES = (
-    "linear",
-    "layernorm_linear",
-    "layernorm_mlp_gelu",
-    "layernorm_mlp_swiglu",
-    "grouped_linear",
-    "layer",
-)
 
 
 def _recipe(name: str) -> Any:
@@ -83,20 +75,25 @@ def _run(name: str, recipe: str, quantized: bool) -> Callable[[Env], Outputs]:
     return run
 
 
-#: Share of the largest value of an output. One FP8 rounding that falls the other way moves a value by 2^-4 (E4M3) or
-#: 2^-3 (E5M2) of itself, in a sum of at least 64 products; bf16 by 2^-8.
-BOUNDS = {
-    "none": Bound(2**-6, 2**-7, why="bf16 rounding of each intermediate result"),
-    "delayed": Bound(2**-6, 2**-5, why="single FP8 roundings of intermediate results fall the other way"),
-    "current": Bound(2**-6, 2**-5, why="single FP8 roundings of intermediate results fall the other way"),
-    "block": Bound(2**-6, 2**-5, why="single FP8 roundings of intermediate results fall the other way"),
+#: Share of the norm of an output. Single FP8 roundings fall the other way, since Hopper's FP8 products err by 2^-13 of
+#: their largest value, and a whole tensor's do when its amax moves by an ulp of bf16. The emulation itself, with noise
+#: of 2^-13.5 of the largest value on its FP8 products, moves as much: 2^-9 (one product), 2^-6 (three), 2^-3.4 (layer).
+#: The bounds are twice that. Without FP8: bf16 roundings, also of PyTorch's own GELU gradient on the two devices.
+PLAIN = Bound(norm=2**-6, why="bf16 rounding of each intermediate result")
+FP8_BOUNDS = {
+    "linear": Bound(norm=2**-8, why="twice the movement under noise as of Hopper's FP8 products"),
+    "layernorm_linear": Bound(norm=2**-8, why="twice the movement under noise as of Hopper's FP8 products"),
+    "grouped_linear": Bound(norm=2**-8, why="twice the movement under noise as of Hopper's FP8 products"),
+    "layernorm_mlp_gelu": Bound(norm=2**-4, why="as linear, and an amax that moves by an ulp of bf16"),
+    "layernorm_mlp_swiglu": Bound(norm=2**-4, why="as linear, and an amax that moves by an ulp of bf16"),
+    "layer": Bound(norm=0.2, why="as linear, through four products and a softmax"),
 }
 
 
 def cases() -> Iterator[Case]:
     """Modules x recipes x weights."""
-    for name in MODULES:
-        for recipe, bound in BOUNDS.items():
-            for quantized in (False, True) if recipe != "none" else (False,):
-                label = f"module/{name}/{recipe}" + ("/quantized" if quantized else "")
-                yield Case(label, _run(name, recipe, quantized), bound)
+    for name, bound in FP8_BOUNDS.items():
+        yield Case(f"module/{name}/none", _run(name, "none", False), PLAIN)
+        for recipe in ("delayed", "current", "block"):
+            yield Case(f"module/{name}/{recipe}", _run(name, recipe, False), bound)
+            yield Case(f"module/{name}/{recipe}/quantized", _run(name, recipe, True), bound)

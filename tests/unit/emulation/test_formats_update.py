@@ -145,14 +145,16 @@ def test_columnwise_only(kind):
         formats.operand(y, rowwise=True)
 
 
-def test_columnwise_only_is_refused_where_the_kernels_need_rowwise():
+def test_columnwise_only_where_kernels_need_rowwise_and_where_they_do_not():
     emulation.switch_arch("9.0")
     x = make("normal", SHAPE, torch.bfloat16)
     for kind in ("delayed", "current"):
         with pytest.raises(NotImplementedError, match="needs rowwise output storage"):
             build(kind, rowwise=False)(x)
-    with pytest.raises(EmulationError, match="columnwise-only FP8 in 128x128 blocks"):
-        build("block2", rowwise=False)(x)
+    both, one = build("block2")(x), build("block2", rowwise=False)(x)
+    assert one._rowwise_data is None and torch.equal(one._columnwise_data, both._columnwise_data)
+    with pytest.raises(EmulationError, match="divides by a last dim of 0"):
+        build("block2")(x[:, :0])
     emulation.switch_arch("10.0")
     y = build("current", rowwise=False)(x)  # _data serves both directions here
     assert y._transpose is None

@@ -47,9 +47,15 @@ def test_clamped_swiglu_arguments(tex):
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu", "qgelu", "srelu"])
 def test_backward_with_bias_gradient(tex, name):
     x, grad = torch.randn(16, 32), torch.randn(16, 32)
-    dbias, dx = getattr(tex, f"dbias_d{name}")(grad, x, None)
-    assert torch.equal(dx, getattr(tex, f"d{name}")(grad, x, None))
-    assert ref.distance(dbias, dx.double().sum(0)) <= 16 * ref.FP32_UNIT
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    makers = [Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3) for _ in range(2)]
+    dbias, dx = getattr(tex, f"dbias_d{name}")(grad, x, makers[0])
+    exact = getattr(tex, f"d{name}")(grad, x, None)
+    assert torch.equal(dx._data, makers[1](exact)._data)
+    assert ref.distance(dbias, exact.double().sum(0)) <= 16 * ref.FP32_UNIT
+    with pytest.raises(RuntimeError, match="without a quantizer"):
+        getattr(tex, f"dbias_d{name}")(grad, x, None)
 
 
 def test_relu_of_nan_is_zero_as_on_the_gpu(tex):
@@ -180,6 +186,18 @@ def test_enums_travel_through_pickle_under_the_extension_name(tex):
     stream = pickle.dumps(tex.DType.kFloat8E4M3)
     assert b"transformer_engine_torch" in stream and b"te_fsdp" not in stream
     assert pickle.loads(stream) is tex.DType.kFloat8E4M3
+
+
+def test_gemm_into_bf16_rounds_the_product_before_it_accumulates(te):
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    x, dy, main = (torch.randn(shape).bfloat16() for shape in ((64, 16), (64, 32), (32, 16)))
+    product, before = dy.float().t() @ x.float(), main.clone()
+    general_gemm(x, dy, torch.bfloat16, layout="NT", grad=True, out=main, accumulate=True)
+    assert torch.equal(main, (product.bfloat16().float() + before.float()).bfloat16())
+    assert not torch.equal(main, (product + before.float()).bfloat16())
+    with pytest.raises(RuntimeError, match=r"GEMM of torch.float32 into torch.bfloat16"):
+        general_gemm(x.float(), dy.float(), torch.bfloat16, layout="NT")
 
 
 def test_gemm_epilogues(te):

@@ -110,10 +110,6 @@ def coerce(quantizer: Any, output: Any) -> None:
 
 def _fill_2d(flat: torch.Tensor, options: dict[str, Any], output: Any) -> None:
     """One scale per 128x128 block, shared by both directions."""
-    if output._rowwise_data is None:
-        raise EmulationError(
-            "quantize: columnwise-only FP8 in 128x128 blocks: the kernel needs rowwise output storage"
-        )
     rows, cols = flat.shape
     mb, kb = _blocks(rows), _blocks(cols)
     magnitude = cast.pad_2d(cast.abs_values(flat), mb * BLOCK, kb * BLOCK)
@@ -121,8 +117,9 @@ def _fill_2d(flat: torch.Tensor, options: dict[str, Any], output: Any) -> None:
     factor = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
     data = cast.cast_fp8(flat * factor, output._fp8_dtype)
     inverse = scale.reciprocal()
-    output._rowwise_data.copy_(data.view(output._rowwise_data.shape))
-    cast.store_scales(output._rowwise_scale_inv, inverse, "quantize (block, rowwise)", clear=False)
+    if output._rowwise_data is not None:
+        output._rowwise_data.copy_(data.view(output._rowwise_data.shape))
+        cast.store_scales(output._rowwise_scale_inv, inverse, "quantize (block, rowwise)", clear=False)
     if output._columnwise_data is not None:
         output._columnwise_data.copy_(data.t().reshape(output._columnwise_data.shape))
         cast.store_scales(
@@ -155,9 +152,14 @@ def fill(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
 
     Raises:
         EmulationError: scales that need not be powers of two on architecture 10.0 or later, where block
-            scaling runs on MXFP8 hardware; columnwise-only 128x128 blocks.
+            scaling runs on MXFP8 hardware.
     """
     if values.numel() == 0:
+        if not values.shape[-1]:
+            raise EmulationError(
+                f"quantize: FP8 block scaling of shape {tuple(values.shape)}: the extension divides by a last dim "
+                "of 0 and ends the process (signal FPE)"
+            )
         return
     if _state.arch() >= (10, 0) and not quantizer.force_pow_2_scales:
         raise EmulationError(

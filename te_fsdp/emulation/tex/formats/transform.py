@@ -11,7 +11,7 @@ from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex.formats import cast, mxfp8, nvfp4
 
 
-def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
     """Bytes with the last dim moved to the front, contiguous.
 
     Args:
