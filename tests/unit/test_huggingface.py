@@ -172,6 +172,36 @@ def test_a_layer_with_another_option_differs(
     assert difference(fill(model, state), exact) > 100 * bound
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "text"),
+    [
+        ("llama", {"rotary_pos_interleaved": True}, "rotary_pos_interleaved is True, not False"),
+        ("llama", {"layernorm_epsilon": 1e-2}, "layernorm_epsilon is 0.01, not 1e-05"),
+        ("llama", {"activation": "geglu"}, "activation is geglu, not swiglu"),
+        ("llama", {"num_attention_heads": 8, "num_gqa_groups": 4, "kv_channels": 4}, "heads is 8, not 4"),
+        ("mistral", {"window_size": (3, 0)}, r"window_size is \(3, 0\), not \(2, 0\)"),
+        ("qwen3", {"qk_norm_before_rope": False}, "qk_norm_before_rope is False, not True"),
+        ("gpt2", {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type is no_mask, not causal"),
+    ],
+    ids=str,
+)
+def test_such_a_layer_is_refused(
+    te: Any, originals: dict[str, nn.Module], name: str, option: dict[str, Any], text: str
+) -> None:
+    config = originals[name].config
+    model = TeModel(te, hf.read_config(config), **option)
+    with pytest.raises(CheckpointError, match=rf"something else: layers\.0: .*{text}"):
+        hf.load_huggingface(originals[name].state_dict(), model, config=config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_own_layers_are_not(te: Any, originals: dict[str, nn.Module], name: str) -> None:
+    exact, bound = rounding(originals[name])
+    model, _ = build(te, originals[name], "interleaved")
+    hf.load_huggingface(originals[name].state_dict(), model, config=originals[name].config)
+    assert difference(model, exact) <= bound
+
+
 def test_names_of_the_hubs_gpt2(te: Any, originals: dict[str, nn.Module]) -> None:
     # The hub's files are those of a GPT2Model, with the causal masks of old.
     bare = {key.removeprefix("transformer."): value for key, value in originals["gpt2"].state_dict().items()}

@@ -16,6 +16,7 @@ from te_fsdp.checkpoint.entries import clean_name
 from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
 from te_fsdp.checkpoint.portable.atomic import new_directory
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
+from te_fsdp.checkpoint.portable.huggingface_layers import layer_differences
 from te_fsdp.checkpoint.portable.huggingface_map import Source, Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_names import TeBlocks, TeNames
 from te_fsdp.checkpoint.portable.lazy import Lazy
@@ -178,8 +179,9 @@ def load_huggingface(
 
     Raises:
         CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not
-            have, or quantized weights: before anything is changed, the same on all ranks. Values that turn out
-            to be unreadable, or to contradict each other, leave the weights replaced in part; the error says so.
+            have, layers that would compute something else, or quantized weights: before anything is changed, the
+            same on all ranks. Values that turn out to be unreadable, or to contradict each other, leave the
+            weights replaced in part; the error says so.
     """
 
     def prepare() -> tuple[ModelState, Iterator[tuple[str, torch.Tensor]]]:
@@ -235,6 +237,7 @@ def _compare(weights: WeightMap, model: nn.Module, state: ModelState) -> None:
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
         "other shapes": wrong,
         "quantized": quantized,
+        "layers that would compute something else": layer_differences(model, weights.architecture),
     }
     problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
     if problems:
