@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KINDS",
+    "active_recipe",
     "amax_quantizer_classes",
     "amax_tensor_classes",
     "attach_high_precision_value",
     "base_module_class",
     "delayed_states",
     "describe_delayed_recipe",
+    "format_of",
     "follow_scale",
     "forget_high_precision_value",
     "forget_transpose",
-    "format_of",
     "gathering_tensor_classes",
     "has_delayed_scale",
     "high_precision_value",
@@ -114,7 +115,6 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 # --- parameters
-# ---------------------------------------------------------------------------------------------------
 
 
 def init_function(module: nn.Module, name: str) -> Callable[[torch.Tensor], Any]:
@@ -169,7 +169,6 @@ def attach_high_precision_value(tensor: torch.Tensor, value: torch.Tensor) -> No
 
 
 # --- quantized tensors
-# --------------------------------------------------------------------------------------------
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -211,6 +210,13 @@ def format_of_quantizer(quantizer: Any) -> str:
     }
     names |= {"Float8BlockQuantizer": "float8-block", "NVFP4Quantizer": "nvfp4", "HybridQuantizer": "hybrid"}
     return names.get(type(quantizer).__name__, type(quantizer).__name__)
+
+
+def active_recipe() -> Any | None:
+    """The recipe of the enclosing ``te.autocast`` (``FP8GlobalStateManager``), ``None`` outside or when it is off."""
+    loaded = sys.modules.get("transformer_engine.pytorch.quantization")
+    state = getattr(loaded, "FP8GlobalStateManager", None)
+    return state.get_fp8_recipe() if state is not None and state.is_fp8_enabled() else None
 
 
 def needs_shared_amax(quantizer: Any) -> bool:

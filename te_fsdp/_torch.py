@@ -30,6 +30,7 @@ __all__ = [
     "gathers_itself",
     "group_by_name",
     "is_absent_extra_state",
+    "in_backward",
     "is_fsdp_module",
     "is_persistent",
     "keep_no_flat_shard",
@@ -101,6 +102,11 @@ def shard_dim_of(placement: Placement) -> int | None:
     if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
         return int(placement.dim)  # type: ignore[attr-defined]
     return None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

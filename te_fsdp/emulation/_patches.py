@@ -47,6 +47,15 @@ def _empty_on_cpu(module: types.ModuleType) -> None:
     module._empty_tensor = empty  # type: ignore[attr-defined]
 
 
+def _tensors_on_cpu(module: types.ModuleType) -> None:
+    stock = module.QuantizedTensor.__new__  # type: ignore[attr-defined]
+
+    def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return stock(cls, *args, device="cpu" if device is None else device, **kwargs)
+
+    module.QuantizedTensor.__new__ = staticmethod(new)  # type: ignore[attr-defined]
+
+
 def _autocast_on_cpu(module: types.ModuleType) -> None:
     module.gpu_autocast_ctx = functools.partial(torch.amp.autocast, device_type="cpu")  # type: ignore[attr-defined]
 
@@ -99,6 +108,13 @@ PATCHES: list[Patch] = [
         _ALL,
         "pytorch/utils.py:125 calls torch.Tensor().cuda()",
         _empty_on_cpu,
+    ),
+    Patch(
+        "transformer_engine.pytorch.quantized_tensor",
+        ("QuantizedTensor.__new__",),
+        _ALL,
+        "pytorch/quantized_tensor.py:735 takes the current GPU unless told; tensor/hybrid_tensor.py:226 does not tell",
+        _tensors_on_cpu,
     ),
     Patch(
         "transformer_engine.pytorch.utils",

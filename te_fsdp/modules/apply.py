@@ -21,6 +21,7 @@ from te_fsdp.quantized.amax import requantize
 from te_fsdp.quantized.installed import mend_new_zeros
 from te_fsdp.quantized.optimizer_steps import watch_steps
 from te_fsdp.quantized.shards import plan_cuts
+from te_fsdp.quantized.support import check_quantizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +67,9 @@ def set_device_mesh(
     planned = check_device_mesh(model, tp_mesh, weight_mesh)
     tp = tp_mesh.size() if tp_mesh is not None else 1
     # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
-    plan_cuts(quantizable(planned), Grid(dp_shard=weight_mesh.size() // tp if weight_mesh is not None else 1, tp=tp))
+    plan_cuts(
+        quantizable(planned), Grid(dp_shard=weight_mesh.size() // tp if weight_mesh is not None else 1, tp=tp)
+    )
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, tp_mesh, weight_mesh, replaced)
@@ -129,16 +132,15 @@ def _check_item(item: Planned, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMe
                     fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
                 )
             )
-        if (
-            parameter is None
-            or binding is not None
-            or tp_mesh is None
-            or tp_mesh.size() == 1
-            or weight_mesh is not None
-        ):
+        if parameter is None or item.kind is None:
             continue
-        quantizer = _te.weight_quantizer(item.module, name) if item.kind is not None else None
-        if quantizer is not None and _te.needs_shared_amax(quantizer):
+        quantizer = _te.weight_quantizer(item.module, name)
+        if quantizer is None:
+            continue
+        check_quantizer(f"{label}.{name}", quantizer)
+        if tp_mesh is None or tp_mesh.size() == 1 or weight_mesh is not None:
+            continue
+        if _te.needs_shared_amax(quantizer):
             raise MeshError(
                 message(
                     f"{label}.{name}: weight_mesh of a quantized weight with one scale per tensor",

@@ -16,6 +16,8 @@ from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
+from te_fsdp.quantized.recompute import check_recomputation
+from te_fsdp.quantized.support import check_recipe
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ class MeshModule(torch.nn.Module):
         binding = binding_of(self)
         if binding is None:
             return super().forward(*args, **kwargs)
+        check_recipe(self, binding)
+        if binding.under_fsdp and _torch.in_backward():
+            check_recomputation(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
             own = local or tuple(p for p in self._parameters.values() if p is not None)

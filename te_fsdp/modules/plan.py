@@ -198,6 +198,9 @@ def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     elif kind == "GroupedLinear" and getattr(module, "single_grouped_weight", False):
         problem = "single_grouped_weight=True"
         why = "The 3-D grouped parameter cannot be split by FSDP2"
+    elif tp_size > 1 and _useless_sequence_parallel(module, kind):
+        problem = "sequence_parallel=True"
+        why = "This module communicates nothing over tp: it neither gathers its input nor adds up weight gradients"
     elif tp_size > 1 and kind == "LayerNormMLP" and not module.set_parallel_mode:
         problem = f"set_parallel_mode=False with tp_size={tp_size}"
         why = "TE cuts the weights but never sums the partial outputs"
@@ -207,3 +210,11 @@ def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     if problem:
         fix = "set_parallel_mode=True" if "parallel_mode" in problem else f"leave {problem.split('=')[0]} off"
         raise PlacementError(message(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix))
+
+
+def _useless_sequence_parallel(module: Any, kind: str) -> bool:
+    """Whether TE takes ``sequence_parallel=True`` and then does nothing with it."""
+    alone = kind == "GroupedLinear" or (
+        kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
+    )
+    return alone and bool(module.sequence_parallel)

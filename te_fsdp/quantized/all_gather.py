@@ -31,6 +31,7 @@ from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
 from te_fsdp.quantized.empty import mend_empty, share_scale
+from te_fsdp.quantized.recompute import keep_rowwise
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
+    stock = keep_rowwise(stock)
+
     @functools.wraps(stock)
     def fsdp_post_all_gather(
         self: torch.Tensor,

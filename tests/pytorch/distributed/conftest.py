@@ -61,6 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="where distributed tests run (default auto)",
     )
+    group.addoption(
+        "--matrix",
+        choices=["covering", "full", "subset"],
+        default="covering",
+        help="how much of test_matrix.py: every pair of values, the full product, or what 4 GPUs run",
+    )
     group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
 
 

@@ -1,0 +1,106 @@
+"""What TE or the device cannot do with a recipe, found before a step is spent on it, with the reason.
+
+`docs/support.md` lists the combinations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from te_fsdp import _te
+from te_fsdp.errors import PrecisionError, message
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.binding import Binding
+
+__all__ = ["check_quantizer", "check_recipe"]
+
+
+def check_quantizer(label: str, quantizer: Any) -> None:
+    """Raise if weights that this quantizer makes cannot be trained here. Local operation.
+
+    Args:
+        label: Full name of the weight.
+        quantizer: The weight's quantizer.
+
+    Raises:
+        PrecisionError: The device does not have the format, or FSDP2 would gather a hybrid weight wrongly.
+    """
+    problem = _device_problem(_te.format_of_quantizer(quantizer))
+    if problem:
+        raise PrecisionError(
+            message(
+                f"{label}: {_te.format_of_quantizer(quantizer)} weight on this device",
+                expected="a format that the device has",
+                why=problem,
+                fix="use another recipe in quantized_model_init",
+            )
+        )
+    parts = _parts(quantizer)
+    if "NVFP4Quantizer" in map(_name, parts):
+        raise PrecisionError(
+            message(
+                f"{label}: hybrid weight with an NVFP4 part",
+                expected="parts in float8, float8-block, MXFP8 or high precision",
+                why="TransformerEngine has no all-gather of it (HybridQuantizedTensor.fsdp_pre_all_gather)",
+                fix="keep these weights in high precision; the recipe itself may stay",
+            )
+        )
+    if any(_name(part) == "IdentityQuantizer" and part.dtype is None for part in parts):
+        raise PrecisionError(
+            message(
+                f"{label}: hybrid weight with an IdentityQuantizer without dtype",
+                expected="IdentityQuantizer(dtype=torch.bfloat16), or whatever dtype the model has",
+                got="dtype None",
+                why="FusedAdam would put the fp32 main weight in its place, and FSDP2 gather it as bf16",
+                fix="give the factory's IdentityQuantizer a dtype",
+            )
+        )
+
+
+def check_recipe(module: nn.Module, binding: Binding) -> None:
+    """Raise if this module cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
+
+    Runs once per module and kind of recipe.
+
+    Args:
+        module: A bound module whose forward is about to run.
+        binding: Its binding.
+
+    Raises:
+        PrecisionError: TE refuses the module under it.
+    """
+    recipe = _te.active_recipe()
+    if recipe is None or binding.checked_recipe is type(recipe):
+        return
+    tp = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
+    split = getattr(module, "tp_size", 1) > 1
+    if tp > 1 and split and recipe.float8_current_scaling() and _te.kind_of(module) == "GroupedLinear":
+        raise PrecisionError(
+            message(
+                f"{binding.name or 'model'} (GroupedLinear): recipe {_name(recipe)} with tp_size={tp}",
+                expected="a recipe without one scale per activation, or tp_size=1",
+                why="TransformerEngine refuses it: activations split outside of the module have no common scale",
+                fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
+            )
+        )
+    binding.checked_recipe = type(recipe)
+
+
+def _device_problem(fmt: str) -> str:
+    """TE's reason why the device cannot compute in a format; empty if it can."""
+    ask = {"float8": "fp8", "float8-block": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}.get(fmt)
+    available, reason = getattr(_te.te(), f"is_{ask}_available")(return_reason=True) if ask else (True, "")
+    return "" if available else reason
+
+
+def _parts(quantizer: Any) -> list[Any]:
+    """The two quantizers of a hybrid one (``HybridQuantizer``), an empty list for others."""
+    parts = [getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")]
+    return [part for part in parts if part is not None]
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__

@@ -1,0 +1,64 @@
+"""Pairwise covering: few cases in which every pair of values of any two factors occurs, unless it never can.
+
+A greedy algorithm in the manner of AETG (Cohen et al., IEEE Transactions on Software Engineering 23 (1997) 437), made
+deterministic. Written here since the machines with GPUs have no package for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Allowed = Callable[[dict[str, Any]], bool]
+CANDIDATES = 30
+
+
+def pairs_of(case: Mapping[str, Any], names: Sequence[str]) -> Iterator[Pair]:
+    """All pairs of values in a case; `names` fixes their order."""
+    for first, second in combinations(names, 2):
+        yield (first, case[first]), (second, case[second])
+
+
+def all_cases(factors: Mapping[str, Sequence[Any]], allowed: Allowed) -> Iterator[dict[str, Any]]:
+    """The full product, without what is not allowed."""
+    for values in product(*factors.values()):
+        case = dict(zip(factors, values, strict=True))
+        if allowed(case):
+            yield case
+
+
+def covering(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Allowed,
+    cost: Callable[[dict[str, Any]], int] = lambda case: 0,
+) -> list[dict[str, Any]]:
+    """Cases that contain every pair of values which some allowed case contains; always the same ones.
+
+    Args:
+        factors: Name -> values.
+        allowed: Whether a whole case may occur.
+        cost: Of cases that bring equally many missing pairs the cheapest is taken.
+    """
+    names = tuple(factors)
+    everything = list(all_cases(factors, allowed))
+    sets = [frozenset(pairs_of(case, names)) for case in everything]
+    by_pair: dict[Pair, list[int]] = {}
+    for place, pairs in enumerate(sets):
+        for pair in pairs:
+            by_pair.setdefault(pair, []).append(place)
+    missing = set(by_pair)
+    order = sorted(missing, key=repr)
+    chosen = []
+    choice = random.Random(0)
+    while missing:
+        # The pair that fewest cases could still bring, and of a sample of those the one that brings most others.
+        wanted = min((pair for pair in order if pair in missing), key=lambda pair: len(by_pair[pair]))
+        places = by_pair[wanted]
+        sample = places if len(places) <= CANDIDATES else choice.sample(places, CANDIDATES)
+        best = max(sample, key=lambda place: (len(sets[place] & missing), -cost(everything[place])))
+        chosen.append(everything[best])
+        missing -= sets[best]
+    return chosen

@@ -1,0 +1,127 @@
+"""Every recipe through every module, on every mesh, with every option, by value against one process with stock TE.
+
+`matrix.definitions` says what is combined and what is refused, `matrix.tolerances` how close is close enough.
+By default a covering part runs. On 4 GPUs: `pytest tests/pytorch/distributed/test_matrix.py --matrix subset`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from harness import BodyFailed
+from matrix import bodies
+from matrix.definitions import MESHES, Case, Refusal, default, full, refused, subset
+from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    arch = {"test_blackwell": "10.0", "test_hopper": "9.0"}.get(metafunc.definition.name)
+    if arch is not None:
+        wanted = {"covering": default, "full": full, "subset": subset}[
+            metafunc.config.getoption("--matrix", "covering")
+        ]
+        cases = [_param(case) for case in wanted() if case.arch == arch]
+        metafunc.parametrize(("recipe", "case"), cases)
+
+
+def _param(case: Case) -> object:
+    return pytest.param(case.recipe, case, id=str(case), marks=pytest.mark.ranks(MESHES[case.mesh].ranks))
+
+
+@pytest.mark.arch("10.0")
+def test_blackwell(pool, recipe, case):
+    _train(pool, case)
+
+
+@pytest.mark.arch("9.0")
+def test_hopper(pool, recipe, case):
+    _train(pool, case)
+
+
+def _train(pool, case: Case, broken: str = "") -> None:
+    ranks = MESHES[case.mesh].ranks
+    for outcome in pool.run(bodies.training, ranks, env=ENVIRONMENT, broken=broken, **case.kwargs):
+        assert outcome["ranks"] == ranks
+        assert {"output", "input", "loss", "gradient", "update"} <= outcome["shares"].keys()
+        assert max(outcome["shares"].values()) <= 1
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.arch("10.0")
+@pytest.mark.parametrize(
+    ("case", "refusal"), [pytest.param(*one, id=str(one[0])) for one in refused() if one[0].arch == "10.0"]
+)
+def test_refused(pool, case, refusal):
+    _raises(pool, case, refusal)
+
+
+@pytest.mark.cpu
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize(
+    ("case", "refusal"), [pytest.param(*one, id=str(one[0])) for one in refused() if one[0].arch == "9.0"]
+)
+def test_refused_on_hopper(pool, case, refusal):
+    _raises(pool, case, refusal)
+
+
+def _raises(pool, case: Case, refusal: Refusal) -> None:
+    for error in pool.run_expect_error(bodies.refused, MESHES[case.mesh].ranks, **case.kwargs):
+        assert error.type_name == refusal.error, error
+        assert refusal.text in error.message, error
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe_name", "text"),
+    [
+        ("hybrid_nvfp4", "hybrid weight with an NVFP4 part"),
+        ("hybrid_untyped", "hybrid weight with an IdentityQuantizer without dtype"),
+    ],
+)
+def test_hybrid_weights_that_no_gather_gets_right(pool, recipe_name, text):
+    for error in pool.run_expect_error(bodies.shard_only, 2, recipe=recipe_name, weights="quantized"):
+        assert error.type_name == "PrecisionError" and text in error.message, error
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_sequence_parallelism_of_modules_that_have_none(pool, kind):
+    for error in pool.run_expect_error(bodies.unsplit, 2, kind=kind):
+        assert error.type_name == "PlacementError" and "sequence_parallel=True" in error.message, error
+
+
+# --- negative controls: what the comparison must find ---------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4", "hybrid"])
+def test_a_lost_reduction_over_dp_is_found(pool, recipe):
+    case = Case(recipe=recipe, weights="bf16", module="linear", mesh="dp4")
+    with pytest.raises(BodyFailed, match=r"(?s)AssertionError.*gradient \d inner.*difference"):
+        _train(pool, case, broken="reduction")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8"])
+def test_a_lost_reduction_over_tp_is_found(pool, recipe):
+    case = Case(recipe=recipe, weights="bf16", module="layernorm_linear", sequence_parallel=True)
+    with pytest.raises(
+        BodyFailed, match=r"(?s)AssertionError.*gradient \d inner.first.layer_norm_weight: difference"
+    ):
+        _train(pool, case, broken="partial_grad")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
+def test_a_wrong_scale_on_one_rank_is_found(pool, recipe):
+    case = Case(recipe=recipe, weights="quantized", module="linear", mesh="dp4")
+    with pytest.raises(BodyFailed, match=r"(?s)AssertionError.*output \d"):
+        _train(pool, case, broken="scale")

@@ -1,0 +1,58 @@
+"""docs/support.md is what the definitions of the test matrix give, and the covering covers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "scripts" / "support_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+support_table = _load()
+
+from matrix import covering, definitions  # noqa: E402  (support_table puts its folder on the path)
+
+
+def test_the_committed_page_is_up_to_date():
+    assert support_table.PAGE.read_text(encoding="utf-8") == support_table.page(), (
+        "run: python scripts/support_table.py"
+    )
+
+
+def test_the_page_says_what_is_refused():
+    text = support_table.page()
+    for case, refusal in definitions.refused():
+        assert case.arch == "9.0" or refusal.reason in text
+
+
+def test_every_possible_pair_occurs():
+    names = tuple(definitions.FACTORS)
+    pairs = {pair for case in definitions.full() for pair in covering.pairs_of(vars(case), names)}
+    covered = {pair for case in definitions.default() for pair in covering.pairs_of(vars(case), names)}
+    assert covered == pairs and len(pairs) > 300
+
+
+def test_the_covering_is_the_same_every_time():
+    assert definitions.default() == definitions.default()
+
+
+def test_a_pair_that_is_never_allowed_is_left_out():
+    factors = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
+    cases = covering.covering(factors, lambda case: not (case["a"] == 2 and case["b"] == 2))
+    assert {(case["a"], case["b"]) for case in cases} == {(1, 1), (1, 2), (2, 1)}
+    assert len(cases) < 6
+
+
+def test_the_subset_has_every_format_on_every_mesh():
+    cases = definitions.subset()
+    places = {(case.recipe, case.weights, case.mesh) for case in cases}
+    assert len(places) == 3 * 2 * 4 and all(definitions.supported(case) for case in cases)
+    assert {case.module for case in cases} == set(definitions.MODULES)
+    assert all(definitions.MESHES[case.mesh].ranks == 4 for case in cases)
