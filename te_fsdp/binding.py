@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import weakref
+
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +36,7 @@ class Binding:
         requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
         checked_recipe: Class of the recipe that the module was last seen to run under.
         weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
+        shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Binding:
     requantizes: bool = False
     checked_recipe: type | None = None
     weight_mesh_agreed: bool = False
+    shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""

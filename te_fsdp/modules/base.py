@@ -15,6 +15,7 @@ from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
+from te_fsdp.quantized.history import follow_history
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
 from te_fsdp.quantized.recompute import check_recomputation
 from te_fsdp.quantized.support import check_recipe
@@ -142,6 +143,13 @@ class ResettableModule(MeshModule):
         for name, parameter in self._parameters.items():
             if binding is not None and parameter is not None:
                 binding.carry(name, parameter)
+
+    def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
+        """TE's change of delayed scaling's history, which FSDP2's shards then follow."""
+        super().adjust_amax_history_length(*args, **kwargs)  # type: ignore[misc]
+        binding = binding_of(self)
+        if binding is not None:
+            follow_history(binding, self)
 
     def get_extra_state(self) -> Any:
         """TE's entry for state dicts; where plain DCP cannot reshard the weights, a dict that says so."""

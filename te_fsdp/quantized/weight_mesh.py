@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import MeshError, message
+from te_fsdp.quantized.history import remember_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,13 +44,17 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
 
 
 def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
-    """The same before the first gather of a module's weight, for shards that came to the module by another way.
+    """The same before a gather of a module's weight, for shards that came to the module by another way.
+
+    Also remembers the shards of delayed scaling, see :mod:`te_fsdp.quantized.history`.
 
     Args:
         binding: The module's.
         module: Owner of the weight.
         local: The shard about to be gathered.
     """
+    if _te.has_delayed_scale(local):
+        remember_shard(binding, module, local)
     if binding.weight_mesh_agreed or not _is_shared(local):
         return
     for name, parameter in module._parameters.items():

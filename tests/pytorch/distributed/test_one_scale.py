@@ -44,6 +44,23 @@ def test_bytes_and_scales_on_hopper(pool, recipe, reshard_after_forward, mesh):
     assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * ranks
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("tp", "fsdp", "reshard_after_forward"), [(2, True, True), (2, True, False), (4, False, True)]
+)
+def test_history_of_another_length(pool, tp, fsdp, reshard_after_forward):
+    """The model was built under a recipe with a longer amax history than that of training."""
+    options = {"kind": "mlp_gelu", "dp_replicate": 1, "tp": tp, "fsdp": fsdp}
+    results = pool.run(
+        one_scale.training,
+        4,
+        recipe="delayed, longer",
+        reshard_after_forward=reshard_after_forward,
+        **options,
+    )
+    assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * 4
+
+
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2"))
 @pytest.mark.parametrize(("recipe", "buffers"), [("block", 8), ("mxfp8", 8), ("nvfp4", 12)])
 def test_block_formats(pool, recipe, buffers, mesh):
