@@ -95,7 +95,7 @@ def save(
     problem = _copy(writing) if asynchronous else None
 
     def complete() -> None:
-        _complete(writing, handle.path, manifest, keep_last, progress, problem)
+        _complete(writing, handle.path, manifest, keep_last, progress, not asynchronous, problem)
         _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
 
     if not asynchronous:
@@ -230,7 +230,8 @@ def _complete(
     manifest: Manifest,
     keep_last: int | None,
     progress: bool | None,
-    problem: Exception | None = None,
+    alone: bool,
+    problem: Exception | None,
 ) -> None:
     """Write, list the files, make the checkpoint visible. Collective over the ranks, in any thread.
 
@@ -240,6 +241,7 @@ def _complete(
         manifest: Without files.
         keep_last: As in :func:`save`.
         progress: As in :func:`save`.
+        alone: Whether the program waits meanwhile.
         problem: What has gone wrong on this rank before.
     """
     ranks, hidden = writing.ranks, []
@@ -249,7 +251,7 @@ def _complete(
             raise problem
         draw = bool(progress) and ranks.rank == 0
         with bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick:
-            return writing.write(tick)
+            return writing.write(tick, alone=alone)
 
     def commit(written: list[tuple[Any, dict[str, list[int]]]]) -> list[None]:
         manifest.files = {name: values for _, files in written for name, values in files.items()}

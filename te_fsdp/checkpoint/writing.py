@@ -13,7 +13,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,12 @@ class Writing:
         # Nothing to copy ahead. Doing so would synchronize with kernels of training.
         self.writer.per_thread_copy_ahead = 0
 
-    def write(self, tick: Tick) -> tuple[list[WriteResult], dict[str, list[int]]]:
+    def write(self, tick: Tick, *, alone: bool) -> tuple[list[WriteResult], dict[str, list[int]]]:
         """Write this rank's part, synced to disk. Local operation.
+
+        Args:
+            tick: Told the bytes of each tensor.
+            alone: Whether the program waits meanwhile.
 
         Returns:
             DCP's results, and bytes and CRC-32 of each file.
@@ -125,7 +129,8 @@ class Writing:
         self.planner.tick = tick
         files = _SummedFiles()
         self.writer.fs = files
-        results = self.writer.write_data(self.plan, self.planner)
+        with _without_zip_checksums() if alone else nullcontext():
+            results = self.writer.write_data(self.plan, self.planner)
         results.wait()
         return results.value(), files.sums()
 
@@ -180,6 +185,20 @@ def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
             fix="see the cause above; check that all ranks reach the directory, and the space left",
         )
     )
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """Spare torch.save the checksums of its zip format, which torch.load ignores; ours of the file cost as much.
+
+    The option is the process', so nothing else may be saving.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _SummedFiles(FileSystem):

@@ -1,0 +1,229 @@
+"""Time of checkpoints against plain torch.distributed.checkpoint (DCP), and the stall of asynchronous saves.
+
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py --gib 4 --out benchmarks/results/checkpoint-MACHINE.json
+
+One model of plain linear layers, sharded by te_fsdp over all ranks, and AdamW state. In each round: a save by plain DCP
+of the same tensors, a synchronous save, an asynchronous save, then a load by each; every other round in the opposite
+order. Between saves dirty pages are flushed, so that no save pays for the one before. Times are the slowest rank's.
+What is reported: medians over rounds, the ratio of the best rounds (what remains when others use the machine as
+well), and CPU seconds of the busiest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import te_fsdp
+
+HIDDEN = 1024
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=0.5, help="weights and optimizer state together, GiB")
+    parser.add_argument("--replicate", type=int, default=1, help="HSDP replicas")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where checkpoints go (default: a temporary directory)")
+    parser.add_argument("--out", help="file for the results, JSON")
+    return parser.parse_args()
+
+
+def build(gib: float, replicate: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model with AdamW state, about so large in fp32: three tensors per parameter."""
+    layers = max(1, round(gib * 2**30 / (3 * 4 * HIDDEN * HIDDEN)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=i % 4 == 0, device=device) for i in range(layers)))
+    meshes = te_fsdp.Meshes.build(dp_replicate=replicate, dp_shard=-1, device_type=device.type)
+    te_fsdp.fully_shard(model, meshes, units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Stopwatch:
+    """Seconds of named operations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, call: Callable[[], Any]) -> Any:
+        """Call on all ranks from a common start; note the slowest rank's time, and the busiest one's CPU time."""
+        self._synchronize()
+        dist.barrier()
+        began = time.perf_counter(), time.process_time()
+        result = call()
+        self._synchronize()
+        spent = [time.perf_counter() - began[0], time.process_time() - began[1]]
+        slowest = torch.tensor(spent, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        self.seconds[name], self.seconds[f"{name} (CPU)"] = slowest.tolist()
+        return result
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def flush() -> None:
+    """Write back what is dirty, on one rank, while all wait."""
+    dist.barrier()
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        os.sync()
+    dist.barrier()
+
+
+def one_round(
+    model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, device: torch.device, number: int
+) -> dict[str, float]:
+    """Seconds of each operation. What was written is removed."""
+
+    def plain_state() -> dict[str, Any]:
+        weights, state = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": state}
+
+    def plain_load() -> None:
+        state = plain_state()
+        dcp.load(state, checkpoint_id=where / "plain")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def asynchronous() -> None:
+        flush()
+        call = lambda: save(where / "async", model, optimizer, asynchronous=True)  # noqa: E731
+        timed("async rest", timed("async stall", call).result)
+
+    save, load, timed = te_fsdp.checkpoint.save, te_fsdp.checkpoint.load, Stopwatch(device)
+    saves: list[Callable[[], Any]] = [
+        lambda: (
+            flush(),
+            timed("plain save", lambda: dcp.save(plain_state(), checkpoint_id=where / "plain")),
+        ),
+        lambda: (flush(), timed("save", lambda: save(where / "sync", model, optimizer))),
+        asynchronous,
+    ]
+    loads: list[Callable[[], Any]] = [
+        lambda: timed("plain load", plain_load),
+        lambda: timed("load", lambda: load(where / "sync", model, optimizer)),
+        lambda: timed("load with verify", lambda: load(where / "sync", model, optimizer, verify=True)),
+    ]
+    order = 1 if number % 2 else -1
+    for operation in saves[::order]:
+        operation()
+    flush()
+    for operation in loads[::order]:
+        operation()
+    sizes = {n: sum(f.stat().st_size for f in (where / n).rglob("*")) for n in ("plain", "sync", "async")}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in sizes:
+            shutil.rmtree(where / name)
+    dist.barrier()
+    return timed.seconds | {f"{name} bytes": float(size) for name, size in sizes.items()}
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over rounds, and ratios."""
+
+    def ratio(above: str, below: str) -> dict[str, float]:
+        found = {"of medians": median(above) / median(below)}
+        found["of the best rounds"] = min(r[above] for r in rounds) / min(r[below] for r in rounds)
+        return found | {"of CPU time": median(f"{above} (CPU)") / median(f"{below} (CPU)")}
+
+    def median(key: str) -> float:
+        return statistics.median(r[key] for r in rounds)
+
+    return {
+        "medians": {key: median(key) for key in rounds[0]},
+        "async stall / save": ratio("async stall", "save"),
+        "save / plain save": ratio("save", "plain save"),
+        "load / plain load": ratio("load", "plain load"),
+        "load with verify / plain load": ratio("load with verify", "plain load"),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What it ran on."""
+    root = Path(__file__).resolve().parents[1]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", "te_fsdp"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "commit": commit.stdout.strip() + (" (changed)" if changed.stdout.strip() else ""),
+        "command": " ".join(
+            ["torchrun --nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *sys.argv]
+        ),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    """Measure, print, write down."""
+    options = arguments()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    box = [
+        options.directory or tempfile.mkdtemp(prefix="te_fsdp-benchmark-") if dist.get_rank() == 0 else None
+    ]
+    dist.broadcast_object_list(box)
+    where = Path(box[0] or "")
+    model, optimizer = build(options.gib, options.replicate, device)
+    # The first round pays for groups, imports and memory; it is not counted, but for the first stall.
+    first = one_round(model, optimizer, where, device, 0)
+    rounds = [one_round(model, optimizer, where, device, n) for n in range(options.rounds)]
+    if dist.get_rank() == 0:
+        results = {
+            "machine": machine(device),
+            "ranks": dist.get_world_size(),
+            **summary(rounds),
+            "first async stall": first["async stall"],
+            "rounds": rounds,
+        }
+        text = json.dumps(results, indent=1)
+        print(text)
+        if options.out:
+            Path(options.out).write_text(text + "\n", encoding="utf-8")
+        if not options.directory:
+            shutil.rmtree(where, ignore_errors=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

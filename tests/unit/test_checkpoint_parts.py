@@ -1,0 +1,250 @@
+"""Parts of saving in one process: copies, checksums, retention, metadata that is not trusted, the interpreter's end."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import writing
+from te_fsdp.checkpoint.extra import for_rank, join_ranks
+from te_fsdp.checkpoint.reading import Reader, unpickle_metadata
+from te_fsdp.checkpoint.replicas import _BLOCK, _weighted, checksums
+from te_fsdp.checkpoint.retention import in_use
+from te_fsdp.checkpoint.staging import Staging
+from te_fsdp.errors import CheckpointError
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------ copies
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6),
+    st.data(),
+)
+def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+    staging = Staging()
+    for _ in range(2):  # the second time in the memory of the first
+        tensors = {}
+        for number, (rows, columns, transposed) in enumerate(shapes):
+            dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]))
+            tensor = torch.randint(0, 100, (rows, columns)).to(dtype)
+            tensors[number] = tensor.t() if transposed else tensor[:, : columns // 2 + 1]
+        copies = staging.copy(tensors)
+        expected = {key: tensor.clone() for key, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.zero_()
+        for key, copy in copies.items():
+            assert torch.equal(copy, expected[key]) and copy.dtype == expected[key].dtype
+            assert copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
+
+
+def test_memory_of_copies_is_kept_and_grows() -> None:
+    staging = Staging()
+    staging.copy({"a": torch.zeros(1000)})
+    first = staging.copy({"a": torch.zeros(500)})["a"].data_ptr()
+    assert staging.bytes == 4032
+    assert staging.copy({"a": torch.zeros(1000)})["a"].data_ptr() == first
+    staging.copy({"a": torch.zeros(3000)})
+    assert staging.bytes == 12032
+
+
+# --------------------------------------------------------------------------------------------------- checksums
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
+)
+def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
+    """The sum that is used on GPUs, and the one of the host."""
+    tensor = (
+        torch.arange(100).remainder(2).to(dtype) if dtype == torch.bool else torch.arange(100.0).to(dtype)
+    )
+    for total in (lambda t: int(_weighted(t.reshape(-1))), lambda t: checksums([t])[0]):
+        expected = total(tensor)
+        assert total(tensor.clone()) == expected == total(tensor.view(10, 10))
+        swapped = tensor.clone()
+        swapped[[1, 2]] = tensor[[2, 1]]
+        assert total(swapped) != expected
+        for place in (0, 50, 99):
+            changed = tensor.clone()
+            changed.view(torch.uint8)[place * tensor.element_size()] ^= 1
+            assert total(changed) != expected
+    assert (
+        checksums([torch.empty(0), torch.ones(2, 3).t(), torch.ones(3, 2)])[1:]
+        == checksums([torch.ones(6)]) * 2
+    )
+
+
+def test_checksums_of_several_blocks() -> None:
+    tensor = torch.zeros(2 * _BLOCK + 3, dtype=torch.uint8)
+    tensor[5] = 1
+    other = tensor.roll(_BLOCK)  # the same place in the next block
+    assert int(_weighted(tensor)) != int(_weighted(other))
+
+
+# --------------------------------------------------------------------------------------------------- retention
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        handle = checkpoint.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep_last=3)
+        assert handle.done() and handle.result() == tmp_path / f"step-{step}"
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    (tmp_path / "notes").mkdir()
+    with in_use(tmp_path / "step-3"):  # another process, or a load in this one
+        checkpoint.save(tmp_path / "a", nn.Linear(2, 2), keep_last=1)
+        assert names(tmp_path) == ["a", "notes", "step-3"]
+    checkpoint.save(tmp_path / "b", nn.Linear(2, 2), keep_last=2)
+    assert names(tmp_path) == ["a", "b", "notes"]
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(CheckpointError, match="keep_last"):
+            checkpoint.save(tmp_path / "c", nn.Linear(2, 2), keep_last=wrong)  # type: ignore[arg-type]
+    assert names(tmp_path) == ["a", "b", "notes"]
+
+
+def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+
+    def full(self: object, index: object) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.SavePlanner, "lookup_object", full)
+    with pytest.raises(CheckpointError, match="b: save failed OSError.*earlier checkpoints are as they were"):
+        checkpoint.save(tmp_path / "b", nn.Linear(2, 2), keep_last=1)
+    assert names(tmp_path) == ["a"]
+
+
+# ---------------------------------------------------------------------------------------- asynchronous, and its end
+
+
+def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, original = threading.Event(), writing.SavePlanner.lookup_object
+
+    def late(self: writing.SavePlanner, index: object) -> torch.Tensor:
+        assert go.wait(30)
+        return original(self, index)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writing.SavePlanner, "lookup_object", late)
+    model = nn.Linear(2, 2)
+    expected = model.weight.detach().clone()
+    handle = checkpoint.save(tmp_path / "a", model, asynchronous=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not handle.done() and not handle.wait(0.01) and checkpoint.latest(tmp_path) is None
+    with pytest.raises(TimeoutError, match="still being saved after 0.01 s"):
+        handle.result(0.01)
+    go.set()
+    assert handle.result() == tmp_path / "a" == checkpoint.latest(tmp_path)
+    assert handle.done() and handle.bytes == 24 and handle.stall > 0
+    checkpoint.load(tmp_path / "a", model)
+    assert torch.equal(model.weight, expected)
+
+
+def test_the_interpreter_waits_for_a_running_save(tmp_path: Path) -> None:
+    code = """
+import sys, time
+import torch
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import writing
+original = writing.SavePlanner.lookup_object
+def slow(self, index):
+    time.sleep(0.5)
+    return original(self, index)
+writing.SavePlanner.lookup_object = slow
+model = torch.nn.Linear(1024, 1024)  # large enough for a thread that sums up
+handle = checkpoint.save(sys.argv[1] + "/a", model, asynchronous=True)
+print("running", not handle.done())
+raise SystemExit(3)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 3 and "running True" in ran.stdout, ran.stderr
+    checkpoint.verify(tmp_path / "a")
+
+
+# ------------------------------------------------------------------------------------------- files of other people
+
+
+class Evil:
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (Path("executed"), "")
+
+
+def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+    file = tmp_path / "a" / ".metadata"
+    assert set(unpickle_metadata(file).state_dict_metadata) == {"model.weight", "model.bias"}
+    for evil in (Evil(), {"state_dict_metadata": Evil()}, random.Random()):
+        file.write_bytes(pickle.dumps(evil))
+        with pytest.raises(pickle.UnpicklingError, match="has no place in the metadata of a checkpoint"):
+            Reader(tmp_path / "a").read_metadata()
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
+    file.write_bytes(pickle.dumps({}))
+    with pytest.raises(pickle.UnpicklingError, match="a dict instead of DCP's Metadata"):
+        unpickle_metadata(file)
+    assert not Path("executed").exists()
+    pickle.loads(pickle.dumps(Evil()))
+    assert Path("executed").exists(), "a plain pickle would have"
+
+
+# ------------------------------------------------------------------------------------------------- values per rank
+
+
+def test_values_per_rank() -> None:
+    encoded = {
+        "a": [{"te_fsdp.per_rank": "extra/a/0"}],
+        "b": {"te_fsdp.tuple": [1, {"te_fsdp.per_rank": "extra/b/1"}]},
+    }
+    parts = [{"extra/a/0": rank, "extra/b/1": {"r": [rank]}} for rank in range(2)]
+    joined = join_ranks(encoded, parts)
+    mesh = {"ranks": 2, "dp_shard": 2, "tp": 1}
+    found, lost = for_rank(joined, mesh, {"ranks": 2, "dp_shard": 2}, 1)
+    assert found == {"a": [1], "b": {"te_fsdp.tuple": [1, {"r": [1]}]}} and not lost
+    for other in ({"ranks": 1}, {"ranks": 2, "tp": 2}, {"ranks": 4, "dp_shard": 4}):
+        found, lost = for_rank(joined, mesh, other, 0)
+        assert found == {"a": [None], "b": {"te_fsdp.tuple": [1, None]}} and lost == [
+            "extra/a/0",
+            "extra/b/1",
+        ]
+    with pytest.raises(CheckpointError, match="PerRank values at different places on rank 0 and rank 1"):
+        join_ranks(encoded, [parts[0], {}])
+
+
+def test_values_per_rank_in_one_process(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.manual_seed(3)
+    random.seed(3)
+    extra = {"a@b": checkpoint.PerRank((torch.arange(3), None)), "a": [1], "rng": checkpoint.rng_state()}
+    checkpoint.save(tmp_path / "a", model, extra=extra)
+    drawn = torch.rand(2).tolist(), random.random()
+    back = checkpoint.load(tmp_path / "a", model)
+    assert torch.equal(back["a@b"][0], torch.arange(3)) and back["a@b"][1] is None and back["a"] == [1]
+    checkpoint.set_rng_state(back["rng"])
+    assert (torch.rand(2).tolist(), random.random()) == drawn
+    with pytest.raises(CheckpointError, match="PerRank inside of PerRank"):
+        checkpoint.save(
+            tmp_path / "b", nn.Linear(2, 2), extra={"x": checkpoint.PerRank([checkpoint.PerRank(1)])}
+        )
+    with pytest.raises(CheckpointError, match="set_rng_state: no state"):
+        checkpoint.set_rng_state(None)
+    with pytest.raises(CheckpointError, match="tracker"):
+        checkpoint.set_rng_state(back["rng"], tracker=object())
