@@ -8,6 +8,7 @@ rows as the pieces.
 from __future__ import annotations
 
 import io
+import mmap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, read_bytes
+from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
@@ -192,7 +193,7 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         )
         self.tensors, self.tick = tensors, tick
         self.blocks: dict[MetadataIndex, tuple[int, int]] = {}
-        self.written: torch.Tensor | None = None
+        self.memory: mmap.mmap | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -214,12 +215,14 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        # DCP keeps a block of every tensor until the file is finished; once it asks for the next, this one is written.
-        if self.written is not None:
-            self.written.untyped_storage().resize_(0)
-        self.written = self.tensors[index.fqn].rows(*self.blocks[index]).clone()
-        self.tick(self.written.numel() * self.written.element_size())
-        return self.written
+        # DCP keeps a block of every tensor until the file is finished. When it asks for the next, this one is written:
+        # all of them are in the same memory.
+        rows = self.tensors[index.fqn].rows(*self.blocks[index])
+        if self.memory is None or len(self.memory) < rows.nbytes:
+            self.memory = pages(max(rows.nbytes, BLOCK_BYTES))
+        self.tick(rows.nbytes)
+        block = torch.frombuffer(self.memory, dtype=rows.dtype, count=rows.numel())
+        return block.view(rows.shape).copy_(rows)
 
 
 def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:

@@ -6,6 +6,7 @@ Every format that te_fsdp reads becomes such tensors, every format that it write
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["BLOCK_BYTES", "Cast", "Chunked", "InMemory", "Lazy", "Reshaped", "Stored", "read_bytes"]
+__all__ = ["BLOCK_BYTES", "Cast", "Chunked", "InMemory", "Lazy", "Reshaped", "Stored", "pages", "read_bytes"]
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
@@ -129,7 +130,15 @@ class Stored(Lazy):
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
-def read_bytes(file: Path, offset: int, count: int, key: str) -> bytearray:
+def pages(count: int) -> mmap.mmap:
+    """Memory for so many bytes (one at least) that goes back to the system when it is let go.
+
+    The C library keeps freed blocks of this size, and with small objects in between takes new memory for each.
+    """
+    return mmap.mmap(-1, max(1, count))
+
+
+def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap:
     """Bytes of a file.
 
     Raises:
@@ -138,9 +147,9 @@ def read_bytes(file: Path, offset: int, count: int, key: str) -> bytearray:
     return _read_places(file, [(offset, count)], key)
 
 
-def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> bytearray:
+def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mmap.mmap:
     """Bytes of several places of a file, given by offset and count, one after the other."""
-    data = bytearray(sum(count for _, count in places))
+    data = pages(sum(count for _, count in places))
     view, filled = memoryview(data), 0
     try:
         with file.open("rb", buffering=0) as stream:
