@@ -143,7 +143,7 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     """The process group with torch's own name of it (``_resolve_process_group``)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[bad-argument-type]
 
 
 def keep_no_flat_shard(managed: Any) -> None:
