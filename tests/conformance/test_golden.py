@@ -115,6 +115,33 @@ def test_codes_beyond_their_bound_are_found():
     assert "codes differ" in difference(one, codes, bound)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recorded_result_that_is_changed_is_found(env, recorded, kind):
+    """Of every output of one case, a value in the middle is moved, and the case fails."""
+    case = next(one for one in every_case() if one.kind == kind and "outputs" in recorded.get(one.name, {}))
+    outputs, inputs = run_case(case, env)
+    wanted = recorded[case.name]
+    assert differences(case, outputs, inputs, wanted) == []
+    for key, value in wanted["outputs"].items():
+        changed = {**wanted, "outputs": {**wanted["outputs"], key: _changed(value)}}
+        lines = differences(case, outputs, inputs, changed)
+        assert len(lines) == 1 and key in lines[0], f"{case.name} {key}: {lines}"
+
+
+def _changed(value):
+    if isinstance(value, dict):
+        return {key: _changed(one) if key in ("sample", "digest") else one for key, one in value.items()}
+    if isinstance(value, str):
+        return value[::-1]
+    if value.dtype == torch.uint8:
+        return value ^ 0x81
+    other = value.clone()
+    other.view(-1)[value.numel() // 2] += (
+        2 * value.abs().max().clamp_min(1) if value.is_floating_point() else 9
+    )
+    return other
+
+
 def test_other_inputs_are_found(env):
     case = next(every_case())
     outputs, inputs = run_case(case, env)

@@ -9,6 +9,7 @@ format; products to the bound that summation in fp32 allows.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import numpy as np
 import pytest
@@ -23,11 +24,18 @@ PATTERNS = ("normal", "heavy", "zeros", "ties", "tiny", "huge")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+#: Modules of `transformer_engine.pytorch.custom_recipes`, with their names before 2.19.
+OLD_NAMES = {
+    "reference_nvfp4": "quantization_ref_nvfp4",
+    "reference_current_scaling": "quantization_ref_current_scaling",
+    "reference_utils": "utils",
+}
+
+
 def _reference(name: str):
-    try:
-        return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
-    except ModuleNotFoundError:
-        pytest.skip(f"this version of TransformerEngine has no {name}")
+    package = "transformer_engine.pytorch.custom_recipes"
+    found = importlib.util.find_spec(f"{package}.{name}")
+    return importlib.import_module(f"{package}.{name if found else OLD_NAMES[name]}")
 
 
 @pytest.fixture(scope="module")
