@@ -22,7 +22,7 @@ RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format docs coverage clean clean-venv
+.PHONY: help train test te-versions lint format docs coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,10 @@ train:  ## set up, train the example, save, resume on another mesh
 test:  ## set up, then run every test that this machine can run
 	@scripts/setup.sh test
 	$(PYTEST) tests $(ARGS)
+
+te-versions:  ## the emulation's tests and a short sharded training with the other supported versions of TransformerEngine
+	@scripts/setup.sh test
+	@scripts/te_versions.sh $(PY)
 
 lint:  ## ruff (lint and format), pyrefly, import-linter, codespell
 	@scripts/setup.sh lint
