@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +73,7 @@ class Background:
 
     def __init__(self) -> None:
         self.staging = Staging()
+        atexit.register(self._report)
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
@@ -98,6 +101,13 @@ class Background:
                     fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
                 )
             )
+
+    def _report(self) -> None:
+        """When the interpreter ends, which it does after the thread: say what nobody has heard of."""
+        error = None if self._last is None else self._last.unasked()
+        if error is not None:
+            # Not through the logger, which may have no handler.
+            sys.stderr.write(f"te_fsdp: {error}\n")
 
     def start(self, handle: SaveHandle, work: Callable[[], None], waited: float) -> None:
         """Do the rest of a save in a thread. The interpreter does not end before it has.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from te_fsdp.checkpoint.collective import rank
 
 __all__ = ["bytes_bar"]
+
+#: Seconds between two drawings.
+_INTERVAL = 0.1
 
 
 @contextmanager
@@ -26,8 +30,17 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda count: progress.advance(task, count)
+    # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task, drawn = progress.add_task(text, total=total), [0.0]
+
+        def tick(count: int) -> None:
+            progress.advance(task, count)
+            if time.monotonic() - drawn[0] > _INTERVAL:
+                progress.refresh()
+                drawn[0] = time.monotonic()
+
+        yield tick
         # Replicas that other ranks write never pass here.
         progress.update(task, completed=total)
+        progress.refresh()

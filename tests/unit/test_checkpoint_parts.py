@@ -157,26 +157,31 @@ def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_interpreter_waits_for_a_running_save(tmp_path: Path) -> None:
+    """It ends well in one process; in its child it fails, which is reported though nobody asks."""
     code = """
-import sys, time
+import os, sys, time
 import torch
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import writing
-original = writing.SavePlanner.lookup_object
+original, name = writing.SavePlanner.lookup_object, "a" if os.fork() else "b"
 def slow(self, index):
     time.sleep(0.5)
+    if name == "b":
+        raise OSError(28, "No space left on device")
     return original(self, index)
 writing.SavePlanner.lookup_object = slow
-model = torch.nn.Linear(1024, 1024)  # large enough for a thread that sums up
-handle = checkpoint.save(sys.argv[1] + "/a", model, asynchronous=True)
-print("running", not handle.done())
+handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchronous=True, progress=name == "a")
+print("running", not handle.done(), flush=True)
 raise SystemExit(3)
 """
     ran = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert ran.returncode == 3 and "running True" in ran.stdout, ran.stderr
+    assert ran.returncode == 3 and ran.stdout.count("running True") == 2, ran.stderr
     checkpoint.verify(tmp_path / "a")
+    assert "saving a" in ran.stderr
+    assert "te_fsdp: " in ran.stderr and "b: save failed OSError: [Errno 28] No space left" in ran.stderr
+    assert names(tmp_path) == ["a"]
 
 
 # ------------------------------------------------------------------------------------------- files of other people
