@@ -29,8 +29,8 @@ __all__ = [
     "fsdp_parameter_groups",
     "gathers_itself",
     "group_by_name",
-    "is_absent_extra_state",
     "in_backward",
+    "is_absent_extra_state",
     "is_fsdp_module",
     "is_persistent",
     "keep_no_flat_shard",
@@ -160,8 +160,9 @@ def keep_no_flat_shard(managed: Any) -> None:
     """
     if "reset_sharded_param" not in managed.__dict__:
         managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
-    if gathers_itself(managed.sharded_param):
-        managed._sharded_param_data = torch.empty(0)
+    owner, name = owners_of(managed)[0]
+    if gathers_itself(getattr(owner, name)):
+        managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:

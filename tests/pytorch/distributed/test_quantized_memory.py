@@ -1,0 +1,84 @@
+"""Bytes held for quantized weights: those of their components and of the optimizer's state, and nothing else.
+
+On the CPU every live tensor of the process is counted; on GPUs the allocator is asked as well. `memory.PER_WEIGHT`,
+`memory.OPTIMIZER` and `memory.COLLECTIVES` state what comes on top.
+"""
+
+from __future__ import annotations
+
+import pytest
+from quantization import memory
+
+#: What torch and NCCL may allocate on a GPU for good after the warm-up; a leaked weight of the sizes below is 16 MiB.
+SLACK = 2**21
+CASES = {
+    "delayed-dp2": {"recipe": "delayed"},
+    "current-dp2-small": {"recipe": "current", "hidden": 48, "middle": 16},
+    "mxfp8-dp2-cut_by_columns": {"recipe": "mxfp8", "hidden": 384, "middle": 352},
+    "mxfp8-dp2-from_the_device": {"recipe": "mxfp8", "meta": False},
+    "mxfp8-dp2-torchs_fully_shard": {"recipe": "mxfp8", "route": "torch's"},
+    "mxfp8-tp2": {"recipe": "mxfp8", "tp": 2},
+    "block-dp2": {"recipe": "block"},
+    "block-hsdp2x1": {"recipe": "block", "dp_replicate": 2, "meta": False},
+    "block-dp2-gathered_until_backward": {"recipe": "block", "reshard": False},
+    "nvfp4-dp2": {"recipe": "nvfp4"},
+}
+
+
+def unaccounted(stage: dict) -> int:
+    """Bytes that nobody declared."""
+    return stage["live"] - stage["held"] - stage["overhead"]
+
+
+def check(results: list[dict]) -> None:
+    """No byte too many after initialisation, nor after steps and a reload of the weights."""
+    for rank, outcome in enumerate(results):
+        for name, stage in outcome.items():
+            assert 0 <= unaccounted(stage) <= memory.COLLECTIVES, (rank, name, stage)
+            assert stage["reported"] == stage["parameters"] > 0
+        assert outcome["step"]["held"] > outcome["init"]["held"]  # the optimizer's state is there
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", CASES)
+def test_every_byte_is_accounted_for(pool, case):
+    check(pool.run(memory.accounted, 2, **CASES[case]))
+
+
+@pytest.mark.arch("9.0")
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_hopper_layout(pool, recipe):
+    """Transposes of shards belong to the components, those of gathered weights go with these."""
+    check(pool.run(memory.accounted, 2, recipe=recipe))
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_what_is_kept_without_the_savings(pool):
+    """Negative controls: FSDP2's dequantized flat shards, and columnwise bytes that TE derived from gathered ones."""
+    for meta, stages in ((True, ["step"]), (False, ["init", "step"])):
+        for outcome in pool.run(memory.accounted, 2, recipe="mxfp8", fault="flat", meta=meta):
+            for stage in (outcome[name] for name in stages):
+                assert unaccounted(stage) == 2 * stage["full"] // 2, (
+                    stage
+                )  # two bytes for each of half the values
+    for recipe in ("block", "nvfp4"):
+        for outcome in pool.run(memory.accounted, 2, recipe=recipe, fault="derived"):
+            assert unaccounted(outcome["step"]) > outcome["step"]["full"] // 4, outcome["step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_allocator_agrees(pool, recipe, reshard):
+    """What the CUDA allocator has given out: the tensors, each rounded up to its blocks, and little else."""
+    results = pool.run(memory.accounted, 2, recipe=recipe, reshard=reshard, hidden=4096, middle=4096)
+    for rank, outcome in enumerate(results):
+        for name, stage in outcome.items():
+            assert unaccounted(stage) <= SLACK, (rank, name, stage)
+            most = stage["live"] + stage["tensors"] * memory.CUDA_BLOCK + SLACK
+            assert stage["held"] <= stage["allocated"] <= most, (rank, name, stage)
