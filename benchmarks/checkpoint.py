@@ -176,11 +176,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         text=True,
         check=False,
     )
+    words = " ".join(Path(word).name for word in sys.argv)  # whose folders these were is nobody's business
     return {
         "commit": commit.stdout.strip() + (" (changed)" if changed.stdout.strip() else ""),
-        "command": " ".join(
-            ["torchrun --nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *sys.argv]
-        ),
+        "command": f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')} benchmarks/{words}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": platform.processor() or platform.machine(),
