@@ -1,4 +1,7 @@
-"""Checkpoints: the same mesh bit for bit, other meshes by logical value, and refusals where plain DCP can't do it."""
+"""Checkpoints: the same mesh bit for bit, other meshes by logical value, and refusals where plain DCP can't do it.
+
+All kinds of modules between all meshes: test_reshard_matrix.py. Quantized weights: test_checkpoint_formats.py.
+"""
 
 from __future__ import annotations
 
@@ -131,37 +134,6 @@ def test_stacked_layouts_between_meshes_of_two(pool, tmp_path, case):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("origin", "case"),
-    [("dp2xtp2", STACKED), ("dp2xtp2", FUSED), ("tp4", STACKED), ("stock", FUSED)],
-    ids=["dp2xtp2-adamw", "dp2xtp2-fused", "tp4-adamw", "stock-fused"],
-)
-def test_stacked_layouts_onto_every_mesh(pool, tmp_path, origin, case):
-    losses = _run(pool, bodies.save_for_others, origin, case, tmp_path, routes=("te_fsdp",))[0]
-    for mesh in {"dp2xtp2": ("dp4", "tp4", "one", "stock"), "tp4": ("dp2xtp2",), "stock": ("dp2xtp2",)}[
-        origin
-    ]:
-        check_elsewhere(
-            _run(pool, bodies.load_elsewhere, mesh, case, tmp_path, route="te_fsdp"), losses, case
-        )
-
-
-@pytest.mark.ranks(4)
-def test_cross_mesh_checks_can_fail(pool, tmp_path):
-    _run(pool, bodies.save_for_others, "dp2xtp2", STACKED, tmp_path, routes=("te_fsdp",))
-    load = {"route": "te_fsdp", "directory": tmp_path, "case": STACKED}
-    outcome = _run(pool, bodies.load_elsewhere, "tp4", spoil="plain", **load)[0]
-    wrong = {
-        name for name in outcome["wrong"] if "." not in name.removeprefix("layer.").partition("_weight")[2]
-    }
-    assert "layer.layernorm_mlp.fc1_weight.exp_avg" in outcome["wrong"]
-    assert any("layernorm_qkv" in name for name in wrong) and any("fc1" in name for name in wrong)
-    assert not any("fc2" in name or "embedding" in name for name in outcome["wrong"])
-    outcome = _run(pool, bodies.load_elsewhere, "dp4", spoil="skip", **load)[0]
-    assert len(outcome["wrong"]) > 20
-
-
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", [PLAIN_USED, Case(optimizer="fused")], ids=["adamw", "fused"])
 def test_plain_layouts_onto_every_mesh_by_both_routes(pool, tmp_path, case):
     losses = _run(pool, bodies.save_for_others, "dp2xtp2", case, tmp_path, routes=("te_fsdp", "plain"))[0]
@@ -193,16 +165,6 @@ def test_quantized_weights_over_other_meshes_and_back(pool, tmp_path, recipe):
     _run(pool, bodies.pass_on, "tp4", case, tmp_path, name="te_fsdp", to="second")
     _run(pool, bodies.pass_on, "dp4", case, tmp_path, name="second", to="third")
     assert _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="third", raw="raw") == [[]] * 4
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_quantized_weights_in_one_process(pool, tmp_path, recipe):
-    case = _quantized(recipe)
-    _run(pool, bodies.save_for_others, "dp2xtp2", case, tmp_path, routes=("te_fsdp",))
-    for mesh in ("one", "stock"):
-        outcome = _run(pool, bodies.load_elsewhere, mesh, case, tmp_path, route="te_fsdp")[0]
-        assert outcome["wrong"] == [] and outcome["tensors"] > 30
 
 
 @pytest.mark.ranks(4)

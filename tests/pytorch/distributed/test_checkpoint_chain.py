@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from checkpointing import formats
+from checkpointing import chain
+from checkpointing.selection import is_full
 
 CHAIN: dict[str, dict[str, int] | None] = {
     "dp2xtp2": {"dp_shard": 2, "tp": 2},
@@ -26,18 +27,21 @@ def run_body(pool, body, mesh: str, **kwargs):
     return pool.run(body, math.prod((axes or {}).values()), env=environment, axes=axes, **kwargs)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """By default a format with one scale per weight and one with blocks; all with `--matrix full` and on GPUs."""
+    if "recipe" in metafunc.fixturenames:
+        more = ["delayed", "block"] if is_full(metafunc.config) else []
+        metafunc.parametrize("recipe", ["current", "mxfp8", *more])
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.arch("10.0", "9.0")
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8"])
-def test_a_chain_of_meshes(pool, tmp_path, recipe, arch):
+def test_a_chain_of_meshes(pool, tmp_path, recipe):
     """Every value of weights, moments and main weights arrives bit for bit; losses go on as without interruption."""
-    if arch == "9.0" and recipe not in ("current", "block"):
-        pytest.skip("Hopper's cached transposes concern float8; one of each scaling is enough")
-    whole = run_body(pool, formats.uninterrupted, "dp2xtp2", recipe=recipe, links=len(CHAIN))[0]
+    whole = run_body(pool, chain.uninterrupted, "dp2xtp2", recipe=recipe, links=len(CHAIN))[0]
     for position, mesh in enumerate(CHAIN):
         where = {"directory": str(tmp_path), "recipe": recipe, "position": position}
-        expected = whole[position * formats.AFTER : (position + 1) * formats.AFTER]
-        for outcome in run_body(pool, formats.link, mesh, **where):
+        expected = whole[position * chain.AFTER : (position + 1) * chain.AFTER]
+        for outcome in run_body(pool, chain.link, mesh, **where):
             assert outcome["wrong"] == [], mesh
             assert outcome["tensors"] > 30 or not position
             assert outcome["losses"] == pytest.approx(expected, rel=TOLERANCE[recipe], abs=0), mesh
@@ -47,6 +51,6 @@ def test_a_chain_of_meshes(pool, tmp_path, recipe, arch):
 def test_a_broken_chain_is_seen(pool, tmp_path):
     """Negative control: without the load nothing agrees."""
     where = {"directory": str(tmp_path), "recipe": "current"}
-    run_body(pool, formats.link, "dp2xtp2", position=0, **where)
-    for outcome in run_body(pool, formats.link, "tp4", position=1, spoil=True, **where):
+    run_body(pool, chain.link, "dp2xtp2", position=0, **where)
+    for outcome in run_body(pool, chain.link, "tp4", position=1, spoil=True, **where):
         assert len(outcome["wrong"]) > 10

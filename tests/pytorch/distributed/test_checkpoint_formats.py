@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from checkpointing import formats
+from checkpointing import format_cases, formats
+from checkpointing.selection import is_full
 
 MESHES: dict[str, dict[str, int] | None] = {
     "one": None,
@@ -57,10 +58,18 @@ ORIGINS = {"one": ["dp2xtp2"], "dp4": ["tp4", "one"], "tp2": ["dp4"], "tp4": ["d
 ORIGINS |= {"dp2xtp2": ["tp4", "one"], "hsdp2x2": ["tp2", "dp4"]}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=pytest.mark.ranks(max(4, ranks(mesh)))) for mesh in MESHES]
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every mesh with one format of each kind of scale; every format on two meshes, on all with `--matrix full`."""
+    if metafunc.definition.name == "test_same_format_on_another_mesh":
+        wanted = [
+            pytest.param(mesh, recipe, marks=pytest.mark.ranks(4))
+            for mesh in MESHES
+            for recipe in RECIPES
+            if is_full(metafunc.config) or mesh in ("dp4", "tp4") or recipe in ("current", "mxfp8")
+        ]
+        metafunc.parametrize(("mesh", "recipe"), wanted)
+
+
 def test_same_format_on_another_mesh(pool, saved, mesh, recipe):
     names = ORIGINS[mesh]
     losses = {name: saved.get(pool, name, [recipe])[recipe] for name in names}
@@ -79,17 +88,25 @@ def test_same_format_on_another_mesh(pool, saved, mesh, recipe):
 
 
 PAIRS = [("none", recipe) for recipe in RECIPES] + [(recipe, "none") for recipe in RECIPES]
-PAIRS += [("delayed", "current"), ("current", "delayed"), ("block", "mxfp8"), ("mxfp8", "nvfp4")]
+PAIRS += [("delayed", "current"), ("current", "delayed"), ("block", "current")]
+PAIRS += [("block", "mxfp8"), ("mxfp8", "nvfp4")]
+BLACKWELL = {"mxfp8", "nvfp4"}
+
+
+def on(arch: str, recipes: list[str]) -> list[str]:
+    """Those of the formats that an architecture has."""
+    return [recipe for recipe in recipes if arch != "9.0" or recipe not in BLACKWELL]
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("master", [True, False], ids=["main", "values"])
 @pytest.mark.parametrize(("origin", "mesh"), [("tp4", "dp2xtp2")])
-def test_into_another_format(pool, saved, origin, mesh, master):
-    saved.get(pool, origin, ["none", *RECIPES])
-    where = {"directory": saved.directory, "name": origin, "pairs": PAIRS, "master": master}
+def test_into_another_format(pool, saved, origin, mesh, master, arch):
+    saved.get(pool, origin, on(arch, ["none", *RECIPES]))
+    pairs = [pair for pair in PAIRS if on(arch, list(pair)) == list(pair)]
+    where = {"directory": saved.directory, "name": origin, "pairs": pairs, "master": master}
     for outcomes in run_body(pool, formats.convert_formats, mesh, **where):
-        for pair in PAIRS:
+        for pair in pairs:
             outcome = outcomes["-".join(pair)]
             assert outcome["wrong"] == [], pair
             assert len(outcome["converted"]) >= 4
@@ -107,18 +124,16 @@ def test_a_scale_per_shard_is_caught(pool, saved, recipe):
 
 
 @pytest.mark.ranks(4)
-def test_main_weights_are_the_truth(pool):
+def test_main_weights_are_the_truth(pool, arch):
     """Quantizing the main weights again gives the bytes that the optimizer's step had left, in every format."""
-    for recipe, outcomes in {
-        r: run_body(pool, formats.main_weights_are_the_truth, "dp2xtp2", recipe=r) for r in RECIPES
-    }.items():
-        for outcome in outcomes:
+    for recipe in on(arch, RECIPES):
+        for outcome in run_body(pool, formats.main_weights_are_the_truth, "dp2xtp2", recipe=recipe):
             assert outcome["wrong"] == [], recipe
             assert outcome["tensors"] >= 8, recipe
 
 
 def test_delayed_state_that_does_not_fit(pool, tmp_path):
-    outcome = pool.run(formats.delayed_state_that_does_not_fit, 1, directory=str(tmp_path))[0]
+    outcome = pool.run(format_cases.delayed_state_that_does_not_fit, 1, directory=str(tmp_path))[0]
     assert (
         "4 with another recipe (attention.qkv: fp8_format: saved HYBRID, model has E4M3" in outcome["refused"]
     )
@@ -126,3 +141,17 @@ def test_delayed_state_that_does_not_fit(pool, tmp_path):
     assert outcome["wrong"] == []
     (note,) = outcome["notes"]
     assert "delayed-scaling state of 3 module(s) not in the checkpoint: histories begin anew" in note
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_that_cuts_through_blocks(pool, tmp_path, arch):
+    """Each rank reads the blocks that cover its rows, of both halves of the gated fc1, and drops what is not its."""
+    where = {"directory": str(tmp_path), "recipes": on(arch, ["mxfp8", "nvfp4", "current"])}
+    pool.run(format_cases.cut_blocks, 1, axes={"dp_shard": 1}, save=True, **where)
+    for axes in ({"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 3, "tp": 1}):
+        results = pool.run(format_cases.cut_blocks, math.prod(axes.values()), axes=axes, save=False, **where)
+        for recipe in where["recipes"]:
+            assert sum(outcomes[recipe]["cut"] for outcomes in results) > 0
+            for outcomes in results:
+                assert outcomes[recipe]["wrong"] == [], (axes, recipe)
+                assert set(outcomes[recipe]["converted"]) == {"mlp.fc1_weight", "mlp.fc2_weight"}

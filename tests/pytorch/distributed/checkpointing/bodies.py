@@ -188,7 +188,6 @@ def load_elsewhere(
     directory: str,
     route: str,
     *,
-    spoil: str = "",
     train: bool = True,
 ) -> dict[str, Any]:
     """Load what another mesh saved; compare logical values bit for bit, train on.
@@ -198,16 +197,11 @@ def load_elsewhere(
         axes: This mesh.
         directory: Where `save_for_others` wrote.
         route: Which of its checkpoints.
-        spoil: Negative control: "plain" for stacked rows loaded as if they were plain, "skip" for no load.
         train: Whether to train on.
     """
     run = Run(case, axes, seed=1)
     run.position = BEFORE
-    if spoil == "plain":
-        with rows_taken_as_plain(run):
-            load_through(route, run, f"{directory}/{route}")
-    elif spoil != "skip":
-        load_through(route, run, f"{directory}/{route}")
+    load_through(route, run, f"{directory}/{route}")
     expected = torch.load(f"{directory}/expected.pt", weights_only=True)
     wrong = differing(expected, logical_state(run))
     return {"wrong": wrong, "tensors": len(expected), "losses": run.steps(AFTER if train else 0)}

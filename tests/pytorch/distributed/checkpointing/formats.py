@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,91 +240,3 @@ def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, A
             same = torch.equal(component.tensor, before[component.name])
             wrong += [] if same else [f"{owned.fqn}:{component.name}"]
     return {"wrong": wrong, "tensors": count}
-
-
-def link(
-    axes: dict[str, int] | None, directory: str, recipe: str, position: int, *, spoil: bool = False
-) -> dict[str, Any]:
-    """One link of a chain of meshes: load what the last one saved, compare every value, train, save for the next.
-
-    Args:
-        axes: This mesh.
-        directory: Where the chain lies.
-        recipe: Format of the weights.
-        position: Number of links before; 0 begins the chain.
-        spoil: Negative control: nothing is loaded.
-
-    Returns:
-        What differs after the load, number of values compared, losses of `AFTER` steps.
-    """
-    import te_fsdp
-
-    run = QuantizedTraining(recipe, axes, seed=position)
-    wrong: list[str] = []
-    count = 0
-    if position:
-        path = f"{directory}/{recipe}-{position - 1}"
-        if not spoil:
-            loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer, verify=True)
-            assert loaded == {"position": position * AFTER} and not loaded.left and not loaded.converted
-        wrong, count = differing(run, torch.load(f"{path}.pt", weights_only=True))
-        run.position = position * AFTER
-    losses = run.steps(AFTER)
-    path = f"{directory}/{recipe}-{position}"
-    te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra={"position": run.position})
-    expected = {label: together(label, value, info) for label, value, info in shards(run)}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(expected, f"{path}.pt")
-    return {"wrong": wrong, "tensors": count, "losses": losses}
-
-
-def uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
-    """Losses of training that is never interrupted."""
-    return QuantizedTraining(recipe, axes, seed=0).steps(links * AFTER)
-
-
-def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
-    """Delayed scaling of other FP8 formats, and none at all: an error, or a statement and scales that fit the bytes."""
-    import json
-
-    import te_fsdp
-    from te_fsdp import _te, _torch
-    from te_fsdp.checkpoint.manifest import read_manifest, write_manifest
-
-    axes = {"dp_shard": 1}
-    run = QuantizedTraining("delayed", axes, seed=0)
-    run.steps(BEFORE)
-    te_fsdp.checkpoint.save(f"{directory}/step", run.model, run.optimizer)
-    other = QuantizedTraining("delayed", axes, seed=1)
-    other.steps(1)
-    for module in other.model.modules():
-        for state in (_te.delayed_states(module) or {}).values():
-            state.recipe = type(state.recipe)(fp8_format=_te_format("E4M3"), amax_history_len=4)
-    try:
-        te_fsdp.checkpoint.load(f"{directory}/step", other.model, other.optimizer)
-        refused = ""
-    except te_fsdp.CheckpointError as error:
-        refused = str(error)
-    left = te_fsdp.checkpoint.load(
-        f"{directory}/step", other.model, other.optimizer, allow=["mlp", "attention.*"]
-    )
-    # A checkpoint that never had the state.
-    manifest = read_manifest(Path(directory, "step"))
-    manifest.delayed = {}
-    write_manifest(Path(directory, "step"), manifest)
-    fresh = QuantizedTraining("delayed", axes, seed=1)
-    loaded = te_fsdp.checkpoint.load(f"{directory}/step", fresh.model, fresh.optimizer)
-    wrong = []
-    for (name, a), b in zip(run.model.named_parameters(), fresh.model.parameters(), strict=True):
-        ours, theirs = _torch.local_of(a), _torch.local_of(b)
-        if _te.is_quantized(ours):
-            scale = 1.0 / ours.get_metadata()["fp8_scale_inv"].reshape(())
-            same = torch.equal(ours.dequantize(), theirs.dequantize())
-            wrong += [] if same and torch.equal(scale, _te.quantizer_of(theirs).scale) else [name]
-    return {"refused": refused, "left": json.dumps(left.left), "notes": loaded.notes, "wrong": wrong}
-
-
-def _te_format(name: str) -> Any:
-    from transformer_engine.common.recipe import Format
-
-    return Format[name]

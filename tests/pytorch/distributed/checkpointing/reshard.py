@@ -44,7 +44,12 @@ def save_all(axes: dict[str, int] | None, directory: str, name: str) -> dict[str
 
 
 def load_all(
-    axes: dict[str, int] | None, directory: str, names: list[str], *, spoil: bool = False
+    axes: dict[str, int] | None,
+    directory: str,
+    names: list[str],
+    train: list[str],
+    *,
+    spoil: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Load what each of the other meshes saved, one after the other, into one model that is trained in between.
 
@@ -52,6 +57,7 @@ def load_all(
         axes: This mesh.
         directory: Where `save_all` wrote.
         names: Of the meshes to load.
+        train: Those after which to train on.
         spoil: Negative control: stacked rows are loaded as if they were plain.
 
     Returns:
@@ -70,7 +76,7 @@ def load_all(
             expected = torch.load(f"{path}.pt", weights_only=True)
             run.position = BEFORE
             wrong, count = compare(run, expected)
-            losses = run.steps(0 if spoil else AFTER)
+            losses = run.steps(AFTER if name in train else 0)
             outcomes[f"{name}-{dtype}"] = {"wrong": wrong, "tensors": count, "losses": losses}
     return outcomes
 

@@ -1,0 +1,53 @@
+"""Bodies: a run that moves from mesh to mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.bodies import together
+from checkpointing.format_models import QuantizedTraining
+from checkpointing.formats import AFTER, differing, shards
+
+
+def link(
+    axes: dict[str, int] | None, directory: str, recipe: str, position: int, *, spoil: bool = False
+) -> dict[str, Any]:
+    """One link of a chain of meshes: load what the last one saved, compare every value, train, save for the next.
+
+    Args:
+        axes: This mesh.
+        directory: Where the chain lies.
+        recipe: Format of the weights.
+        position: Number of links before; 0 begins the chain.
+        spoil: Negative control: nothing is loaded.
+
+    Returns:
+        What differs after the load, number of values compared, losses of `AFTER` steps.
+    """
+    import te_fsdp
+
+    run = QuantizedTraining(recipe, axes, seed=position)
+    wrong: list[str] = []
+    count = 0
+    if position:
+        path = f"{directory}/{recipe}-{position - 1}"
+        if not spoil:
+            loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer, verify=True)
+            assert loaded == {"position": position * AFTER} and not loaded.left and not loaded.converted
+        wrong, count = differing(run, torch.load(f"{path}.pt", weights_only=True))
+        run.position = position * AFTER
+    losses = run.steps(AFTER)
+    path = f"{directory}/{recipe}-{position}"
+    te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra={"position": run.position})
+    expected = {label: together(label, value, info) for label, value, info in shards(run)}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(expected, f"{path}.pt")
+    return {"wrong": wrong, "tensors": count, "losses": losses}
+
+
+def uninterrupted(axes: dict[str, int], recipe: str, links: int) -> list[float]:
+    """Losses of training that is never interrupted."""
+    return QuantizedTraining(recipe, axes, seed=0).steps(links * AFTER)

@@ -1,0 +1,11 @@
+"""How much of the large products runs: a part by default, all of it on GPUs and with `--matrix full`."""
+
+from __future__ import annotations
+
+import pytest
+from harness import devices
+
+
+def is_full(config: pytest.Config) -> bool:
+    """Whether to run the whole product."""
+    return devices.device_type() == "cuda" or config.getoption("--matrix", "covering") == "full"
