@@ -130,16 +130,6 @@ def test_grouped_linear(pool, recipe, quantized):
     check(pool.run(bodies.training, 4, **options), recipe, quantized)
 
 
-@pytest.mark.parametrize("mesh", _meshes(DP2_TP2, HSDP_TP, TP2))
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_shards_are_the_quantized_main_weight(pool, recipe, mesh):
-    dp_replicate, tp, ranks = mesh
-    results = pool.run(
-        bodies.main_weights, ranks, kind="mlp_swiglu", recipe=recipe, dp_replicate=dp_replicate, tp=tp
-    )
-    assert results == [2 * bodies.STEPS] * ranks
-
-
 @pytest.mark.ranks(4)
 def test_a_scale_per_rank_is_caught(pool):
     """Negative control: without the weight mesh the ranks' scales would differ, and no rank gathers them."""

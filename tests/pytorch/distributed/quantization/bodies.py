@@ -83,29 +83,6 @@ def training(
     return outcome
 
 
-def main_weights(kind: str, recipe: str, dp_replicate: int, tp: int, *, hidden: int = 256) -> int:
-    """After init and after every step the shards are, bit for bit, the parts of the quantized gathered main
-    weight.
-
-    Returns:
-        Number of weights compared.
-    """
-    import te_fsdp
-
-    meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
-    model = _initialised(kind, recipe, True, hidden, "meta", **meshes.te_kwargs())
-    te_fsdp.fully_shard(model, meshes)
-    te_fsdp.materialize(model, seed=SEED)
-    step = Stepper(model, recipe, meshes, False)
-    compared, batch = 0, batch_of(hidden)
-    for _ in range(STEPS):
-        step(*batch)
-        for module, name, parameter in quantized_weights(model):
-            main = step.optimizer.state[parameter]["master_param"]
-            compared += _same_as_quantized(module, name, parameter, main)
-    return compared
-
-
 def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Owner, name and parameter of every quantized weight."""
     from te_fsdp import _te, _torch
@@ -155,32 +132,6 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
     if count:
         checks.require(count)
     return count
-
-
-def _same_as_quantized(module: nn.Module, name: str, parameter: torch.Tensor, main: torch.Tensor) -> int:
-    """One process' quantization of the gathered main weight equals the shard on every rank."""
-    from te_fsdp import _te, _torch
-    from te_fsdp.modules.shards import shard_info
-
-    info = shard_info(module, name, parameter)
-    gathered = torch.zeros(info.original_shape, device=harness.device())
-    local_main = _torch.local_of(main)
-    for box in info.boxes:
-        gathered[box.original_slices()] = local_main[box.local_slices()]
-    # Replicas hold the same values, so that the maximum of value and minus the minimum together put pieces in
-    # place.
-    positive, negative = gathered.clamp(min=0), (-gathered).clamp(min=0)
-    for part in (positive, negative):
-        dist.all_reduce(part, op=dist.ReduceOp.MAX)
-    quantizer = _te.quantizer_of(_torch.local_of(parameter)).copy()
-    quantizer.set_usage(rowwise=True, columnwise=True)
-    alone = quantizer(positive - negative).dequantize(dtype=torch.float32)
-    shard = _torch.local_of(parameter).dequantize(dtype=torch.float32)
-    checks = harness.Comparisons()
-    for box in info.boxes:
-        checks.same_bits(name, shard[box.local_slices()], alone[box.original_slices()])
-    checks.require(1)
-    return 1
 
 
 class Stepper:

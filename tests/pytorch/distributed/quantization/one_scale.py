@@ -110,6 +110,7 @@ def training(
         reduce_over_fsdp_only(model, meshes)
     step = Stepper(model, recipe_of(recipe.removesuffix(", longer")), meshes, False)
     te_fsdp.main_weights(model, step.optimizer)
+    same_beginning(model, step.optimizer, oracle)
     batch = batch_of(WIDTH.get(recipe, HIDDEN))
     for number in range(STEPS):
         step(*batch)
@@ -121,6 +122,16 @@ def training(
         counts["steps"] += compare(model, oracle, f"step {number + 1}")
     counts["gathered"] = compare_unsharded(model, oracle)
     return counts
+
+
+def same_beginning(model: nn.Module, optimizer: Any, oracle: nn.Module) -> None:
+    """Main weights begin at the values that the stock model was drawn with, and these are no longer kept."""
+    checks, drawn = harness.Comparisons(), dict(oracle.named_parameters())
+    for name, module, own, parameter in named_weights(model):
+        main = gathered(module, own, optimizer.state[parameter]["master_param"])
+        checks.same_bits(f"main weight of {name}", main, drawn[name].get_high_precision_init_val().float())
+        assert not hasattr(parameter._local_tensor, "_high_precision_init_val")
+    checks.require(2)
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
