@@ -48,6 +48,7 @@ class Manifest:
         extra: The user's values; tensors in it are references to DCP keys, values per rank are lists.
         files: Per file of the directory: bytes and CRC-32.
         extra_states: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty.
+        tied: Further names of parameters and buffers, with the first name, under which they are stored.
         format_version: :data:`FORMAT_VERSION`.
     """
 
@@ -61,6 +62,7 @@ class Manifest:
     extra: dict[str, Any]
     files: dict[str, list[int]] = field(default_factory=dict)
     extra_states: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 

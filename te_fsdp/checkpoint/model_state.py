@@ -44,6 +44,7 @@ __all__ = [
     "reset_delayed",
     "share_newest_amax",
     "shorten",
+    "tied_names",
 ]
 
 
@@ -171,8 +172,19 @@ def shorten(names: list[str], most: int = 5) -> str:
 def modules_with_extra_state(model: nn.Module) -> list[str]:
     """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
     stock = torch.nn.Module.get_extra_state
-    found = [prefix for prefix, module in model.named_modules() if type(module).get_extra_state is not stock]
-    return [clean_name("", prefix) for prefix in found]
+    modules = model.named_modules(remove_duplicate=False)
+    return [clean_name("", prefix) for prefix, m in modules if type(m).get_extra_state is not stock]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers, each with the first name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) != name:
+                tied[clean_name("", name)] = clean_name("", first[id(tensor)])
+    return tied
 
 
 # --- delayed scaling

@@ -29,6 +29,7 @@ from te_fsdp.checkpoint.model_state import (
     modules_with_extra_state,
     share_newest_amax,
     shorten,
+    tied_names,
 )
 from te_fsdp.checkpoint.optimizer_state import OptimizerState, check_scaled_state, optimizer_state
 from te_fsdp.checkpoint.progress import bytes_bar
@@ -183,6 +184,7 @@ def _prepare(
         optimizer=collected.optimized.described if collected.optimized else None,
         extra=collected.extra,
         extra_states=modules_with_extra_state(model),
+        tied=tied_names(model),
     )
     try:
         return plan_writing(ranks, temporary, collected.entries(ranks.rank)), manifest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 all is well, 1 a problem was found, 2 the command line is wrong.
     """
+    if arguments is None:
+        _give_freed_memory_back()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _GROUPS:
         return importlib.import_module(_GROUPS[words[0]][0]).main(words[1:])
@@ -35,3 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"te-fsdp: no group {words[0]!r}", "", *lines]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+def _give_freed_memory_back() -> None:
+    """Have the C library return each large block when it is freed. For a process that is ours alone.
+
+    glibc begins to keep blocks as large as those that were freed once. With the small objects that DCP keeps in
+    between, a conversion would then take new memory for every block that is computed.
+    """
+    threshold = -3  # M_MMAP_THRESHOLD in malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(threshold, 1 << 20)

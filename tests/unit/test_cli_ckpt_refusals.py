@@ -287,13 +287,14 @@ def peak():
 
 def convert(source, target, *way):
     before = peak()
-    assert main(["ckpt", "convert", source, target, *way, "--check", "sizes", "--json"]) == 0
+    sys.argv[1:] = ["ckpt", "convert", source, target, *way, "--check", "sizes", "--json"]
+    assert main() == 0
     return peak() - before
 
 folder = sys.argv[1]
 for source in ("small", "big"):
     files = [f"{folder}/{source}{suffix}" for suffix in ("", ".pt", "-2", ".safetensors")]
-    ways = (files[:2], [*files[1:3], "--to", "checkpoint"], files[2:])
+    ways = (files[:2], [*files[1:3], "--to", "checkpoint", "--dtype", "float16"], files[2:])
     grown = [convert(*words) for words in ways]
 lazy.Lazy.blocks = lambda self: iter([(0, self.height)])
 grown.append(convert(files[0], files[1], "--force"))

@@ -216,6 +216,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     keys = {
         name.removeprefix(_OTHER) if name.startswith(_OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
+        if name.partition(":")[0] not in manifest.tied
     }
     contents = Contents(path, kind, manifest, keys)
     wanted = {f"model.{n}" for n in contents.names if manifest.parameters.get(n, {}).get("format") is None}

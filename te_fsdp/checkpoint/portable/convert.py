@@ -193,6 +193,9 @@ def write_pt(
 def _state_dict(contents: Contents) -> dict[str, Lazy]:
     tensors = {k: t for k, t in contents.tensors.items() if k.startswith("model.")}
     state: dict[str, Lazy] = {portable_name(key): tensor for key, tensor in tensors.items()}
+    for name, first in contents.manifest.tied.items():
+        same = {k: t for k, t in state.items() if k.partition(":")[0] == first}
+        state |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
     for module in contents.manifest.extra_states:
         state[f"{module}._extra_state".lstrip(".")] = InMemory(torch.empty(0, dtype=torch.uint8))
     return state

@@ -218,6 +218,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             place = (value.offset, value.start, value.shape, value.stride, value.dtype)
             if first.setdefault(place, name) != name:
                 contents.notes.append(f"{name}: tied to {first[place]}, stored once")
+                manifest.tied[name] = first[place]
                 continue
         if isinstance(value, _WithParts):
             _add_quantized(contents, name, value)

@@ -37,12 +37,19 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
     Raises:
         CheckpointError: A tensor cannot be read.
     """
+    gaps: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
+
+    def gap_of(tensor: Lazy) -> torch.Tensor:
+        return gaps.setdefault(id(tensor), _torch.without_data(tensor.shape, tensor.dtype))
+
     with serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(_map(objects, lambda t: _torch.without_data(t.shape, t.dtype)), path)
+        torch.save(_map(objects, gap_of), path)
     with path.open("rb") as stream:
         written = read_objects(stream, str(path))
     with path.open("r+b") as file:
         for tensor, gap in zip(_leaves(objects), _leaves(written), strict=True):
+            if gaps.pop(id(tensor), None) is None:
+                continue
             file.seek(_torch.storage_offset(gap))
             for block in as_bytes(tensor):
                 file.write(block)
