@@ -17,6 +17,9 @@ from tests.conformance.check import difference, differences
 from tests.conformance.inputs import Env
 
 GOLDEN = Path(__file__).with_name("golden.xz")
+#: Cases added after the recording, which the next one brings: plain activations apart from their bias gradients,
+#: transposes with `out` named, grouped products in fp32, whole main weights, histories of unused tensors.
+LATER = 73
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,10 @@ def _must_raise(case: Case, env: Env) -> list[str]:
 
 
 def test_every_recorded_result_has_its_case(recorded):
-    assert set(recorded) <= {case.name for case in every_case()}
+    names = {case.name for case in every_case()}
+    assert set(recorded) <= names
+    # Exactly, so that no case drops out of the comparison unseen.
+    assert len(names - set(recorded)) == LATER, sorted(names - set(recorded))
 
 
 def _flipped(tensor: torch.Tensor) -> torch.Tensor:
