@@ -142,7 +142,8 @@ def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | No
             expected = _expected(block, count, dim)
             why = f"One scale spans {block} rows or columns; a cut through a block has no right scale"
         got = f"{rows} rows and {columns} columns"
-    fix = f"{_nearest_grid(everyone, grid)}, or {_nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))}, or high-precision weights"
+    shape = _nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))
+    fix = f"{_nearest_grid(everyone, grid)}, or {shape}, or high-precision weights"
     return message(what, expected=expected, got=got, why=why, fix=fix)
 
 

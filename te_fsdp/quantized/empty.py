@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["mend_empty", "share_scale"]
+__all__ = ["mend_empty", "share_scale", "take_delayed_scale"]
 
 _MENDED = "_te_fsdp_mends_empty"
 
@@ -82,6 +82,15 @@ def _with_group(quantizer: Any, group: Any) -> Any:
     new = quantizer.copy()
     new.with_amax_reduction, new.amax_reduction_group = group is not None, group
     return new
+
+
+def take_delayed_scale(local: torch.Tensor) -> None:
+    """Give an empty delayed-scaling shard the scale with which an update has just quantized the others.
+
+    Local operation: the ranks of a weight have the same scale and history. Nothing to do for shards with rows.
+    """
+    if local.numel() == 0:
+        _scale(local).copy_(_te.quantizer_of(local).scale.reciprocal())
 
 
 def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:

@@ -23,6 +23,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.amax_mark import reduce_newest_amax
+from te_fsdp.quantized.empty import take_delayed_scale
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -98,7 +99,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    delayed = [local for _, _, local in quantized_parameters(optimizer) if _te.has_delayed_scale(local)]
-    for local in delayed:
+    delayed = [(p, local) for _, p, local in quantized_parameters(optimizer) if _te.has_delayed_scale(local)]
+    for parameter, local in delayed:
         _te.forget_transpose(local)
-    reduce_newest_amax(delayed)
+        if parameter.requires_grad:
+            take_delayed_scale(local)
+    reduce_newest_amax(local for _, local in delayed)

@@ -154,3 +154,28 @@ def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
             assert outcome["error"] == "PrecisionError" and "use te_fsdp.fully_shard" in outcome["text"]
         else:
             assert outcome == {"error": "", "text": "", "compared": 2}
+
+
+@pytest.mark.ranks(5)
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "middle", "here", "there"),
+    [
+        ("current", 48, 16, (5, 1), (2, 1)),  # uneven and empty shards to even ones
+        ("delayed", 48, 16, (5, 1), (2, 1)),
+        ("mxfp8", 128, 96, (2, 1), (1, 1)),  # columns to the whole
+        ("mxfp8", 96, 256, (4, 2), (3, 1)),  # columns cut by tp and by FSDP2 to rows
+        ("block", 320, 256, (2, 1), (1, 1)),  # a short last block
+        (
+            "nvfp4",
+            64,
+            48,
+            (2, 1),
+            (3, 1),
+        ),  # columns of the first, rows of the second; then the other way round
+    ],
+)
+def test_checkpoints_of_odd_cuts(pool, tmp_path, recipe, hidden, middle, here, there):
+    """To the same mesh and to another: logical values bit for bit, optimizer state too."""
+    shape = {"recipe": recipe, "hidden": hidden, "middle": middle, "directory": str(tmp_path)}
+    assert min(pool.run(alignment.saved, here[0], tp=here[1], **shape)) >= 8
+    assert min(pool.run(alignment.loaded, there[0], tp=there[1], **shape)) >= 8

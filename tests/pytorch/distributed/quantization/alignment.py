@@ -299,3 +299,58 @@ def on_the_device(recipe: str) -> dict[str, Any]:
     compared = _initial_weights_agree(model, reference)
     _gathered_weights_agree(model)
     return {"error": "", "text": "", "compared": compared}
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def saved(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1) -> int:
+    """Train, save, and load into a model with another initialisation on the same mesh.
+
+    The logical state goes to ``directory`` too, for :func:`loaded`.
+
+    Returns:
+        Number of tensors compared bit for bit.
+    """
+    from checkpointing.bodies import logical_state
+
+    import te_fsdp
+
+    run = _trained(recipe, hidden, middle, tp, steps=2)
+    te_fsdp.checkpoint.save(f"{directory}/checkpoint", run.model, run.optimizer)
+    state = logical_state(run)
+    if dist.get_rank() == 0:
+        torch.save(state, f"{directory}/state.pt")
+    dist.barrier()
+    return loaded(recipe, hidden, middle, directory, tp=tp)
+
+
+def loaded(recipe: str, hidden: int, middle: int, directory: str, *, tp: int = 1) -> int:
+    """Load on this mesh what :func:`saved` saved on another; the same logical values, and training goes on."""
+    from checkpointing.bodies import logical_state
+
+    import te_fsdp
+
+    run = _trained(recipe, hidden, middle, tp, steps=1, seed=99)
+    te_fsdp.checkpoint.load(f"{directory}/checkpoint", run.model, run.optimizer)
+    expected, checks = torch.load(f"{directory}/state.pt"), harness.Comparisons()
+    for name, value in logical_state(run).items():
+        if name in expected and value.shape == expected[name].shape and value.numel() > 1:
+            checks.same_bits(name, value, expected[name])
+    checks.require(8)  # two weights and two biases, main weights and moments of the weights
+    assert 0 < run(*_batch(hidden, run.meshes.size("dp_shard"))) < 10
+    _gathered_weights_agree(run.model)
+    return checks.real
+
+
+def _trained(recipe: str, hidden: int, middle: int, tp: int, *, steps: int, seed: int = bodies.SEED) -> Any:
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
+    model = pair(recipe, hidden, middle, "meta", **meshes.te_kwargs())
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=seed)
+    run = bodies.Stepper(model, recipe, meshes, False)
+    for _ in range(steps):
+        run(*_batch(hidden, meshes.size("dp_shard")))
+    return run
