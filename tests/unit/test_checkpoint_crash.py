@@ -18,6 +18,8 @@ from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.errors import CheckpointError
 
 SCRIPT = Path(__file__).with_name("crash_worker.py")
+#: The te_fsdp of this tree, whichever is installed.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
 SEED = int(os.environ.get("TE_FSDP_CRASH_SEED", "20"))
 #: Half of them of synchronous saves, half of asynchronous ones.
 TRIALS = int(os.environ.get("TE_FSDP_CRASH_TRIALS", "40"))
@@ -36,8 +38,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """Directories of jobs that were killed, and what is known of each."""
     directory = tmp_path_factory.mktemp("killed")
     command = [sys.executable, str(SCRIPT), str(directory), str(SEED), str(TRIALS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     texts = "\n".join(path.read_text() for path in directory.glob("*.txt"))
     assert ran.returncode == 0, f"seed {SEED}: {ran.stderr}\n{texts}"
     return directory, [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -132,7 +133,7 @@ for instant in instants:
 def test_killed_at_the_steps_of_a_commit(tmp_path: Path) -> None:
     """The few instants that random moments seldom hit."""
     command = [sys.executable, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
-    ran = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
     for instant in INSTANTS:
         where, whole = tmp_path / instant, instant == "before the files go"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import subprocess
@@ -174,9 +175,10 @@ handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchr
 print("running", not handle.done(), flush=True)
 raise SystemExit(3)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    # The te_fsdp of this tree, whichever is installed.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 3 and ran.stdout.count("running True") == 2, ran.stderr
     checkpoint.verify(tmp_path / "a")
     assert "saving a" in ran.stderr
