@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.manifest import checksum, write_manifest
-from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
@@ -199,11 +198,3 @@ def _state_dict(contents: Contents) -> dict[str, Lazy]:
     for module in contents.manifest.extra_states:
         state[f"{module}._extra_state".lstrip(".")] = InMemory(torch.empty(0, dtype=torch.uint8))
     return state
-
-
-def describe_dtypes(contents: Contents) -> Mapping[str, int]:
-    """Number of tensors of each dtype, for reports."""
-    counts: dict[str, int] = {}
-    for tensor in contents.tensors.values():
-        counts[dtype_name(tensor.dtype)] = counts.get(dtype_name(tensor.dtype), 0) + 1
-    return counts
