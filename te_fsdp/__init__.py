@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from te_fsdp.errors import TeFsdpError as TeFsdpError
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
+    from te_fsdp.modules.copies import broadcast_params as broadcast_params
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.main_weights import main_weights as main_weights
@@ -39,6 +40,7 @@ _HOMES = {
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
+    "broadcast_params": "te_fsdp.modules.copies",
     "check_optimizer": "te_fsdp.sharding.optimizer",
     "main_weights": "te_fsdp.sharding.main_weights",
     # errors

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["LABEL", "Binding", "binding_of"]
+__all__ = ["COPY", "LABEL", "Binding", "binding_of"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
 #: Attribute of a bound parameter that may be quantized: its full name. Optimizers see parameters alone.
 LABEL = "_te_fsdp_label"
+#: Attribute of a bound parameter that every tensor-parallel rank holds whole.
+COPY = "_te_fsdp_copy"
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Binding:
         have = parameter.__dict__
         if name in self.rules and self.rules[name].quantizable:
             setattr(parameter, LABEL, self.label(name))
+        if self.tp_mesh is not None and name in self.rules and self.rules[name].shard_dim is None:
+            setattr(parameter, COPY, True)
         for key, value in self.attributes.get(name, {}).items():
             if key not in have:
                 setattr(parameter, key, value)

@@ -62,8 +62,8 @@ def _drifted(differing: dict[str, set[tuple[int, int]]]) -> str:
         expected="equal values on all ranks",
         got="differing ones",
         why="The files hold one of them, and the others would be lost",
-        fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; load the last "
-        "checkpoint from before the ranks drifted apart",
+        fix="te_fsdp.broadcast_params(model, optimizer) makes them equal again; find out what wrote them rank by rank, "
+        "or which optimizer is not one of torch's",
     )
 
 

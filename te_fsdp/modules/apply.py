@@ -14,6 +14,7 @@ from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message
 from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.classes import bound_class
+from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree, quantizable
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
@@ -73,6 +74,8 @@ def set_device_mesh(
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, tp_mesh, weight_mesh, replaced)
+    if tp_mesh is not None:
+        watch_copies()
     if _te.is_loaded():
         mend_hooks()
         watch_steps()

@@ -21,7 +21,7 @@ from te_fsdp.errors import PlacementError, PrecisionError, message
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
-# An axis over which parts of one tensor are spread: the global ranks of its process group, and the group.
+# An axis of a mesh: the global ranks of its process group.
 _Axis = tuple[int, ...]
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this, so that a norm of zero does no harm.
 _MARGIN = 1e-6
@@ -38,8 +38,8 @@ def clip_grad_norm_(
 
     The value is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, summed in float32.
 
-    Collective: one all-reduce of a few floats per mesh axis over which any parameter is cut. Call it on all ranks
-    with the same parameters in the same order; a rank may lack gradients or hold empty shards.
+    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on. Call it on all ranks with
+    the same parameters in the same order; a rank may lack gradients or hold empty shards.
 
     Args:
         parameters: A model, or its parameters: DTensors on any meshes and plain tensors, which count as replicated.
@@ -90,10 +90,9 @@ def grad_norm(
     groups: dict[_Axis, dist.ProcessGroup] = {}
     for parameter in chosen:
         # By the parameter and not by its gradient, which a rank may lack: all ranks must meet in the same collectives.
-        axes = _axes_of(parameter, groups)
+        gradients = spread.setdefault(_axes_of(parameter, groups), [])
         _check_reduced(parameter)
-        gradients = spread.setdefault(axes, [])
-        if parameter.grad is not None:
+        if parameter.grad is not None and _counts(parameter):
             gradients.append(_torch.local_of(parameter.grad))
     device = _torch.local_of(chosen[0]).device if chosen else torch.device("cpu")
     if not spread:
@@ -120,17 +119,31 @@ def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Seq
 
 
 def _axes_of(parameter: torch.Tensor, groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
-    """The axes over which a parameter is cut; adds their process groups to ``groups``."""
+    """The axes of a parameter's mesh, those that copy it included; adds their process groups to ``groups``."""
     if not isinstance(parameter, DTensor):
         return ()
     axes = []
-    for axis, placement in enumerate(parameter.placements):
-        if _torch.shard_dim_of(placement) is not None and parameter.device_mesh.size(axis) > 1:
+    for axis in range(parameter.device_mesh.ndim):
+        if parameter.device_mesh.size(axis) > 1:
             group = parameter.device_mesh.get_group(axis)
             ranks = tuple(dist.get_process_group_ranks(group))
             groups.setdefault(ranks, group)
             axes.append(ranks)
     return tuple(axes)
+
+
+def _counts(parameter: torch.Tensor) -> bool:
+    """Whether this rank's part of the gradient counts: of several copies the first, so that all ranks get one result.
+
+    The copies of a gradient may differ by rounding (see ``modules/copies.py``).
+    """
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return all(
+        place == 0 or not placement.is_replicate()
+        for place, placement in zip(coordinate, parameter.placements, strict=True)
+    )
 
 
 def _check_reduced(parameter: torch.Tensor) -> None:

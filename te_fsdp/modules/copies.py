@@ -1,0 +1,124 @@
+"""Parameters that every tensor-parallel rank holds whole, kept equal to the bit.
+
+Without sequence parallelism each tp rank computes the whole gradient of norms, row-parallel biases and foreign
+modules from the same numbers. On a GPU the results are not always the same: some kernels add in whatever order their
+blocks finish (measured on an H200: torch's embedding backward in fp32 gave 200 results in 200 runs; row-parallel
+biases of TE drifted apart within two steps). The difference is rounding, but the copies never meet again, and a
+checkpoint could hold one of them only.
+
+Before every optimizer step the ranks therefore take over the gradients of the first tp rank: one broadcast of all
+small ones together, after FSDP2 has reduced and cut them. Optimizers work element by element, so that parameters and
+states stay equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import COPY
+from te_fsdp.quantized.components import components_of, finish_writing
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["broadcast_params", "take_over_gradients", "watch_copies"]
+
+#: Larger tensors travel alone: packing them would cost more memory than their broadcast costs time.
+LARGE = 1 << 20
+
+
+@functools.cache
+def watch_copies() -> None:
+    """Take over gradients before every optimizer step from now on; later calls do nothing."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    take_over_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+
+@torch.no_grad()
+def take_over_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
+
+    Collective over tp where there are such gradients: one broadcast per dtype, and one per tensor of more than
+    :data:`LARGE` elements. Looks only at parameters that te_fsdp has bound; shapes are those of this rank's shards.
+
+    Args:
+        parameters: In the same order, and with gradients for the same ones, on all tp ranks.
+    """
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.__dict__.get(COPY) or not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+            if gradient is not None and mesh.size(mesh.ndim - 1) > 1:
+                # FSDP2 puts its axes before the one that was there.
+                found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(_torch.local_of(gradient))
+    for group, gradients in found.items():
+        _broadcast(gradients, group)
+
+
+def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+
+    Mends copies that have drifted apart, over tp or ``dp_replicate``: after an optimizer that is not one of torch's
+    (te_fsdp keeps copies equal through torch's optimizer hooks), or after values that were written rank by rank.
+
+    Collective over every axis along which a parameter is replicated: call on all ranks.
+
+    Args:
+        model: The sharded model.
+        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+    """
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+    quantized = []
+    for parameter in parameters:
+        local = _torch.local_of(parameter)
+        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+        shapes = (parameter.shape, local.shape)
+        tensors = list(_buffers(local))
+        tensors += [_torch.local_of(s) for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        quantized += [local] if _te.is_quantized(local) else []
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+                found.setdefault(parameter.device_mesh.get_group(axis), []).extend(tensors)
+    with torch.no_grad():
+        for group, tensors in found.items():
+            _broadcast(tensors, group)
+    for local in quantized:
+        finish_writing(local)
+
+
+def _buffers(local: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What holds a local tensor's value: itself, or the buffers of a quantized one."""
+    if _te.is_quantized(local):
+        yield from (component.tensor for component in components_of(local, "broadcast_params"))
+    else:
+        yield local
+
+
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """From the group's first rank into all others' tensors, in place."""
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > LARGE and tensor.is_contiguous():
+            dist.broadcast(tensor, group=group, group_src=0)
+        elif tensor.numel():
+            small.setdefault(tensor.dtype, []).append(tensor)
+    for several in small.values():
+        packed = torch.cat([tensor.reshape(-1) for tensor in several])
+        dist.broadcast(packed, group=group, group_src=0)
+        for tensor, values in zip(several, packed.split([t.numel() for t in several]), strict=True):
+            tensor.copy_(values.view(tensor.shape))

@@ -1,0 +1,28 @@
+"""Tensor-parallel ranks hold some parameters whole: their copies stay equal although kernels do not add alike."""
+
+from __future__ import annotations
+
+import pytest
+from parity import copies
+
+DP2_TP2 = {"dp_shard": 2, "tp": 2}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+@pytest.mark.parametrize(
+    ("axes", "wrap"), [(DP2_TP2, "te_fsdp"), ({"dp_shard": 1, "tp": 4}, "tp")], ids=["dp2xtp2", "tp4"]
+)
+def test_copies_stay_equal(pool, axes, wrap, optimizer):
+    for outcome in pool.run(copies.training, 4, axes=axes, optimizer=optimizer, wrap=wrap):
+        assert len(outcome["whole"]) > 20
+        assert outcome["differ"] == []
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_without_care_they_drift_apart(pool, optimizer):
+    """Negative control; and what `broadcast_params` mends."""
+    for outcome in pool.run(copies.training, 4, axes=DP2_TP2, optimizer=optimizer, watched=False):
+        assert len(outcome["differ"]) > 20
+        assert outcome["after broadcast"] == []
