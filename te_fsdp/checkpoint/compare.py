@@ -130,7 +130,7 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         found.add("only in the checkpoint", name)
     for name in sorted(here.keys() & saved.keys()):
         then, now = saved[name], here[name]
-        # A model that was never bound does not know its layouts; the files hold the same rows either way.
+        # Converted files and foreign modules may not know their layouts.
         layouts = then.get("layout"), now.get("layout")
         if then["shape"] != now["shape"]:
             found.add("with another shape", name, _saved_and_here(then["shape"], now["shape"]))

@@ -39,7 +39,7 @@ class Manifest:
         versions: Of te_fsdp, torch and TransformerEngine that wrote it.
         mesh: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them.
         saved_at: Time of the save on rank 0, nanoseconds since 1970.
-        parameters: Per name: ``shape``, ``dtype``, ``layout`` (null where the model was not bound),
+        parameters: Per name: ``shape``, ``dtype``, ``layout`` (null for modules that neither TE nor te_fsdp knows),
             ``format`` (null for high precision) and, for quantized ones, ``components``.
         buffers: Per name: ``shape`` and ``dtype``.
         delayed: Per module with delayed scaling: its recipe, number of GEMMs and shapes.

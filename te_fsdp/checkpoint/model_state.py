@@ -25,6 +25,8 @@ from te_fsdp.checkpoint.entries import (
     whole_entry,
 )
 from te_fsdp.errors import CheckpointError, PlacementError, message
+from te_fsdp.layout.rules import PLAIN, Layout
+from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import Component, components_of, describe_format, finish_writing
 
 if TYPE_CHECKING:
@@ -103,8 +105,12 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
                 fix="call te_fsdp.materialize(model) first",
             )
         )
+    layouts = original_layouts(model)
     for name, owned in state.owned.items():
-        _add_parameter(state, name, owned, may_cut_blocks)
+        layout = layouts.get(id(owned.module), {}).get(owned.name)
+        if layout is None and binding_of(owned.module) is not None:
+            layout = PLAIN
+        _add_parameter(state, name, owned, layout, may_cut_blocks)
     for name, buffer in buffers.items():
         state.buffers[name] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
         state.entries[f"model.{name}"] = whole_entry(buffer)
@@ -112,14 +118,14 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     return state
 
 
-def _add_parameter(state: ModelState, name: str, owned: Owned, may_cut_blocks: bool) -> None:
+def _add_parameter(
+    state: ModelState, name: str, owned: Owned, layout: Layout | None, may_cut_blocks: bool
+) -> None:
     info, local = owned.info(), owned.local
-    binding = binding_of(owned.module)
-    layout = str(info.rule.layout) if binding is not None else None
     described: dict[str, Any] = {
         "shape": list(info.original_shape),
         "dtype": dtype_name(owned.parameter.dtype),
-        "layout": layout,
+        "layout": str(layout) if layout is not None else None,
         "format": describe_format(local),
     }
     if described["format"] is None:

@@ -15,7 +15,7 @@ from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Planned", "plan_tree", "quantizable"]
+__all__ = ["Planned", "original_layouts", "plan_tree", "quantizable"]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
@@ -159,6 +159,35 @@ def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
         projection, blocks = attention.key_value, (1, 1)
     if len(projection.weight_names) == 1:  # fused; split projections are one plain parameter each
         yield id(projection), Layout("stacked", blocks)
+
+
+def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
+    """Layouts of the original parameters of TE modules, bound or not, cut by tp or not. Local operation.
+
+    What the rows of a fused projection mean does not depend on a mesh: query, key and value one under the other, or
+    interleaved by heads. Rules know it only where tp cuts the rows.
+
+    Returns:
+        Per ``id`` of a module: layout of each own parameter.
+    """
+    fused: dict[int, Layout] = {}
+    found: dict[int, dict[str, Layout]] = {}
+    modules: list[Any] = list(root.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        if kind == "MultiheadAttention":
+            fused.update(_fused_layouts(module))
+        if kind in (None, "unknown"):
+            continue
+        layouts = dict.fromkeys(module._parameters, PLAIN)
+        if kind in ("Linear", "LayerNormLinear"):
+            names = {*module.weight_names, *module.bias_names} & layouts.keys()
+            layouts.update(dict.fromkeys(names, fused.get(id(module), PLAIN)))
+        elif kind == "LayerNormMLP":
+            names = {"fc1_weight", "fc1_bias"} & layouts.keys()
+            layouts.update({n: rule.layout for n, rule in table.mlp_rules(names, module.activation).items()})
+        found[id(module)] = layouts
+    return found
 
 
 def _check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
