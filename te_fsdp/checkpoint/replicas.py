@@ -62,8 +62,8 @@ def _drifted(differing: dict[str, set[tuple[int, int]]]) -> str:
         expected="equal values on all ranks",
         got="differing ones",
         why="The files hold one of them, and the others would be lost",
-        fix="te_fsdp.broadcast_params(model, optimizer) makes them equal again; find out what wrote them rank by rank, "
-        "or which optimizer is not one of torch's",
+        fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
+        "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again",
     )
 
 
