@@ -248,8 +248,8 @@ MISTAKES = {
         PlacementError,
         "up.weight: mxfp8 weight of tp-local shape (64, 64): expected rows or columns divisible by 4 FSDP ranks * 32, "
         "and the others by 32, got 64 rows and 64 columns. One scale spans 32 rows or columns; a cut through a block "
-        "has no right scale. Fix: use the mesh dp_replicate=2, dp_shard=2, tp=1, or a weight of shape (128, 64) instead "
-        "of (64, 64), or high-precision weights.",
+        "has no right scale. Fix: use the mesh dp_replicate=2, dp_shard=2, tp=1, or a weight of shape (128, 64) "
+        "instead of (64, 64), or high-precision weights.",
     ),
     "shards that are dequantized": (
         torchs_fully_shard_of_blocks,

@@ -103,11 +103,12 @@ def test_columns_where_rows_do_not_fit(pool, recipe, meta):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_columns_of_a_row_parallel_weight(pool, reshard):
+@pytest.mark.parametrize(("recipe", "reshard"), [("mxfp8", True), ("mxfp8", False), ("block", True)])
+def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):
     """tp cuts the columns first, FSDP2 each part again."""
-    results = pool.run(alignment.training, 4, recipe="mxfp8", hidden=96, middle=256, tp=2, reshard=reshard)
-    check(results, {"first.weight": "", "second.weight": _columns("mxfp8", 2)})
+    sizes = {"hidden": 3 * BLOCKS[recipe], "middle": 8 * BLOCKS[recipe]}
+    results = pool.run(alignment.training, 4, recipe=recipe, tp=2, reshard=reshard, **sizes)
+    check(results, {"first.weight": "", "second.weight": _columns(FORMATS[recipe], 2)})
     assert results[0]["placements"]["second.weight"] == "dp_shard:_S(1, 2) tp:S(1)"
 
 

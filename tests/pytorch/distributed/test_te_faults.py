@@ -33,10 +33,15 @@ def test_as_strided_scrambles_the_transpose(pool, arch):
     assert outcome == {"right before": True, "marked valid": True, "right": False}
 
 
+@pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
 def test_first_backward_under_fsdp2(pool, arch):
-    """Gathered once per step: only the first result of a gather goes through as_strided."""
+    """Gathered once per step: only the first result of a gather goes through as_strided.
+
+    On an H200 with torch 2.11 the gathered weight holds the scrambled transpose as well, marked valid, but the input
+    gradient of this layer came out right (error 0.053): something there does not read it.
+    """
     hopper(arch)
     for errors in pool.run(te_faults.first_steps, 2, bound=False):
         assert errors[0] > HIGH and max(errors[1:]) < LOW, errors
