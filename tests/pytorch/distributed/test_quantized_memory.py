@@ -62,9 +62,8 @@ def test_what_is_kept_without_the_savings(pool):
     for meta, stages in ((True, ["step"]), (False, ["init", "step"])):
         for outcome in pool.run(memory.accounted, 2, recipe="mxfp8", fault="flat", meta=meta):
             for stage in (outcome[name] for name in stages):
-                assert unaccounted(stage) == 2 * stage["full"] // 2, (
-                    stage
-                )  # two bytes for each of half the values
+                # Two bytes for each of half the values.
+                assert 0 <= unaccounted(stage) - 2 * stage["full"] // 2 <= memory.COLLECTIVES, stage
     for recipe in ("block", "nvfp4"):
         for outcome in pool.run(memory.accounted, 2, recipe=recipe, fault="derived"):
             assert unaccounted(outcome["step"]) > outcome["step"]["full"] // 4, outcome["step"]

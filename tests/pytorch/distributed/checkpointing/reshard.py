@@ -57,7 +57,7 @@ def load_all(
         axes: This mesh.
         directory: Where `save_all` wrote.
         names: Of the meshes to load.
-        train: Those after which to train on.
+        train: Those after which to train on, and those of which bf16 weights are loaded too.
         spoil: Negative control: stacked rows are loaded as if they were plain.
 
     Returns:
@@ -68,7 +68,7 @@ def load_all(
     outcomes = {}
     for dtype in DTYPES:
         run = Training(DTYPES[dtype], axes, seed=1)
-        for name in names:
+        for name in names if dtype == "fp32" else train:
             path = f"{directory}/{name}-{dtype}"
             with rows_taken_as_plain(run) if spoil else nullcontext():
                 loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer)
