@@ -1,9 +1,9 @@
 """Every mesh loads what every other mesh has saved: each kind of module, weights in fp32 and bf16, optimizer state.
 
 One model holds all kinds; each mesh saves it once, and each loads all that the others have saved. Values are compared
-bit for bit with the originals; three further losses agree to rounding. By default bf16 weights and further losses follow
-after two of the loads on each mesh, so that every mesh's are taken up elsewhere; with `--matrix full`, and on GPUs, after
-all.
+bit for bit with the originals; three further losses agree to rounding. By default bf16 weights and further losses
+follow after two of the loads on each mesh, so that every mesh's are taken up elsewhere; with `--matrix full`, and on
+GPUs, after all.
 """
 
 from __future__ import annotations
