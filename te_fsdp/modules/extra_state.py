@@ -35,7 +35,7 @@ from te_fsdp.modules.shards import shard_info
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["guard", "unguard"]
+__all__ = ["DELAYED", "guard", "unguard"]
 
 #: Key of delayed scaling's state in an entry.
 DELAYED = "delayed scaling"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import te_fsdp
 from te_fsdp import _te, checkpoint, emulation
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.extra_state import read_extra_state
@@ -166,6 +167,29 @@ def test_delayed_scaling_state(
     outputs = model(IDS)
     assert torch.equal(with_state(IDS), outputs)
     assert not torch.equal(without(IDS), outputs), "the control: amax histories matter"
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed"], indirect=True)
+def test_delayed_scaling_state_of_a_bound_model(
+    te: Any, recipe: str, quantized: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bound model's state dict holds it as tensors, not as TE's pickle, under a condition if weights are quantized."""
+    model = trained(te, recipe, quantized=quantized)
+    te_fsdp.set_device_mesh(model)
+    torch.save(model.state_dict(), tmp_path / "s.pt")
+    run(capsys, "convert", tmp_path / "s.pt", tmp_path / "c", "--to", "checkpoint")
+    run(capsys, "convert", tmp_path / "s.pt", tmp_path / "d", "--to", "checkpoint", "--extra-state", "drop")
+    with_state, without = (Model(te, recipe, quantized=quantized) for _ in range(2))
+    checkpoint.load(tmp_path / "c", with_state)
+    checkpoint.load(tmp_path / "d", without)
+    live = [m.mlp.fp8_meta["scaling_fwd"].amax_history for m in (model, with_state)]
+    assert torch.equal(*live) and live[0].any()
+    assert "scaling_fwd" not in without.mlp.fp8_meta or not torch.equal(
+        without.mlp.fp8_meta["scaling_fwd"].amax_history, live[0]
+    )
+    outputs = model(IDS)
+    assert torch.equal(with_state(IDS), outputs)
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"], indirect=True)

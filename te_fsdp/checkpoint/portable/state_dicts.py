@@ -31,6 +31,7 @@ from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.extra_state import DELAYED
 
 __all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
 
@@ -263,9 +264,12 @@ def _add_quantized(contents: Contents, name: str, value: _WithParts) -> None:
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
-    """One module's ``_extra_state``: a tensor of TE's, nothing, or a condition under which te_fsdp's models save."""
+    """One module's ``_extra_state``: a tensor of TE's, nothing, or what te_fsdp's models save.
+
+    That is delayed scaling's state as a dict of tensors, under the condition that loading depends on if there is one.
+    """
     key = f"{module}.{_EXTRA}".lstrip(".")
-    if isinstance(value, dict):
+    if isinstance(value, dict) and set(value) != {DELAYED}:
         condition = str(next(iter(value), ""))
         sizes = [int(n) for pair in _CONDITION.findall(condition) for n in pair if n]
         if len(value) != 1 or not sizes or max(sizes) > 1:
@@ -279,7 +283,12 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
                 )
             )
         value = next(iter(value.values()))
-    if choices.extra_state == "drop" or not isinstance(value, Lazy):
+    if choices.extra_state == "drop":
+        return
+    if isinstance(value, dict) and set(value) == {DELAYED}:
+        _add_delayed(contents, module, dict(value[DELAYED]), key)
+        return
+    if not isinstance(value, Lazy):
         return
     if value.dtype != torch.uint8:
         raise CheckpointError(
@@ -290,3 +299,20 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         contents.manifest.delayed[module] = read[0]
         for name, tensor in read[1].items():
             contents.tensors[f"delayed.{module}:{name}"] = InMemory(tensor)
+
+
+def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: str) -> None:
+    """Delayed scaling's state as the state dict of a bound module has it."""
+    recipe = state.pop("recipe", None)
+    if not isinstance(recipe, dict) or not all(isinstance(tensor, Lazy) for tensor in state.values()):
+        raise CheckpointError(
+            message(
+                f"{key}: not a state that te_fsdp can read",
+                expected="a recipe and tensors",
+                got=_keys(state),
+                fix="leave these entries out (--extra-state drop); amax histories then start anew",
+            )
+        )
+    contents.manifest.delayed[module] = dict(recipe)
+    for name, tensor in state.items():
+        contents.tensors[f"delayed.{module}:{name}"] = tensor
