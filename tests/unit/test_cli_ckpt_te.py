@@ -174,7 +174,7 @@ def test_delayed_scaling_state(
 def test_delayed_scaling_state_of_a_bound_model(
     te: Any, recipe: str, quantized: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bound model's state dict holds it as tensors, not as TE's pickle, under a condition if weights are quantized."""
+    """A bound model's state dict holds tensors and no pickle of TE's; quantized weights come with a condition."""
     model = trained(te, recipe, quantized=quantized)
     te_fsdp.set_device_mesh(model)
     torch.save(model.state_dict(), tmp_path / "s.pt")

@@ -1,4 +1,4 @@
-"""A model whose weights TE holds quantized, in any format and on any mesh of four, and training steps of it."""
+"""A model whose weights TE holds quantized, in any format and on any mesh, and training steps of it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class QuantizedTraining:
         if self.meshes is not None:
             mesh, sizes = self.meshes.device_mesh, self.meshes.size
             place = mesh.get_local_rank("dp_replicate") * sizes("dp_shard") + mesh.get_local_rank("dp_shard")
-            ids = ids.chunk(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[place].contiguous()
+            ids = ids.tensor_split(sizes("dp_replicate") * sizes("dp_shard"), dim=1)[place].contiguous()
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             logits = self.model(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flip(0).flatten())
