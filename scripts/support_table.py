@@ -21,6 +21,7 @@ from matrix.definitions import (  # noqa: E402
     Case,
     Refusal,
     default,
+    every_format,
     exists,
     full,
     refusal,
@@ -105,6 +106,7 @@ def _numbers() -> dict[str, int]:
         "covering": len(cases),
         "hopper": sum(case.arch == "9.0" for case in cases),
         "blackwell": sum(case.arch == "10.0" for case in cases),
+        "formats": len(every_format()),
         "full": sum(1 for _ in full()),
         "subset": len(subset()),
         "refused": len(refused()),
@@ -137,12 +139,12 @@ A recipe on a device that does not have its format raises before the first step.
 ## How it is tested
 
 On the CPU under [emulation](emulation.md), as Hopper and as Blackwell. By default {covering} combinations run
-({hopper} Hopper, {blackwell} Blackwell): every pair of values of any two factors, where a recipe with its kind of
-weights counts as one value, so that each row of the table meets each column and each mesh. {refused} refusals are
-tested by their words. The full product is {full} combinations:
+({hopper} Hopper, {blackwell} Blackwell): every pair of values of any two factors. {refused} refusals are tested by
+their words. More, up to the full product of {full} combinations:
 
 ```sh
 pytest tests/pytorch/distributed/test_matrix.py                    # {covering} combinations, minutes
+pytest tests/pytorch/distributed/test_matrix.py --matrix formats   # {formats}: each row of the table in each module
 pytest tests/pytorch/distributed/test_matrix.py --matrix subset    # {subset} combinations, for 4 Hopper GPUs
 pytest tests/pytorch/distributed/test_matrix.py --matrix full -k "mxfp8 and dp4"    # {full} without -k, hours
 ```

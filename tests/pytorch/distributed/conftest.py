@@ -63,9 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--matrix",
-        choices=["covering", "full", "subset"],
+        choices=["covering", "formats", "full", "subset"],
         default="covering",
-        help="how much of test_matrix.py: every pair of values, the full product, or what 4 GPUs run",
+        help="how much of test_matrix.py: every pair of values, all formats in all modules, all, or what 4 GPUs run",
     )
     group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
 

@@ -11,7 +11,7 @@ import os
 import pytest
 from harness import BodyFailed
 from matrix import bodies
-from matrix.definitions import MESHES, Case, Refusal, default, full, refused, subset
+from matrix.definitions import MESHES, Case, Refusal, default, every_format, full, refused, subset
 from parity.runs import ENVIRONMENT
 
 # cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
@@ -21,7 +21,7 @@ os.environ.update(ENVIRONMENT)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     arch = {"test_blackwell": "10.0", "test_hopper": "9.0"}.get(metafunc.definition.name)
     if arch is not None:
-        wanted = {"covering": default, "full": full, "subset": subset}[
+        wanted = {"covering": default, "formats": every_format, "full": full, "subset": subset}[
             metafunc.config.getoption("--matrix", "covering")
         ]
         cases = [_param(case) for case in wanted() if case.arch == arch]

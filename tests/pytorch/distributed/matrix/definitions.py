@@ -181,7 +181,15 @@ def full() -> Iterator[Case]:
 
 
 def default() -> list[Case]:
-    """Pairwise covering, a recipe and its weights counting as one factor: every such pair in every module and mesh."""
+    """Pairwise covering: every pair of values of two factors occurs, unless it never can."""
+    chosen = covering(
+        FACTORS, lambda values: supported(Case(**values)), lambda values: MESHES[values["mesh"]].ranks
+    )
+    return [Case(**values) for values in chosen]
+
+
+def every_format() -> list[Case]:
+    """The same, a recipe and its weights counting as one factor: every such pair in every module and on every mesh."""
     factors = {"format": FORMATS, **{n: v for n, v in FACTORS.items() if n not in ("recipe", "weights")}}
     chosen = covering(
         factors, lambda values: supported(_case(values)), lambda values: MESHES[values["mesh"]].ranks
