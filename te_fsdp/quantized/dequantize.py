@@ -15,6 +15,7 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = ["covering", "dequantize_box", "dequantize_components", "needed_components"]
 
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_FP4_NAME = "kFloat4E2M1"
 #: Values of E2M1, by its four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: NVFP4's first-level scales are E4M3 numbers up to 448, its values go up to 6.
@@ -56,13 +57,15 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
     Raises:
         CheckpointError: A format that is not known, or components of neither direction.
     """
-    for choice in _NEEDED.get(described.split()[0], []):
-        if set(choice) <= set(have):
-            return choice
+    name, dtype = described.split()[0], described.split()[-1]
+    if dtype in ({_FP4_NAME} if name == "nvfp4" else _FP8):
+        for choice in _NEEDED.get(name, []):
+            if set(choice) <= set(have):
+                return choice
     raise CheckpointError(
         message(
             f"{label}: values of a quantized weight",
-            expected=f"components of one of {', '.join(_NEEDED)}",
+            expected=f"components of one of {', '.join(_NEEDED)}, of {', '.join(_FP8)} or {_FP4_NAME}",
             got=f"{described} with {', '.join(have)}",
             fix="load it into a model of the same format",
         )

@@ -20,6 +20,7 @@ from tests.conformance.case import Bound
 from tests.conformance.check import difference
 from tests.conformance.inputs import Env, pattern
 
+ARCH = "10.0"
 PATTERNS = ("normal", "heavy", "zeros", "ties", "tiny", "huge")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,19 +37,6 @@ def _reference(name: str):
     package = "transformer_engine.pytorch.custom_recipes"
     found = importlib.util.find_spec(f"{package}.{name}")
     return importlib.import_module(f"{package}.{name if found else OLD_NAMES[name]}")
-
-
-@pytest.fixture(scope="module")
-def env():
-    try:
-        emulation.install_from_env(default="10.0")
-    except emulation.EmulationError as error:  # a machine with a GPU, or with the real extension
-        pytest.skip(str(error))
-    before = "{}.{}".format(*emulation.arch())
-    emulation.switch_arch("10.0")
-    torch.set_num_threads(1)
-    yield Env("cpu")
-    emulation.switch_arch(before)
 
 
 def _input(name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
