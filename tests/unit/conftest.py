@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_fsdp import emulation
+
+# The same cases on every machine and in every run: a failure seen once can be seen again. HYPOTHESIS_PROFILE=search
+# draws new ones.
+settings.register_profile("search")
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def start_fake_world(size: int, rank: int = 0) -> None:

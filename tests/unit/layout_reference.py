@@ -63,11 +63,9 @@ def from_boxes(original: torch.Tensor, shape: tuple[int, ...], boxes: list[Box])
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Plain, gated, fused QKV with grouped queries, and stacks of any heights."""
-    kind = draw(st.sampled_from(["plain", "gated", "qkv", "any"]))
-    if kind == "plain":
-        return PLAIN
+def stacked_layouts(draw: st.DrawFn) -> Layout:
+    """Gated, fused QKV with grouped queries, and stacks of any heights."""
+    kind = draw(st.sampled_from(["gated", "qkv", "any"]))
     if kind == "gated":
         return GATED
     if kind == "qkv":
@@ -76,12 +74,18 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout("stacked", tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=4))))
 
 
+def layouts() -> st.SearchStrategy[Layout]:
+    """Plain and stacked ones."""
+    return st.just(PLAIN) | stacked_layouts()
+
+
 @st.composite
-def cuts(draw: st.DrawFn, layout: Layout | None = None, min_tp: int = 1) -> Cut:
-    """Any parameter of 1 to 3 dims and any axes that can cut it; FSDP shards may be uneven or empty."""
+def cuts(draw: st.DrawFn, layout: Layout | None = None, min_tp: int = 1, ndim: int | None = None) -> Cut:
+    """Any parameter of 1 to 3 dims, or ``ndim``, and any axes that can cut it; FSDP shards may be uneven or empty."""
     layout = draw(layouts()) if layout is None else layout
     tp = draw(st.integers(min_tp, 4))
-    other = draw(st.lists(st.integers(1, 4), max_size=2))
+    least, most = (0, 2) if ndim is None else (ndim - 1, ndim - 1)
+    other = draw(st.lists(st.integers(1, 4), min_size=least, max_size=most))
     if layout.is_stacked:
         dim: int | None = 0
     else:
