@@ -18,8 +18,6 @@ else
   BIN := $(VENV)/bin/
 endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
-# One thread a process: the distributed tests run several processes side by side.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help train test te-versions lint format docs coverage clean clean-venv
@@ -33,7 +31,7 @@ train:  ## set up, train the example, save, resume on another mesh
 
 test:  ## set up, then run every test that this machine can run
 	@scripts/setup.sh test
-	$(PYTEST) tests $(ARGS)
+	@scripts/test.sh $(PY) $(ARGS)
 
 te-versions:  ## the emulation's tests and a short sharded training with the other supported versions of TransformerEngine
 	@scripts/setup.sh test
