@@ -43,6 +43,7 @@ __all__ = [
     "shard_dim_of",
     "spec_of",
     "storage_offset",
+    "unflatten_mesh",
     "with_local",
     "without_data",
 ]
@@ -60,6 +61,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     gather.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
+    """``mesh`` with one axis cut into several, row-major, of the same root (``DeviceMesh._unflatten``).
+
+    It shares the process groups of the other axes with ``mesh``; those of the new axes are made. Collective over the
+    world.
+    """
+    return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -1,16 +1,25 @@
 """Meshes: one validated object for the device meshes that a sharded TE model needs.
 
-    axes        dp_replicate   dp_shard   tp
-    .fsdp       [------------------]               (or dp_shard alone): what FSDP2 shards and replicates over
-    .tp                                   [--]     what TE's tensor parallelism cuts weights over
-    .weight                    [-------------]     all axes that cut one weight: the amax group of per-tensor
-    recipes
+    axes of the job      dp_replicate   dp_shard   cp   ep   tp
+    dense parameters
+      .fsdp              [---------------------------------]         (or without dp_replicate): what FSDP2 shards
+                                        and replicates over; dp_shard, cp and ep are one axis, called dp_shard
+      .tp                                                    [--]    what TE's tensor parallelism cuts weights over
+      .weight                           [-----------------------]    all axes that cut one weight: the amax group
+                                        of per-tensor recipes
+    expert parameters: other experts on each rank of ep
+      .ep                                           [--]             over what experts are dealt out
+      .expert_fsdp       [---------------------]                     (or without dp_replicate)
+      .expert_weight                    [------]    +        [--]    never ep: each expert has its own scale
 
-Axes are bound by name, never by position, and always used in the order above.
+Axes are bound by name, never by position, and always used in the order above. With ``ep`` = 1 the expert meshes are
+those of dense parameters. ``cp`` (context parallelism) adds ranks that see other tokens of the same sequences, and is
+data parallelism as far as parameters go; attention over it is TE's.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,18 +28,16 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
+from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes
 from te_fsdp.errors import MeshError, message
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "Meshes", "check_1d", "check_ascending", "default_device_type"]
+__all__ = ["ALL_AXES", "AXES", "Meshes", "check_1d", "check_ascending", "default_device_type"]
 
-#: The axes that cut or copy parameters, in mesh order.
-AXES = ("dp_replicate", "dp_shard", "tp")
-
-# Named by the design, but no part of this version can use them: refused rather than ignored.
-_LATER_AXES = ("cp", "ep")
+# Those that are one axis for dense parameters.
+_SHARD_AXES = ("dp_shard", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,16 @@ class Meshes:
     Build with :meth:`build` or :meth:`from_device_mesh`, not by hand.
 
     Attributes:
-        device_mesh: 3-D mesh with the axes :data:`AXES` in that order; size-1 axes included.
+        device_mesh: 3-D mesh of dense parameters with the axes :data:`AXES` in that order, size-1 axes included. Its
+            ``dp_shard`` axis runs over the job's ``dp_shard`` x ``cp`` x ``ep``.
+        expert_mesh: 4-D mesh of expert parameters with the axes (``dp_replicate``, ``dp_shard``, ``ep``, ``tp``); its
+            ``dp_shard`` axis runs over ``dp_shard`` x ``cp``. ``None`` when ``ep`` has size 1.
+        cp: 1-D mesh of the context-parallel axis, ``None`` when its size is 1.
     """
 
     device_mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
 
     @classmethod
     def build(
@@ -63,31 +76,37 @@ class Meshes:
 
         Args:
             dp_replicate: Copies of the whole sharded model (HSDP's outer axis).
-            dp_shard: Ranks that FSDP2 shards each weight over; ``-1`` takes what the other axes leave.
-            cp: Context parallelism; must be 1 in this version.
-            ep: Expert parallelism; must be 1 in this version.
+            dp_shard: Ranks that FSDP2 shards each weight over, ``cp`` and ``ep`` not counted; ``-1`` takes what the
+                other axes leave.
+            cp: Context parallelism. Dense and expert weights are sharded over it too.
+            ep: Expert parallelism: each of its ranks holds other experts. Dense weights are sharded over it too.
             tp: Tensor parallelism.
             device_type: ``"cuda"`` or ``"cpu"``; by default the machine's accelerator, else the CPU.
 
         Raises:
             MeshError: A size is not a positive integer, or their product is not the world size.
         """
-        for axis, size in (("cp", cp), ("ep", ep)):
-            if size != 1:
-                raise MeshError(
-                    message(
-                        f"Meshes.build: axis {axis!r}",
-                        expected="size 1",
-                        got=size,
-                        why="This version shards parameters over dp_replicate, dp_shard and tp only",
-                        fix=f"leave {axis}=1",
-                    )
-                )
         device_type = device_type or default_device_type()
         _start_distributed(device_type)
-        sizes = _fill({"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}, dist.get_world_size())
-        mesh = dist.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-        return cls(mesh)
+        asked = dict(zip(ALL_AXES, (dp_replicate, dp_shard, cp, ep, tp), strict=True))
+        sizes = fill_sizes(asked, dist.get_world_size())
+        shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
+        shape = (sizes["dp_replicate"], shards, sizes["tp"])
+        mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        return cls._of(mesh, sizes["cp"], sizes["ep"])
+
+    @classmethod
+    def _of(cls, mesh: DeviceMesh, cp: int, ep: int) -> Meshes:
+        """Cut ``cp`` and ``ep`` out of the dense mesh's shard axis; groups of the other axes are shared."""
+        shards = mesh.shape[AXES.index("dp_shard")]
+        experts = (
+            _torch.unflatten_mesh(mesh, "dp_shard", {"dp_shard": shards // ep, "ep": ep}) if ep > 1 else None
+        )
+        context = None
+        if cp > 1:
+            outer = {"dp_shard": shards // ep // cp, "cp": cp}
+            context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
+        return cls(mesh, experts, context)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Meshes:
@@ -97,25 +116,25 @@ class Meshes:
         groups are made then); otherwise local.
 
         Raises:
-            MeshError: Unnamed axes, unknown names, cp/ep axes larger than 1, or ranks that do not ascend along an
-                axis.
+            MeshError: Unnamed axes, unknown names, ranks that do not ascend along an axis, or axes dp_shard, cp and
+                ep that do not lie within each other in this order.
         """
         names = mesh.mesh_dim_names
         if not names:
             raise MeshError(
                 message(
                     "Meshes.from_device_mesh: the mesh has unnamed axes",
-                    expected=f"names out of {AXES}",
+                    expected=f"names out of {ALL_AXES}",
                     got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
                     fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
                 )
             )
         for name, size in zip(names, mesh.shape, strict=True):
-            if name not in AXES and not (name in _LATER_AXES and size == 1):
+            if name not in ALL_AXES:
                 raise MeshError(
                     message(
                         f"Meshes.from_device_mesh: axis {name!r} of size {size}",
-                        expected=f"axes out of {AXES}",
+                        expected=f"axes out of {ALL_AXES}",
                         got=tuple(names),
                         why="te_fsdp binds axes by name",
                         fix="rename the axis to the one of these that it means, or slice it away",
@@ -124,18 +143,26 @@ class Meshes:
         check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
         if tuple(names) == AXES:
             return cls(mesh)
-        kept = [name for name in AXES if name in names]
-        ranks = mesh.mesh.permute([names.index(n) for n in [*kept, *(n for n in names if n not in AXES)]])
-        shape = tuple(mesh.shape[names.index(n)] if n in names else 1 for n in AXES)
+        kept = [name for name in ALL_AXES if name in names]
+        sizes = {axis: mesh.shape[names.index(axis)] if axis in names else 1 for axis in ALL_AXES}
+        ranks = mesh.mesh.permute([names.index(name) for name in kept])
+        ranks = ranks.reshape(sizes["dp_replicate"], -1, sizes["tp"])
+        check_nested(ranks, mesh)
         from torch.distributed.device_mesh import DeviceMesh
 
-        return cls(DeviceMesh(mesh.device_type, ranks.reshape(shape), mesh_dim_names=AXES))
+        dense = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
+        return cls._of(dense, sizes["cp"], sizes["ep"])
 
     def size(self, axis: str) -> int:
-        """Size of one of :data:`AXES`."""
-        if axis not in AXES:
-            raise MeshError(message("Meshes.size: unknown axis", expected=f"one of {AXES}", got=repr(axis)))
-        return int(self.device_mesh.shape[AXES.index(axis)])
+        """Size of an axis; of ``dp_shard`` that of dense parameters, which takes in ``cp`` and ``ep``."""
+        if axis in AXES:
+            return int(self.device_mesh.shape[AXES.index(axis)])
+        if axis not in ALL_AXES:
+            raise MeshError(
+                message("Meshes.size: unknown axis", expected=f"one of {ALL_AXES}", got=repr(axis))
+            )
+        mesh = self.cp if axis == "cp" else self.ep
+        return 1 if mesh is None else int(mesh.size())
 
     @property
     def tp(self) -> DeviceMesh | None:
@@ -170,6 +197,71 @@ class Meshes:
         return _torch.flatten_mesh(self.device_mesh["dp_shard", "tp"], "weight")
 
     @property
+    def ep(self) -> DeviceMesh | None:
+        """1-D mesh of the expert-parallel axis, ``None`` when its size is 1."""
+        return None if self.expert_mesh is None else self.expert_mesh["ep"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """As :attr:`fsdp`, for expert parameters: without ``ep``."""
+        if self.expert_mesh is None:
+            return self.fsdp
+        mesh = self.expert_fsdp_with_size_one
+        return mesh if mesh.size() > 1 else None
+
+    @property
+    def expert_fsdp_with_size_one(self) -> DeviceMesh:
+        """As :attr:`expert_fsdp`, but a 1-D mesh of one rank where that is ``None``."""
+        if self.expert_mesh is None:
+            return self.fsdp_with_size_one
+        if self.size("dp_replicate") > 1:
+            return self.expert_mesh["dp_replicate", "dp_shard"]
+        return self.expert_mesh["dp_shard"]
+
+    @property
+    def expert_weight(self) -> DeviceMesh | None:
+        """As :attr:`weight`, for expert parameters: the axes that cut one expert's weight, never ``ep``.
+
+        Collective over the world on first use when it flattens two axes (a process group is made), cached later.
+        """
+        if self.expert_mesh is None:
+            return self.weight
+        shards, tp = self.expert_shards, self.size("tp")
+        if tp == 1 or shards == 1:
+            axis = "dp_shard" if tp == 1 else "tp"
+            return self.expert_mesh[axis] if shards * tp > 1 else None
+        return _torch.flatten_mesh(self.expert_mesh["dp_shard", "tp"], "expert_weight")
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that FSDP2 shards each expert's weight over."""
+        return self.size("dp_shard") // self.size("ep")
+
+    def experts(self, total: int) -> range:
+        """Global indices of this rank's experts out of ``total``: its ``num_gemms`` is their number.
+
+        Experts are dealt out over ``ep`` as ``torch.chunk`` cuts: all ranks get equally many, but the last ones maybe
+        fewer. Local operation.
+
+        Raises:
+            MeshError: A rank would get none.
+        """
+        ep = self.size("ep")
+        step = -(-total // ep)
+        if total < 1 or step * (ep - 1) >= total:
+            raise MeshError(
+                message(
+                    f"Meshes.experts: {total} experts over ep={ep}",
+                    expected="at least one expert on every rank",
+                    got=[max(0, min(step, total - rank * step)) for rank in range(ep)],
+                    why="A GroupedLinear has at least one GEMM",
+                    fix="choose an ep size that divides the number of experts",
+                )
+            )
+        rank = 0 if self.ep is None else self.ep.get_local_rank()
+        return range(rank * step, min((rank + 1) * step, total))
+
+    @property
     def device_type(self) -> str:
         """``"cuda"``, ``"cpu"``, ..."""
         return self.device_mesh.device_type
@@ -187,55 +279,13 @@ class Meshes:
         return {"tp_group": tp.get_group() if tp is not None else None, "tp_size": self.size("tp")}
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={self.size(axis)}" for axis in AXES)
-
-
-def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
-    """Raise :class:`MeshError` unless ``mesh`` is ``None`` or has exactly one axis.
-
-    Args:
-        mesh: The mesh to look at.
-        argument: Name of the argument, for the message.
-        where: Name of the module or function, for the message.
-    """
-    if mesh is None:
-        return
-    if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
-        raise MeshError(
-            message(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
-        )
-    if mesh.ndim != 1:
-        raise MeshError(
-            message(
-                f"{where}: {argument}",
-                expected="a 1-D DeviceMesh",
-                got=f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
-                fix=f'pass one axis, for example {argument}=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes',
-            )
-        )
-
-
-def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
-    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
-
-    Process groups number their ranks in ascending order, whatever the order in the mesh. DTensor goes by the mesh,
-    FSDP2 and TE go by the group: on another order a shard would be taken for its neighbour.
-
-    Args:
-        mesh: The mesh to look at.
-        argument: Name of the argument, for the message.
-        where: Name of the module or function, for the message.
-    """
-    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
-        raise MeshError(
-            message(
-                f"{where}: {argument}",
-                expected="ranks that ascend along every axis",
-                got=mesh.mesh.tolist(),
-                why="Process groups number their ranks in ascending order, so that shards would change places",
-                fix="build the mesh from ascending ranks, as init_device_mesh does",
-            )
-        )
+        sizes = {axis: f"{axis}={self.size(axis)}" for axis in AXES}
+        inner = [(axis, self.size(axis)) for axis in ("cp", "ep") if self.size(axis) > 1]
+        if inner:
+            own = self.size("dp_shard") // math.prod(size for _, size in inner)
+            parts = [str(own), *(f"{axis}={size}" for axis, size in inner)]
+            sizes["dp_shard"] += f" ({' x '.join(parts)})"
+        return " x ".join(sizes.values())
 
 
 def default_device_type() -> str:
@@ -255,42 +305,3 @@ def _start_distributed(device_type: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _fill(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Resolve one ``-1`` and check that the axes fill the world exactly."""
-    text = " * ".join(f"{axis}({size})" for axis, size in sizes.items())
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1 or any(
-        isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()
-    ):
-        raise MeshError(
-            message(
-                f"Meshes.build: {text}",
-                expected="positive sizes, at most one of them -1",
-                got=tuple(sizes.values()),
-                fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
-            )
-        )
-    product = 1
-    for size in sizes.values():
-        product *= size if size != -1 else 1
-    if free and world_size % product == 0:
-        return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
-    if not free and product == world_size:
-        return sizes
-    others = product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1)
-    fitting = [n for n in (world_size // others,) if n >= 1 and n * others == world_size]
-    fix = (
-        f"dp_shard={fitting[0]}, or dp_shard=-1 to use what is left"
-        if fitting
-        else "sizes whose product is WORLD_SIZE"
-    )
-    raise MeshError(
-        message(
-            f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
-            expected=f"a product equal to WORLD_SIZE = {world_size}",
-            got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
-            fix=fix,
-        )
-    )

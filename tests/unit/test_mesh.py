@@ -205,15 +205,15 @@ BUILD_ERRORS = {
         "got (1, -1, True)."
         " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
     ),
-    "context parallel": (
-        {"cp": 2},
-        "Meshes.build: axis 'cp': expected size 1, got 2. This version shards parameters over dp_replicate, dp_shard "
-        "and tp only. Fix: leave cp=1.",
+    "context and expert parallel": (
+        {"cp": 2, "ep": 2, "tp": 4},
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * cp(2) * ep(2) * tp(4) = 16 * ?: expected a product equal to "
+        "WORLD_SIZE = 8, got 16, which does not divide 8. Fix: sizes whose product is WORLD_SIZE.",
     ),
-    "expert parallel": (
-        {"ep": 4},
-        "Meshes.build: axis 'ep': expected size 1, got 4. This version shards parameters over dp_replicate, dp_shard "
-        "and tp only. Fix: leave ep=1.",
+    "dp_shard counts neither cp nor ep": (
+        {"dp_shard": 8, "ep": 4},
+        "Meshes.build: dp_replicate(1) * dp_shard(8) * ep(4) * tp(1) = 32: expected a product equal to WORLD_SIZE = 8, "
+        "got 32. Fix: dp_shard=2, or dp_shard=-1 to use what is left.",
     ),
 }
 
@@ -234,25 +234,26 @@ def test_build_refuses(fake_world, mistake):
             (2, 2),
             None,
             "Meshes.from_device_mesh: the mesh has unnamed axes: expected names out of ('dp_replicate', 'dp_shard', "
-            "'tp'), got shape (2, 2) without mesh_dim_names. Fix: init_device_mesh(..., "
+            "'cp', 'ep', 'tp'), got shape (2, 2) without mesh_dim_names. Fix: init_device_mesh(..., "
             'mesh_dim_names=("dp_shard", "tp")).',
         ),
         (
             (2, 2),
             ("data", "tp"),
-            "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'tp'), "
-            "got ('data', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these that it means, "
-            "or slice it away.",
+            "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'cp', "
+            "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these "
+            "that it means, or slice it away.",
         ),
         (
             (2, 2),
-            ("cp", "tp"),
-            "Meshes.from_device_mesh: axis 'cp' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'tp'), "
-            "got ('cp', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these that it means, "
-            "or slice it away.",
+            ("ep", "dp_shard"),
+            "Meshes.from_device_mesh: axes dp_shard, cp and ep: expected ep within cp within dp_shard, so that ranks "
+            "ascend along the three as one axis, got axes ('ep', 'dp_shard') over ranks [[0, 1], [2, 3]]. Dense "
+            "weights are sharded over them as one axis, and process groups number their ranks in ascending order. "
+            "Fix: build the mesh with dp_shard before cp before ep.",
         ),
     ],
-    ids=["unnamed", "unknown", "context_parallel"],
+    ids=["unnamed", "unknown", "experts_outside"],
 )
 def test_from_device_mesh_refuses(fake_world, shape, names, text):
     fake_world(4)
@@ -284,9 +285,9 @@ def test_ranks_that_do_not_ascend(fake_world, order):
 def test_unknown_axis(fake_world):
     fake_world(1)
     with pytest.raises(MeshError) as caught:
-        build().size("cp")
+        build().size("pp")
     assert str(caught.value) == (
-        "Meshes.size: unknown axis: expected one of ('dp_replicate', 'dp_shard', 'tp'), got 'cp'."
+        "Meshes.size: unknown axis: expected one of ('dp_replicate', 'dp_shard', 'cp', 'ep', 'tp'), got 'pp'."
     )
 
 

@@ -1,0 +1,127 @@
+"""The named axes of a job and what is checked about them: sizes that fill the world, ranks that ascend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_fsdp.errors import MeshError, message
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ALL_AXES", "AXES", "check_1d", "check_ascending", "check_nested", "fill_sizes"]
+
+#: The axes that cut or copy dense parameters, in mesh order.
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+#: The axes of a job, in mesh order.
+ALL_AXES = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+
+
+def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
+    """Raise :class:`MeshError` unless ``mesh`` is ``None`` or has exactly one axis.
+
+    Args:
+        mesh: The mesh to look at.
+        argument: Name of the argument, for the message.
+        where: Name of the module or function, for the message.
+    """
+    if mesh is None:
+        return
+    if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
+        raise MeshError(
+            message(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
+        )
+    if mesh.ndim != 1:
+        raise MeshError(
+            message(
+                f"{where}: {argument}",
+                expected="a 1-D DeviceMesh",
+                got=f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
+                fix=f'pass one axis, for example {argument}=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes',
+            )
+        )
+
+
+def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
+    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
+
+    Process groups number their ranks in ascending order, whatever the order in the mesh. DTensor goes by the mesh,
+    FSDP2 and TE go by the group: on another order a shard would be taken for its neighbour.
+
+    Args:
+        mesh: The mesh to look at.
+        argument: Name of the argument, for the message.
+        where: Name of the module or function, for the message.
+    """
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+        raise MeshError(
+            message(
+                f"{where}: {argument}",
+                expected="ranks that ascend along every axis",
+                got=mesh.mesh.tolist(),
+                why="Process groups number their ranks in ascending order, so that shards would change places",
+                fix="build the mesh from ascending ranks, as init_device_mesh does",
+            )
+        )
+
+
+def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise unless dp_shard, cp and ep, taken as one axis, ascend.
+
+    Args:
+        ranks: 3-D, the middle axis being those three in this order.
+        mesh: The mesh that it was made of, for the message.
+    """
+    if bool((ranks.diff(dim=1) < 0).any()):
+        raise MeshError(
+            message(
+                "Meshes.from_device_mesh: axes dp_shard, cp and ep",
+                expected="ep within cp within dp_shard, so that ranks ascend along the three as one axis",
+                got=f"axes {mesh.mesh_dim_names} over ranks {mesh.mesh.tolist()}",
+                why="Dense weights are sharded over them as one axis, and process groups number their ranks in "
+                "ascending order",
+                fix="build the mesh with dp_shard before cp before ep",
+            )
+        )
+
+
+def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Resolve one ``-1`` and check that the axes fill the world exactly."""
+    shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != 1}
+    text = " * ".join(f"{axis}({size})" for axis, size in shown.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1 or any(
+        isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()
+    ):
+        raise MeshError(
+            message(
+                f"Meshes.build: {text}",
+                expected="positive sizes, at most one of them -1",
+                got=tuple(shown.values()),
+                fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
+            )
+        )
+    product = 1
+    for size in sizes.values():
+        product *= size if size != -1 else 1
+    if free and world_size % product == 0:
+        return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
+    if not free and product == world_size:
+        return sizes
+    others = product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1)
+    fitting = [n for n in (world_size // others,) if n >= 1 and n * others == world_size]
+    fix = (
+        f"dp_shard={fitting[0]}, or dp_shard=-1 to use what is left"
+        if fitting
+        else "sizes whose product is WORLD_SIZE"
+    )
+    raise MeshError(
+        message(
+            f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
+            expected=f"a product equal to WORLD_SIZE = {world_size}",
+            got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
+            fix=fix,
+        )
+    )

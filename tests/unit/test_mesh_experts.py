@@ -1,0 +1,124 @@
+"""Meshes with context and expert parallelism: which ranks share what, and which experts a rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from te_fsdp.errors import MeshError
+from te_fsdp.mesh import ALL_AXES, AXES, Meshes
+
+
+def build(**sizes) -> Meshes:
+    return Meshes.build(**sizes, device_type="cpu")
+
+
+def ranks(mesh: DeviceMesh | None) -> list | None:
+    """The ranks of a mesh, nested as its axes are."""
+    return None if mesh is None else mesh.mesh.tolist()
+
+
+def members(mesh: DeviceMesh | None) -> list[int] | None:
+    """The ranks of a 1-D mesh's process group: those that really communicate."""
+    return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
+
+
+EXPERT_SIZES = [
+    s for s in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)) if math.prod(s) in (2, 8, 12)
+]
+
+
+def placed(sizes: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Each rank's place on the five axes, counted out: the last axis runs fastest."""
+    return dict(enumerate(itertools.product(*map(range, sizes))))
+
+
+def same(sizes: tuple[int, ...], rank: int, free: str) -> list[int]:
+    """Ranks that differ from `rank` on the axes of `free` at most."""
+    of, fixed = placed(sizes), [i for i, axis in enumerate(ALL_AXES) if axis not in free.split()]
+    return [r for r in of if all(of[r][i] == of[rank][i] for i in fixed)]
+
+
+@pytest.mark.parametrize("sizes", EXPERT_SIZES)
+def test_who_shares_what_with_experts(fake_world, sizes):
+    world = math.prod(sizes)
+    replicate, shard, cp, ep, tp = sizes
+    for rank in {0, world // 2, world - 1}:
+        fake_world(world, rank)
+        meshes = build(dp_replicate=replicate, dp_shard=shard, cp=cp, ep=ep, tp=tp)
+        assert [meshes.size(axis) for axis in ALL_AXES] == [replicate, shard * cp * ep, cp, ep, tp]
+        assert meshes.expert_shards == shard * cp
+        for mesh, free in (
+            (meshes.tp, "tp"),
+            (meshes.cp, "cp"),
+            (meshes.ep, "ep"),
+            (meshes.device_mesh["dp_shard"], "dp_shard cp ep"),
+            (meshes.weight, "dp_shard cp ep tp"),
+            (meshes.expert_weight, "dp_shard cp tp"),
+        ):
+            want = same(sizes, rank, free)
+            assert (members(mesh) or [rank]) == want, free
+            assert (ranks(mesh) or [rank]) == want, free
+        for mesh, free in (
+            (meshes.fsdp_with_size_one, "dp_shard cp ep"),
+            (meshes.expert_fsdp_with_size_one, "dp_shard cp"),
+        ):
+            assert members(mesh["dp_shard"]) == same(sizes, rank, free)
+            assert sorted(mesh.mesh.flatten().tolist()) == same(sizes, rank, f"dp_replicate {free}")
+            assert mesh.mesh_dim_names == (AXES[:2] if replicate > 1 else ("dp_shard",))
+        assert (meshes.expert_fsdp is None) == (replicate * shard * cp == 1)
+
+
+def test_without_ep_experts_live_on_the_dense_meshes(fake_world):
+    fake_world(8)
+    meshes = build(dp_replicate=2, tp=2)
+    assert (meshes.ep, meshes.cp, meshes.expert_mesh) == (None, None, None)
+    assert meshes.expert_fsdp == meshes.fsdp
+    assert meshes.expert_weight is meshes.weight
+
+
+def test_expert_meshes_share_groups_with_the_dense_ones(fake_world):
+    fake_world(16)
+    meshes = build(dp_replicate=2, ep=2, tp=2)
+    for axis in ("dp_replicate", "tp"):
+        assert meshes.expert_mesh.get_group(axis) is meshes.device_mesh.get_group(axis)
+    assert meshes.expert_weight.get_group() is meshes.expert_weight.get_group()
+    assert str(meshes) == "dp_replicate=2 x dp_shard=4 (2 x ep=2) x tp=2"
+
+
+@pytest.mark.parametrize("order", [("tp", "dp_shard", "ep"), ("dp_shard", "cp", "tp", "ep"), ("ep", "tp")])
+def test_expert_axes_are_found_by_name(fake_world, order):
+    """Whatever lies between them, as long as ep lies within cp and cp within dp_shard."""
+    for rank in (0, 3):
+        fake_world(2 ** len(order), rank)
+        mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
+        meshes = Meshes.from_device_mesh(mesh)
+        for axis in ("tp", "ep", "cp"):
+            assert members(getattr(meshes, axis)) == (members(mesh[axis]) if axis in order else None)
+        if "dp_shard" in order and "cp" not in order:
+            assert members(meshes.expert_fsdp) == members(mesh["dp_shard"])
+        dense = [axis for axis in order if axis != "tp"]
+        assert meshes.size("dp_shard") == 2 ** len(dense)
+
+
+def test_experts_of_a_rank(fake_world):
+    """As torch.chunk deals them out; an expert-parallel rank without any is refused."""
+    for total in (4, 6, 7, 8):
+        dealt = torch.arange(total).chunk(4)
+        for rank in range(4):
+            fake_world(4, rank)
+            meshes = build(ep=4)
+            if len(dealt) == 4:
+                assert list(meshes.experts(total)) == dealt[rank].tolist()
+    assert list(build().experts(3)) == [0, 1, 2]
+    with pytest.raises(MeshError) as caught:
+        build(ep=4).experts(6)
+    assert str(caught.value) == (
+        "Meshes.experts: 6 experts over ep=4: expected at least one expert on every rank, got [2, 2, 2, 0]. A "
+        "GroupedLinear has at least one GEMM. Fix: choose an ep size that divides the number of experts."
+    )
