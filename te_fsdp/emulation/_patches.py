@@ -94,7 +94,36 @@ def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.M
     return change
 
 
+class _Splits(torch.Tensor):
+    """Token counts that lie on the pretended GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the module believes them to be."""
+        return torch.device("cuda")
+
+
+def _splits_on_device(module: types.ModuleType) -> None:
+    stock = module.GroupedLinear.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def forward(self: Any, inp: Any, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
+        # A list stays one: on a GPU it becomes a host tensor, which the grouped path refuses.
+        if isinstance(m_splits, torch.Tensor):
+            m_splits = m_splits.as_subclass(_Splits)
+        return stock(self, inp, m_splits, *args, **kwargs)
+
+    module.GroupedLinear.forward = forward  # type: ignore[attr-defined]
+
+
 PATCHES: list[Patch] = [
+    Patch(
+        "transformer_engine.pytorch.module.grouped_linear",
+        ("GroupedLinear.forward",),
+        _ALL,
+        "pytorch/module/grouped_linear.py:785 wants the token counts of grouped tensors on a GPU",
+        _splits_on_device,
+    ),
     Patch(
         "transformer_engine.common",
         ("load_framework_extension",),

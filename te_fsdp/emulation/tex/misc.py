@@ -13,7 +13,7 @@ from te_fsdp.emulation.tex.enums import NVTE_Fused_Attn_Backend, NVTE_QKV_Format
 
 def get_cublasLt_version() -> int:
     """A cuBLASLt with every feature that TransformerEngine asks about."""
-    return 130100
+    return 130600
 
 
 def get_cudnn_version() -> int:
