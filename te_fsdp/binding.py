@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     import weakref
 
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["COPY", "LABEL", "Binding", "binding_of"]
+__all__ = ["COPY", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
@@ -21,6 +23,11 @@ KEY = "_te_fsdp_binding"
 LABEL = "_te_fsdp_label"
 #: Attribute of a bound parameter that every tensor-parallel rank holds whole.
 COPY = "_te_fsdp_copy"
+#: Attribute of a parameter of a model that ``fully_shard`` was called on: a reference to its sharding state.
+STATE = "_te_fsdp_state"
+#: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all own parameters, or a frozenset of their names.
+#: Also an attribute of parameters that no module owned when they were marked.
+NO_SHARD = "_te_fsdp_no_shard"
 
 
 @dataclass
@@ -39,6 +46,11 @@ class Binding:
         checked_recipe: Class of the recipe that the module was last seen to run under.
         weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
         shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
+        ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
+        experts: The experts of an expert module. Its parameters are registered under their global indices.
+        amax_group: Ranks over which delayed scaling reduces the amax of an expert module: those that hold the same
+            experts. ``None``: those of the weight mesh.
+        divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
     """
 
     name: str
@@ -51,6 +63,10 @@ class Binding:
     checked_recipe: type | None = None
     weight_mesh_agreed: bool = False
     shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    ep_mesh: DeviceMesh | None = None
+    experts: ExpertRange | None = None
+    amax_group: ProcessGroup | None = None
+    divided: bool = False
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
@@ -70,11 +86,22 @@ class Binding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         """Meshes are shared by the copy: process groups cannot be copied."""
         attributes = {name: dict(values) for name, values in self.attributes.items()}
-        return Binding(
+        copied = Binding(
             self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.under_fsdp
         )
+        copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
+        return copied
 
 
 def binding_of(module: object) -> Binding | None:
     """The module's binding, ``None`` where ``set_device_mesh`` was never called."""
     return module.__dict__.get(KEY)
+
+
+def is_exempt(module: Any, name: str) -> bool:
+    """Whether a module's own parameter is kept whole on all data-parallel ranks (:func:`te_fsdp.fsdp_no_shard`)."""
+    mark = module.__dict__.get(NO_SHARD, ())
+    if mark is True or name in mark:
+        return True
+    parameter = module._parameters.get(name)
+    return parameter is not None and NO_SHARD in parameter.__dict__

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from te_fsdp import _te, _torch
+from te_fsdp import _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.modules.apply import check_device_mesh, set_device_mesh
 from te_fsdp.modules.plan import quantizable
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.shards import Key, plan_cuts, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_all_ranks
+from te_fsdp.sharding.state import KEY, ShardingState, mark
+from te_fsdp.sharding.strategies import DEFAULT, STRATEGIES, Strategy, check_outer
+from te_fsdp.sharding.units import check_accepted, check_order, find_units
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
 
@@ -35,10 +38,13 @@ def fully_shard(
     meshes: Meshes,
     *,
     units: Iterable[type | str] | type | str | None = None,
+    strategy: str | Strategy | Mapping[type | str, str | Strategy] | None = None,
+    outer_strategy: str = "no_shard",
+    precision: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
 ) -> nn.Module:
-    """Shard a TE model over its meshes (ZeRO-3 on FSDP2; HSDP when ``dp_replicate`` > 1), with or without tp.
+    """Shard a TE model over its meshes on FSDP2, with or without tp.
 
     Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the
     model, keeps quantized weights quantized with one scale per weight, and keeps the parameters' Python
@@ -52,44 +58,106 @@ def fully_shard(
         meshes: The job's meshes.
         units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a
             trailing ``.*`` means every child). By default every ``te.TransformerLayer``.
-        mp_policy: FSDP2's mixed precision policy. ``None``: compute in the parameters' own dtype.
-        reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3), or keep them.
+        strategy: What is cut over ``dp_shard``: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or
+            ``"optim_grads_params"`` (the default), for the model or as a mapping of classes or names to them. A key
+            holds for all in its module, which becomes a unit; ``""`` is the root.
+        outer_strategy: What is cut over ``dp_replicate`` as well: ``"no_shard"`` (nothing: HSDP) or ``"optim"``
+            (main weights and optimizer state: HFSDP).
+        precision: The precision policy. ``None``: all in the parameters' own dtype.
+        mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
+        reshard_after_forward: FSDP2's word instead of ``strategy``: True is ``"optim_grads_params"``, False is
+            ``"optim_grads"``.
 
     Returns:
         ``model``.
 
     Raises:
         MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches
-            nothing or has no forward, a scalar parameter, a model that is sharded already, and quantized
-            weights whose shards would not fit their format.
+            nothing or has no forward, a scalar parameter, a model that is sharded already, arguments that
+            contradict each other, and quantized weights whose shards would not fit their format.
+        PrecisionError: Both ``precision`` and ``mp_policy``.
         InitError: Ranks that must hold equal values do not.
     """
     weight_mesh = meshes.weight
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-        _check_order(model)
-        chosen = _find_units(model, units)
-        _check_accepted(model, chosen)
+        check_order(model)
+        _check_policy(precision, mp_policy)
+        rows = find_units(model, units, _strategy(strategy, reshard_after_forward))
+        _check_rows(rows, check_outer(outer_strategy))
+        check_accepted(model, rows)
         planned = check_device_mesh(model, meshes.tp, weight_mesh)
         cuts = plan_cuts(quantizable(planned), Grid(*map(meshes.size, ("dp_replicate", "dp_shard", "tp"))))
     check_same_model(model, meshes.device_mesh)
     check_replicas(model, planned, meshes)
     set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
+    state = ShardingState(model, meshes, rows, outer_strategy, precision)
+    _apply_fsdp2(state, mp_policy or MixedPrecisionPolicy(), cuts)
+    model.__dict__[KEY] = state
+    mark(state)
+    _log.debug("fully_shard: %d units over %s", len(rows), meshes)
+    return model
+
+
+def _strategy(
+    strategy: str | Strategy | Mapping[type | str, str | Strategy] | None, reshard_after_forward: bool | None
+) -> str | Strategy | Mapping[type | str, str | Strategy]:
+    """What is meant by ``strategy`` and FSDP2's word for it together."""
+    if reshard_after_forward is None:
+        return DEFAULT if strategy is None else strategy
+    meant = STRATEGIES["optim_grads_params" if reshard_after_forward else "optim_grads"]
+    if isinstance(reshard_after_forward, bool) and strategy in (None, meant, meant.name):
+        return meant
+    raise PlacementError(
+        message(
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
+            expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
+            fix="leave reshard_after_forward out",
+        )
+    )
+
+
+def _check_policy(precision: Any, mp_policy: MixedPrecisionPolicy | None) -> None:
+    if precision is not None and mp_policy is not None:
+        raise PrecisionError(
+            message(
+                "fully_shard: precision and mp_policy",
+                expected="one of them",
+                got="both",
+                why="Each says in which dtypes to compute and to reduce",
+                fix="leave mp_policy out",
+            )
+        )
+
+
+def _check_rows(rows: dict[str, Strategy], outer: str) -> None:
+    """Strategies that this version has the machinery for."""
+    for name, row in rows.items():
+        if not row.shards:
+            raise PlacementError(
+                message(f"{name or 'model'}: strategy {row}", expected="a strategy that shards", got=row.name)
+            )
+
+
+def _fsdp_mesh(state: ShardingState) -> DeviceMesh:
+    """What FSDP2 shards over. With the optimizer cut over ``dp_replicate``, FSDP2 shall not reduce over it."""
+    if state.outer == "optim":
+        return state.meshes.device_mesh["dp_shard"]
+    return state.meshes.fsdp_with_size_one
+
+
+def _apply_fsdp2(state: ShardingState, mp_policy: MixedPrecisionPolicy, cuts: dict[Key, int]) -> None:
+    """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
+    model = state.model
     for binding in filter(None, map(binding_of, model.modules())):
         binding.weight_mesh_agreed = True  # one object gives both meshes
-    options: dict[str, Any] = {
-        "mesh": meshes.fsdp_with_size_one,
-        "mp_policy": mp_policy or MixedPrecisionPolicy(),
-        "reshard_after_forward": reshard_after_forward,
-    }
+    options: dict[str, Any] = {"mesh": _fsdp_mesh(state), "mp_policy": mp_policy}
     stash, options["shard_placement_fn"] = stash_quantized(model), _placements(model, cuts)
-    # Inner units first: a parent's FSDP group takes what its units have left.
-    for unit in [*reversed(chosen), model]:
-        if not _torch.is_fsdp_module(unit):
-            fsdp2_fully_shard(unit, **options)
+    for name, row in reversed(state.units.items()):
+        unit = model.get_submodule(name)
+        state.modules[name] = unit
+        fsdp2_fully_shard(unit, reshard_after_forward=row.release_after_forward, **options)
     restore_quantized(model, stash)
     _finish(model, cuts)
-    _log.debug("fully_shard: %d units over %s", len(chosen) + (model not in chosen), meshes)
-    return model
 
 
 def _placements(model: nn.Module, cuts: dict[Key, int]) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -109,96 +177,6 @@ def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
         for managed in _torch.managed_by(unit) if _torch.is_fsdp_module(unit) else ():
             if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
                 _torch.keep_no_flat_shard(managed)
-
-
-def _check_order(model: nn.Module) -> None:
-    """FSDP2 must not have been applied to any part before."""
-    for name, module in model.named_modules():
-        if _torch.is_fsdp_module(module):
-            raise OrderError(
-                message(
-                    f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
-                    expected="a model without FSDP2",
-                    got=type(module).__name__,
-                    why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
-                    fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
-                )
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            raise OrderError(
-                message(
-                    f"{name}: fully_shard on a parameter that is sharded already",
-                    expected="a plain parameter or a DTensor on the tp mesh",
-                    got=f"placements {tuple(parameter.placements)}",
-                    fix="build the model anew",
-                )
-            )
-
-
-def _check_accepted(model: nn.Module, chosen: list[nn.Module]) -> None:
-    """What FSDP2 would refuse half way, when some units are cut already."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in [*chosen, model]:
-        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
-        if container and type(module).forward is torch.nn.Module.forward:
-            name = names[id(module)]
-            raise PlacementError(
-                message(
-                    f"{name or 'model'}: fully_shard of a {type(module).__name__}",
-                    expected="a module with a forward",
-                    got="a container without",
-                    why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
-                    fix=f'units="{name}.*" for each of its children'
-                    if name
-                    else "shard the module that calls it",
-                )
-            )
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise PlacementError(
-                message(
-                    f"{name}: fully_shard of a scalar parameter",
-                    expected="at least one dim to cut",
-                    got="shape ()",
-                    fix="make it a tensor of shape (1,)",
-                )
-            )
-
-
-def _find_units(model: nn.Module, units: Iterable[type | str] | type | str | None) -> list[nn.Module]:
-    """Modules that become FSDP2 units, outer before inner, each once."""
-    if units is None:
-        layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
-        return [m for m in model.modules() if isinstance(m, layer) and m is not model]
-    wanted = [units] if isinstance(units, type | str) else list(units)
-    names = dict(model.named_modules())
-    chosen: dict[int, nn.Module] = {}
-    for want in wanted:
-        if isinstance(want, type):
-            found = [m for m in names.values() if isinstance(m, want)]
-        elif want.endswith(".*"):
-            prefix = want[:-1]
-            found = [m for n, m in names.items() if n.startswith(prefix) and "." not in n[len(prefix) :]]
-        else:
-            found = [names[want]] if want in names else []
-        if not found:
-            raise PlacementError(
-                message(
-                    f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
-                    expected=f"a class or a name out of {_sample(names)}",
-                    fix="name modules as model.named_modules() does",
-                )
-            )
-        chosen.update((id(m), m) for m in found if m is not model)
-    order = {id(m): i for i, m in enumerate(names.values())}
-    return sorted(chosen.values(), key=lambda m: order[id(m)])
-
-
-def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
-    """The first few names of the tree, for a message."""
-    named = [n for n in names if n]
-    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
 
 
 def _finish(model: nn.Module, cuts: dict[Key, int]) -> None:

@@ -1,0 +1,94 @@
+"""Sharding strategies as data: what is cut over ``dp_shard``, when weights are gathered, when gradients are reduced.
+
+                         held between steps            gathered          gathered weights     gradients are reduced,
+                         weights  grads   optimizer    (all-gather)      are released after   several microbatches
+    no_shard             whole    whole   whole        never             -                    with the last one
+    optim                cut      whole   cut          once per step     the last backward    with the last one
+    optim_grads          cut      cut     cut          once per step     the last backward    with each one
+    optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
+                                                       and backward      backward
+
+The two middle columns are what a training loop gets that says which microbatch is the last one
+(``te_fsdp.microbatch``). A plain loop cannot say it: there each backward counts as the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from te_fsdp.errors import PlacementError, message
+
+__all__ = ["DEFAULT", "OUTER_STRATEGIES", "STRATEGIES", "Strategy", "check_outer", "strategy_of"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table.
+
+    Attributes:
+        name: The user's word for it.
+        shards: Whether FSDP2 cuts the weights, and with them the optimizer's state, over ``dp_shard``.
+        release_after_forward: Whether gathered weights are released between forward and backward.
+        keep_between: Whether gathered weights outlive a backward that is not the last of its step.
+        reduce_each: Whether gradients are reduced in a backward that is not the last of its step; otherwise they
+            add up unreduced, in whole gradients.
+    """
+
+    name: str
+    shards: bool
+    release_after_forward: bool
+    keep_between: bool
+    reduce_each: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: The table. ``no_shard`` is the only row without FSDP2.
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Strategy("no_shard", False, False, True, False),
+            Strategy("optim", True, False, True, False),
+            Strategy("optim_grads", True, False, True, True),
+            Strategy("optim_grads_params", True, True, False, True),
+        )
+    }
+)
+#: What a model gets that names no strategy.
+DEFAULT = STRATEGIES["optim_grads_params"]
+#: Over ``dp_replicate``: every rank has the whole state of its ``dp_shard`` group (HSDP), or main weights and
+#: optimizer state are cut over both axes (HFSDP).
+OUTER_STRATEGIES = ("no_shard", "optim")
+
+
+def strategy_of(name: Any) -> Strategy:
+    """The row of a name; a :class:`Strategy` is returned as it is.
+
+    Raises:
+        PlacementError: No such strategy.
+    """
+    if isinstance(name, Strategy):
+        return name
+    if not isinstance(name, str) or name not in STRATEGIES:
+        raise PlacementError(
+            message("fully_shard: strategy", expected=f"one of {tuple(STRATEGIES)}", got=repr(name))
+        )
+    return STRATEGIES[name]
+
+
+def check_outer(outer: Any) -> str:
+    """``outer`` if it is one of :data:`OUTER_STRATEGIES`.
+
+    Raises:
+        PlacementError: It is not.
+    """
+    if outer not in OUTER_STRATEGIES:
+        raise PlacementError(
+            message("fully_shard: outer_strategy", expected=f"one of {OUTER_STRATEGIES}", got=repr(outer))
+        )
+    return outer

@@ -1,0 +1,181 @@
+"""The units of a model: found, checked, and each given its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["check_accepted", "check_order", "find_units"]
+
+#: How users name units: classes, or names in the tree.
+Wanted = Iterable[type | str] | type | str
+
+
+def check_order(model: nn.Module) -> None:
+    """FSDP2 must not have been applied to any part before."""
+    for name, module in model.named_modules():
+        if _torch.is_fsdp_module(module):
+            raise OrderError(
+                message(
+                    f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                    expected="a model without FSDP2",
+                    got=type(module).__name__,
+                    why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                    fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            raise OrderError(
+                message(
+                    f"{name}: fully_shard on a parameter that is sharded already",
+                    expected="a plain parameter or a DTensor on the tp mesh",
+                    got=f"placements {tuple(parameter.placements)}",
+                    fix="build the model anew",
+                )
+            )
+
+
+def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
+    """What FSDP2 would refuse half way, when some units are cut already."""
+    for name in units:
+        module = model.get_submodule(name)
+        if _is_container(module):
+            raise PlacementError(
+                message(
+                    f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                    expected="a module with a forward",
+                    got="a container without",
+                    why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                    fix=f'units="{name}.*" for each of its children'
+                    if name
+                    else "shard the module that calls it",
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise PlacementError(
+                message(
+                    f"{name}: fully_shard of a scalar parameter",
+                    expected="at least one dim to cut",
+                    got="shape ()",
+                    fix="make it a tensor of shape (1,)",
+                )
+            )
+
+
+def find_units(
+    model: nn.Module, units: Wanted | None, strategy: str | Strategy | Mapping[type | str, str | Strategy]
+) -> dict[str, Strategy]:
+    """The modules that become units, and the strategy of each.
+
+    Args:
+        model: The root.
+        units: Classes or names; ``None``: every ``te.TransformerLayer``.
+        strategy: One for all units, or one for each class or name. A key holds for the module that it names and for
+            all in it, as far as no key of a module further in says otherwise; that module becomes a unit. ``""``
+            is the root. What no key reaches gets :data:`te_fsdp.sharding.strategies.DEFAULT`.
+
+    Returns:
+        Name -> strategy of the root and of these, outer before inner, each module once.
+
+    Raises:
+        PlacementError: A class or name without a module; two classes that want different strategies for a module.
+    """
+    names = dict(model.named_modules())
+    chosen = _default_units(names) if units is None else _find_all(names, units)
+    given: dict[str, Strategy] = {}
+    if isinstance(strategy, Mapping):
+        given = _strategies_by_name(names, strategy)
+        chosen |= given.keys()
+    else:
+        given[""] = strategy_of(strategy)
+    inner = [name for name in names if name in chosen and name]
+    return {name: _nearest(name, given) for name in ["", *inner]}
+
+
+def _default_units(names: dict[str, nn.Module]) -> set[str]:
+    layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
+    return {name for name, module in names.items() if isinstance(module, layer)}
+
+
+def _find_all(names: dict[str, nn.Module], units: Wanted) -> set[str]:
+    wanted = [units] if isinstance(units, type | str) else list(units)
+    return {name for want in wanted for name in _find(names, want)}
+
+
+def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
+    """Names of the modules that a class, a name or a name with ``.*`` stands for."""
+    if isinstance(want, type):
+        found = [n for n, m in names.items() if isinstance(m, want)]
+    elif want.endswith(".*"):
+        prefix = want[:-1]
+        found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
+    else:
+        found = [want] if want in names else []
+    if not found:
+        raise PlacementError(
+            message(
+                f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+                expected=f"a class or a name out of {_sample(names)}",
+                fix="name modules as model.named_modules() does",
+            )
+        )
+    return found
+
+
+def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, Strategy]:
+    """A mapping of classes and names, as one of names: a name beats a class."""
+    found: dict[str, Strategy] = {}
+    for want in sorted(strategy, key=lambda want: isinstance(want, str)):
+        row = strategy_of(strategy[want])
+        for name in _find(names, want):
+            if isinstance(want, type) and found.get(name, row) != row:
+                raise PlacementError(
+                    message(
+                        f"{name or 'model'}: two strategies",
+                        expected="one class of the mapping that it is an instance of, or equal strategies",
+                        got=f"{found[name]} and {row}",
+                        fix="name the module",
+                    )
+                )
+            for own in _with_forward(names, name):
+                found[own] = row
+    return found
+
+
+def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
+    """The module itself, or the children of a container: a container cannot be gathered."""
+    if not name or not _is_container(names[name]):
+        return [name]
+    return [
+        own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")
+    ]
+
+
+def _is_container(module: nn.Module) -> bool:
+    listing = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    return listing and type(module).forward is torch.nn.Module.forward
+
+
+def _nearest(name: str, given: dict[str, Strategy]) -> Strategy:
+    """The strategy of the innermost module around ``name`` that has one."""
+    while name not in given and name:
+        name = name.rpartition(".")[0]
+    return given.get(name, DEFAULT)
+
+
+def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
+    """The first few names of the tree, for a message."""
+    named = [n for n in names if n]
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
