@@ -34,8 +34,7 @@ def test_bytes_and_scales(pool, recipe, mesh):
 
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "tp4"))
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(("recipe", "reshard_after_forward"), [("delayed", True), ("current", False)])
 def test_bytes_and_scales_on_hopper(pool, recipe, reshard_after_forward, mesh):
     """Also the transposes that Hopper keeps: where one is marked valid, it is that of the bytes."""
     dp_replicate, tp, ranks = mesh
@@ -72,7 +71,7 @@ def test_block_formats(pool, recipe, buffers, mesh):
     assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 2}] * ranks
 
 
-@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2xtp2"))
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_transformer_layer(pool, recipe, mesh):
     dp_replicate, tp, ranks = mesh
@@ -107,8 +106,20 @@ def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
         )
 
 
-@pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2xtp2"))
-@pytest.mark.parametrize(("recipe", "buffers"), [("delayed", 4), ("current", 4), ("nvfp4", 12)])
+@pytest.mark.parametrize(
+    ("recipe", "buffers", "mesh"),
+    [
+        pytest.param(
+            recipe, buffers, MESHES[mesh], id=f"{recipe}-{mesh}", marks=pytest.mark.ranks(MESHES[mesh][2])
+        )
+        for recipe, buffers, mesh in [
+            ("delayed", 4, "dp2xtp2"),
+            ("current", 4, "dp2xtp2"),
+            ("nvfp4", 12, "dp2xtp2"),
+            ("current", 4, "hsdp2x2xtp2"),
+        ]
+    ],
+)
 def test_writes_by_anybody(pool, recipe, buffers, mesh):
     """copy_, quantize_, state dicts: whatever writes high-precision values, the scale is the whole weight's."""
     dp_replicate, tp, ranks = mesh

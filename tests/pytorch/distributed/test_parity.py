@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from checkpointing.selection import is_full
 from harness import BodyFailed
 from parity.runs import ENVIRONMENT, parity
 
@@ -93,13 +94,18 @@ def _first_of_kind() -> list[str]:
     return [*seen.values(), "row", "self_qk_layer_norm"]
 
 
-def _runs() -> list:
-    """Every case on dp2 x tp2 with and without sequence parallelism, elsewhere one of the two in turn."""
-    runs = []
+def _runs(full: bool) -> list:
+    """Every case on dp2 x tp2 with and without sequence parallelism, elsewhere one of the two in turn.
+
+    Elsewhere is every other mesh for the first case of a kind, one of them in turn for the others; all with
+    `--matrix full`, and on GPUs.
+    """
+    runs, first = [], _first_of_kind()
     for place, (name, cut) in enumerate(CUT_BY_SEQUENCE.items()):
         runs += [("dp2_tp2", name, parallel) for parallel in ((False, True) if cut else (False,))]
-        runs += [("dp4", name, False), ("hsdp", name, False), ("tp4", name, cut and place % 2 == 0)]
-    for place, name in enumerate(_first_of_kind()):
+        elsewhere = [("dp4", name, False), ("hsdp", name, False), ("tp4", name, cut and place % 2 == 0)]
+        runs += elsewhere if full or name in first else [elsewhere[place % 3]]
+    for place, name in enumerate(first):
         runs.append(("hsdp_tp", name, CUT_BY_SEQUENCE[name] and place % 2 == 1))
         runs.append(("dp2", name, False))
     # GroupedLinear has no bias under tensor parallelism.
@@ -107,6 +113,12 @@ def _runs() -> list:
         pytest.param(mesh, "grouped", {"bias": True}, False, id=f"{mesh}-grouped_bias")
         for mesh in ("dp4", "hsdp")
     ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.name == "test_parity":
+        runs = _runs(is_full(metafunc.config))
+        metafunc.parametrize(("mesh", "case", "more", "sequence_parallel"), runs)
 
 
 def _param(mesh: str, name: str, sequence_parallel: bool) -> object:
@@ -127,7 +139,6 @@ def _run(pool, mesh: str, case: str, sequence_parallel: bool, more: dict | None 
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("mesh", "case", "more", "sequence_parallel"), _runs())
 def test_parity(pool, mesh, case, more, sequence_parallel):
     _run(pool, mesh, case, sequence_parallel, more)
 
