@@ -61,9 +61,11 @@ class ShardingState:
         replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
         modules: Name -> module of the units that FSDP2 manages, inner before outer.
         outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
+        precision_plan: What ``precision`` means for each parameter, or ``None``.
         before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
-            the copies over tp are made equal afterwards.
-        after_step: Called with the optimizer after each step, before kept weights are released.
+            the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
+        after_step: Called with the optimizer after each step, when ``precision_plan.after_step`` has run and before
+            kept weights are released.
     """
 
     model: nn.Module
@@ -71,6 +73,7 @@ class ShardingState:
     units: dict[str, Strategy]
     outer: str = "no_shard"
     precision: Any = None
+    precision_plan: Any = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     replicated: Replicated | None = None
     outer_optimizer: Any = None
