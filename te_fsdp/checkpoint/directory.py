@@ -205,10 +205,12 @@ def _nothing_there(path: Path) -> str:
     """Why a path is no checkpoint, with the checkpoints that are near it."""
     if (path / DCP_METADATA).is_file():
         return message(
-            f"{path}: a plain torch.distributed.checkpoint directory",
-            expected=f"{FILE_NAME} beside its .metadata",
-            got="none",
-            fix="convert it (te-fsdp ckpt convert, if one process wrote it), or torch.distributed.checkpoint.load",
+            f"{path}: {FILE_NAME} is missing beside its {DCP_METADATA}",
+            expected="a checkpoint of te_fsdp, or a plain one whose metadata tells the nested dict (planner_data)",
+            got="neither for certain",
+            why="A checkpoint of te_fsdp that has lost its manifest is not whole",
+            fix="load an earlier checkpoint or copy this one again; if torch.distributed.checkpoint wrote it without "
+            "flattening, read it with te-fsdp ckpt convert",
         )
     inside, beside = visible(path), visible(path.parent)
     if inside:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from te_fsdp.checkpoint.model_state import (
     shorten,
 )
 from te_fsdp.checkpoint.optimizer_loading import main_weight, prepare_loading, restore_groups
-from te_fsdp.checkpoint.planner import read_entries
+from te_fsdp.checkpoint.source import Source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,26 +36,25 @@ class Filling:
     """A load whose differences are all allowed.
 
     Attributes:
-        source: The directory.
-        manifest: What it holds.
+        source: What is read.
         model: The model.
         optimizer: Its optimizer, if it is to be loaded or to follow.
         state: The model's entries.
         found: The differences, of all ranks.
     """
 
-    source: Path
-    manifest: Manifest
+    source: Source
     model: nn.Module
     optimizer: Optimizer | None
     state: ModelState
     found: Differences
 
     def __post_init__(self) -> None:
+        self.manifest: Manifest = self.source.manifest
         fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - self.found.names()
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*self.state.described, *self.state.buffers] if n in fitting]
-        self.notes: list[str] = []
+        self.notes: list[str] = list(self.source.notes)
         self.sources: dict[str, str] = {}
         differing = self.found.optimizer_names()
         taken = self.optimizer is not None and WHOLE_OPTIMIZER not in differing
@@ -77,7 +75,7 @@ class Filling:
         entries |= make_delayed(self.model, delayed)
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         slots = tensor_slots(extra)
-        read_entries(self.source, {**entries, **slots})
+        self.source.read({**entries, **slots})
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
         for batch in batches(list(conversions.values())):
@@ -158,7 +156,7 @@ class Filling:
                 live[conversion.owned.fqn] = main
             else:
                 wanted |= conversion.entries()
-        read_entries(self.source, wanted)
+        self.source.read(wanted)
         for conversion in batch:
             name = conversion.owned.fqn
             value = live[name] if name in live else conversion.value()

@@ -9,18 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0
+from te_fsdp.checkpoint.collective import all_agree, rank
 from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
 from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.filling import Filling
+from te_fsdp.checkpoint.foreign import open_source, settle_scaling
 from te_fsdp.checkpoint.loaded import Loaded
-from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, compare_delayed, model_state, shorten
 from te_fsdp.checkpoint.optimizer_loading import compare_optimizer
 from te_fsdp.checkpoint.optimizer_state import check_scaled_state
 from te_fsdp.checkpoint.retention import in_use
-from te_fsdp.checkpoint.verifying import verify_together
+from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.sharding.optimizer import check_optimizer
 
@@ -51,8 +50,12 @@ def load(
     state that does not exist yet is allocated. Collective over the world: call on all ranks. All ranks must
     reach the directory.
 
+    A directory of plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or
+    ``{"model": ..., "optimizer": ...}`` from ``get_state_dict``, of whole or DTensor weights. TE's ``_extra_state`` is
+    read without running anything of it. What was taken and what was not is in ``notes``.
+
     Args:
-        path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote.
+        path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one.
         model: The model on its device, sharded or not; what its parameters hold is overwritten.
         optimizer: Over the model's current parameters; its group options are overwritten by the saved ones.
             ``None``: saved optimizer state is not read.
@@ -62,7 +65,8 @@ def load(
             A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
         verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
-            the manifest, DCP's metadata and the sizes of the files are checked.
+            the manifest, DCP's metadata and the sizes of the files are checked. A plain directory has the
+            checksums that ``torch.save`` wrote.
 
     Returns:
         What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on
@@ -90,30 +94,29 @@ def _load(
     verify: bool,
 ) -> Loaded:
     began = time.perf_counter()
-    manifest = from_rank_0(lambda: directories.open_checkpoint(source))
-    if verify:
-        verify_together(source, manifest)
-    state, found = all_agree(lambda: _compare(source, manifest, model, optimizer))
+    opened = open_source(source, model, optimizer, verify=verify)
+    state, found = all_agree(lambda: _compare(opened, model, optimizer))
     found = found.over_all_ranks()
     if not convert:
         found.refuse_conversions()
     refused = found.without(allow)
     if refused:
-        raise CheckpointError(_does_not_fit(source, manifest, refused))
-    filling = Filling(source, manifest, model, optimizer, state, found)
+        raise CheckpointError(_does_not_fit(opened, refused))
+    filling = Filling(opened, model, optimizer, state, found)
     extra = filling.run()
     loaded = Loaded(extra, left=found.left(), converted=filling.converted(), notes=filling.notes)
-    _tell(source, found, loaded)
+    _tell(source, found, loaded, opened.notes if rank() else [])
     _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
     return loaded
 
 
-def _compare(
-    source: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None
-) -> tuple[ModelState, Differences]:
+def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, Differences]:
     """Everything that one rank can find out; changes nothing."""
-    check_metadata(source, manifest)
+    manifest = source.manifest
+    if source.tensors is None:
+        check_metadata(source.path, manifest)
     state = model_state(model, may_cut_blocks=True)
+    settle_scaling(source, state.described)
     found = compare_model(manifest, state)
     for kind, name, detail in compare_delayed(model, manifest.delayed):
         found.add(kind, name, detail)
@@ -130,22 +133,25 @@ def _compare(
     return state, found
 
 
-def _tell(source: Path, found: Differences, loaded: Loaded) -> None:
-    """What was not simply copied, to the log."""
+def _tell(source: Path, found: Differences, loaded: Loaded, silent: list[str]) -> None:
+    """What was not simply copied, to the log; without notes that another rank tells."""
     if loaded.left:
         _log.warning("%s: loaded in part; left as it was: %s", source, "; ".join(found.texts()))
     if loaded.converted:
         shown = [f"{name}: {how}" for name, how in loaded.converted.items()]
         _log.warning("%s: %d tensor(s) converted (%s)", source, len(shown), shorten(shown, 3))
     for note in loaded.notes:
+        if note in silent:
+            continue
         _log.warning("%s: %s", source, note)
 
 
-def _does_not_fit(source: Path, manifest: Manifest, found: Differences) -> str:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
+def _does_not_fit(source: Source, found: Differences) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
+    origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
     return message(
-        f"{source} does not fit: {'; '.join(found.texts())}",
-        why=f"Nothing was loaded (saved on {mesh} by te_fsdp {manifest.versions.get('te_fsdp')})",
+        f"{source.path} does not fit: {'; '.join(found.texts())}",
+        why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
         fix="build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...]), "
         "or load(..., strict=False) to take what fits",
     )

@@ -12,7 +12,7 @@ from te_fsdp.checkpoint.manifest import Manifest, checksum
 from te_fsdp.checkpoint.retention import in_use
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["verify", "verify_together"]
+__all__ = ["damaged", "verify", "verify_together"]
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -27,7 +27,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     source = Path(os.path.abspath(path))
     with in_use(source):
         manifest = open_checkpoint(source)
-        _raise(source, _changed(source, manifest, list(manifest.files)))
+        damaged(source, _changed(source, manifest, list(manifest.files)))
         check_metadata(source, manifest)
 
 
@@ -45,7 +45,7 @@ def verify_together(source: Path, manifest: Manifest) -> None:
         shares[least].append(name)
         load[least] += size
     problems = gather(all_agree(lambda: _changed(source, manifest, shares[rank()])))
-    _raise(source, [text for texts in problems for text in texts])
+    damaged(source, [text for texts in problems for text in texts])
 
 
 def _changed(source: Path, manifest: Manifest, names: list[str]) -> list[str]:
@@ -64,7 +64,12 @@ def _changed(source: Path, manifest: Manifest, names: list[str]) -> list[str]:
     return problems
 
 
-def _raise(source: Path, problems: list[str]) -> None:
+def damaged(source: Path, problems: list[str]) -> None:
+    """Raise if there are problems with the files of a checkpoint.
+
+    Raises:
+        CheckpointError: All of them in one text.
+    """
     if problems:
         raise CheckpointError(
             message(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import mmap
 import warnings
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["Opened", "Piece", "open_dcp", "write_dcp"]
+__all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
 
 Tick = Callable[[int], None]
 
@@ -59,6 +60,14 @@ class Piece(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
+        return self.header().rows(first, last)
+
+    def header(self) -> Lazy:
+        """Where its elements lie, read once.
+
+        Raises:
+            CheckpointError: Another tensor is there than DCP's metadata says, or none.
+        """
         if self.found is None:
             tensor = self.objects()
             got = (
@@ -76,7 +85,11 @@ class Piece(Lazy):
                     )
                 )
             self.found = stored(tensor, self.file, self.key, self.offset)
-        return self.found.rows(first, last)
+        return self.found
+
+    def window(self) -> Window:
+        """The ``torch.save`` file."""
+        return Window(self.file, self.offset, self.length, self.key)
 
     def objects(self) -> Any:
         """What was stored, tensors without data.
@@ -84,39 +97,69 @@ class Piece(Lazy):
         Raises:
             CheckpointError: It cannot be read.
         """
-        window = _Window(self.file, self.offset, self.length, self.key)
-        return read_objects(io.BufferedReader(window), f"{self.key} in {self.file}")
+        return self.window().objects()
 
     def is_quantized(self) -> bool:
         """Whether one of TE's quantized tensors was stored."""
         return isinstance(self.objects(), Quantized)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+class Window(io.RawIOBase):
+    """A part of a file as a file: one of the ``torch.save`` files that DCP strings together."""
 
     def __init__(self, file: Path, offset: int, length: int, key: str) -> None:
         self.file, self.offset, self.length, self.key, self.at = file, offset, length, key, 0
 
+    def objects(self) -> Any:
+        """What was stored, tensors without data.
+
+        Raises:
+            CheckpointError: It cannot be read, or not weights-only.
+        """
+        self.seek(0)
+        return read_objects(io.BufferedReader(self), f"{self.key} in {self.file}")
+
+    def changed(self) -> bool:
+        """Whether its contents contradict the checksums that ``torch.save`` put beside them. Reads all of it."""
+        self.seek(0)
+        try:
+            with zipfile.ZipFile(io.BufferedReader(self)) as archive:
+                # 0 is what torch writes where checksums were switched off.
+                return any(_is_changed(archive, member) for member in archive.infolist() if member.CRC)
+        except (zipfile.BadZipFile, CheckpointError):
+            return True
+
     def readable(self) -> bool:
+        """It is."""
         return True
 
     def seekable(self) -> bool:
+        """It is."""
         return True
 
     def tell(self) -> int:
+        """Position within the part."""
         return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move within the part."""
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
         return self.at
 
     def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, up to the end of the part."""
         count = max(0, min(len(buffer), self.length - self.at))
         if count:
             buffer[:count] = read_bytes(self.file, self.offset + self.at, count, self.key)
         self.at += count
         return count
+
+
+def _is_changed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    with archive.open(member) as stream:
+        while stream.read(1 << 20):  # raises at the end where the checksum differs
+            pass
+    return False
 
 
 @dataclass
@@ -125,13 +168,15 @@ class Opened:
 
     Attributes:
         tensors: By key.
-        others: Keys of pickled objects.
+        others: Pickled objects by key.
         paths: For keys that DCP flattened: where the value was in the nested dict.
+        windows: Every ``torch.save`` file in the directory's files.
     """
 
     tensors: dict[str, Lazy]
-    others: list[str]
+    others: dict[str, Window]
     paths: dict[str, tuple[Any, ...]]
+    windows: list[Window] = field(default_factory=list)
 
 
 def open_dcp(path: Path) -> Opened:
@@ -153,18 +198,38 @@ def open_dcp(path: Path) -> Opened:
                 fix="the checkpoint is damaged, take an earlier one",
             )
         ) from error
-    absent = sorted({p.relative_path for p in places.values() if not (path / p.relative_path).is_file()})
-    if absent:
-        raise CheckpointError(
-            message(f"{path}: missing files: {', '.join(absent[:5])}", fix="copy the whole directory again")
-        )
-    opened = Opened({}, [], dict(metadata.planner_data or {}))
+    _check_files(path, places.values())
+    opened = Opened({}, {}, dict(metadata.planner_data or {}))
+    for index, place in places.items():
+        file = path / place.relative_path
+        opened.windows.append(Window(file, place.offset, place.length, index.fqn))
     for key, meta in described.items():
         if isinstance(meta, TensorStorageMetadata):
             opened.tensors[key] = _tensor(path, key, meta, by_key.get(key, []))
         elif isinstance(meta, BytesStorageMetadata):
-            opened.others.append(key)
+            (_, place), *_ = by_key[key]
+            opened.others[key] = Window(path / place.relative_path, place.offset, place.length, key)
     return opened
+
+
+def _check_files(path: Path, places: Iterable[Any]) -> None:
+    """Every file is there, and as long as what it holds."""
+    ends: dict[str, int] = {}
+    for place in places:
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    problems = []
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size < end:
+            problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
+    if problems:
+        raise CheckpointError(
+            message(
+                f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix="copy the whole directory again"
+            )
+        )
 
 
 def _tensor(

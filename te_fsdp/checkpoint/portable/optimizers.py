@@ -14,22 +14,27 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = ["add_optimizer", "optimizer_state_dict"]
 
 
-def add_optimizer(contents: Contents, state: Any, class_name: str | None) -> bool:
+def add_optimizer(
+    contents: Contents, state: Any, class_name: str | None, otherwise_class: str | None = None
+) -> bool:
     """Take a torch optimizer's state dict into a checkpoint's contents; note it where that cannot be done.
 
-    Parameters are told by the ``param_names`` of each group (torch writes them if the optimizer was given named
-    parameters); with one group also by their order, if their number and the shapes of their state fit.
+    Parameters are told by their names, where ``torch.distributed.checkpoint.state_dict`` made the state dict; by the
+    ``param_names`` of each group (torch writes them if the optimizer was given named parameters); with one group also
+    by their order, if their number and the shapes of their state fit.
 
     Args:
         contents: With the model's parameters; changed.
-        state: ``{"state": {number: {...}}, "param_groups": [...]}``, tensors lazy.
+        state: ``{"state": {number or name: {...}}, "param_groups": [...]}``, or that of ``get_state_dict`` with
+            ``flatten_optimizer_state_dict=True``; tensors lazy.
         class_name: Class of the optimizer; ``None``: told from its options.
+        otherwise_class: Class of the optimizer where its options do not tell.
 
     Returns:
         Whether it was taken.
     """
     try:
-        described, tensors = _read(contents, state, class_name)
+        described, tensors = _read(contents, _nested(state), class_name, otherwise_class)
     except _NotTaken as reason:
         contents.notes.append(f"optimizer: left, {reason}")
         return False
@@ -43,7 +48,32 @@ class _NotTaken(Exception):
     """Why an optimizer's state has no place in the checkpoint."""
 
 
-def _read(contents: Contents, state: Any, class_name: str | None) -> tuple[dict[str, Any], dict[str, Lazy]]:
+def _nested(state: Any) -> Any:
+    """A state dict that was flattened (``state.<name>.<key>``, ``param_groups.<name>.<option>``) as nested ones."""
+    prefixes = ("state.", "param_groups.")
+    if not isinstance(state, Mapping) or not state or not all(str(k).startswith(prefixes) for k in state):
+        return state
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        name, _, last = key.partition(".")[2].rpartition(".")
+        if key.startswith("state."):
+            states.setdefault(name, {})[last] = value
+        else:
+            options.setdefault(name, {})[last] = _option(value)
+    groups: list[dict[str, Any]] = []
+    for name, own in options.items():
+        alike = [g for g in groups if {k: v for k, v in g.items() if k != "params"} == own]
+        if alike:
+            alike[0]["params"].append(name)
+        else:
+            groups.append({**own, "params": [name]})
+    return {"state": states, "param_groups": groups}
+
+
+def _read(
+    contents: Contents, state: Any, class_name: str | None, otherwise_class: str | None
+) -> tuple[dict[str, Any], dict[str, Lazy]]:
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
         raise _NotTaken("no torch optimizer's state_dict()")
     groups = state["param_groups"]
@@ -70,7 +100,9 @@ def _read(contents: Contents, state: Any, class_name: str | None) -> tuple[dict[
         options = {k: _option(v) for k, v in group.items() if k not in ("params", "param_names")}
         encoded = _plain(options, "options")
         described.append({"parameters": [names[n] for n in group["params"]], "options": encoded})
-    kind = class_name or _class_of(groups)
+    kind = class_name or _class_of(groups) or otherwise_class
+    if kind is None:
+        raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
     return {"class": kind, "groups": described, "state": states}, tensors
 
 
@@ -88,12 +120,11 @@ def _option(value: Any) -> Any:
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
     """Name of each numbered parameter."""
     known = contents.manifest.parameters
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        return _checked({name: name for group in groups for name in group["params"]}, known)
     if all("param_names" in group for group in groups):
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
-        strange = [name for name in names.values() if name not in known]
-        if strange:
-            raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
-        return names
+        return _checked(names, known)
     if len(groups) != 1 or len(groups[0]["params"]) != len(known):
         raise _NotTaken(
             "it numbers its parameters without names (give the optimizer model.named_parameters(), or one group "
@@ -102,7 +133,14 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
     return dict(zip(groups[0]["params"], known, strict=True))
 
 
-def _class_of(groups: list[Any]) -> str:
+def _checked(names: dict[Any, str], known: Mapping[str, Any]) -> dict[Any, str]:
+    strange = [name for name in names.values() if name not in known]
+    if strange:
+        raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
+    return names
+
+
+def _class_of(groups: list[Any]) -> str | None:
     options = groups[0] if groups else {}
     if "betas" in options:
         if "bias_correction" in options:
@@ -110,7 +148,7 @@ def _class_of(groups: list[Any]) -> str:
         return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
     if "momentum" in options and "nesterov" in options:
         return "SGD"
-    raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
+    return None
 
 
 def optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from te_fsdp.checkpoint.portable.contents import (
     from_portable,
     portable_name,
 )
-from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
+from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.extra_state import read_extra_state
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
@@ -33,8 +33,10 @@ from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.extra_state import DELAYED
 
-__all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
+__all__ = ["DCP_KIND", "Choices", "open_dcp_contents", "open_torch_contents"]
 
+#: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
+DCP_KIND = "torch.distributed.checkpoint"
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
@@ -49,11 +51,13 @@ class Choices:
         key: Where in a nested file the model's state dict is, dots between keys; ``None``: found by its name.
         optimizer_class: Class of the optimizer whose state dict is there; ``None``: told from its options.
         extra_state: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it.
+        otherwise_class: Class of the optimizer where its options do not tell.
     """
 
     key: str | None = None
     optimizer_class: str | None = None
     extra_state: str = "read"
+    otherwise_class: str | None = None
 
 
 @dataclass
@@ -95,14 +99,41 @@ def open_dcp_contents(path: Path, choices: Choices) -> Contents:
     opened = open_dcp(path)
     tree: dict[Any, Any] = {}
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
-    leaves |= dict.fromkeys(opened.others, None)
+    leaves |= {key: _object(window) for key, window in opened.others.items()}
     for key, leaf in leaves.items():
         *above, last = opened.paths.get(key, (key,))
         node = tree
         for part in above:
             node = node.setdefault(part, {})
         node[last] = leaf
-    return _from_tree(path, "torch.distributed.checkpoint", tree, choices)
+    return _from_tree(path, DCP_KIND, _with_lists(tree), choices)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """An object that weights-only loading refuses."""
+
+    why: str
+
+
+def _object(window: Window) -> Any:
+    try:
+        value = window.objects()
+    except CheckpointError as error:
+        return _Unread(str(error))
+    return (
+        _Unread("a tensor inside of another object") if isinstance(value, torch.Tensor | Quantized) else value
+    )
+
+
+def _with_lists(node: Any) -> Any:
+    """DCP flattens lists that hold dicts or tensors; here they are lists again."""
+    if not isinstance(node, dict):
+        return node
+    values = {key: _with_lists(value) for key, value in node.items()}
+    if values and all(isinstance(key, int) for key in values):
+        return [values[index] for index in sorted(values)]
+    return values
 
 
 def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
@@ -163,7 +194,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     _add_model(contents, state, choices)
     left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
     for key in [k for k in left if k in _OPTIMIZER_KEYS]:
-        if add_optimizer(contents, tree[key], choices.optimizer_class):
+        if add_optimizer(contents, tree[key], choices.optimizer_class, choices.otherwise_class):
             left.remove(key)
     if where is not None:
         contents.notes.append(f"weights: taken from {where!r}")
@@ -288,6 +319,15 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
     if isinstance(value, dict) and set(value) == {DELAYED}:
         _add_delayed(contents, module, dict(value[DELAYED]), key)
         return
+    if isinstance(value, _Unread):
+        raise CheckpointError(
+            message(
+                f"{key}: not a state that te_fsdp can read",
+                expected="a tensor of TransformerEngine 2, or an empty entry",
+                got=value.why,
+                fix="leave these entries out (--extra-state drop); amax histories then start anew",
+            )
+        )
     if not isinstance(value, Lazy):
         return
     if value.dtype != torch.uint8:

@@ -1,4 +1,4 @@
-"""Stock TransformerEngine's state dicts onto a mesh and back, converted by `te-fsdp ckpt` in between."""
+"""Stock TransformerEngine's state dicts onto a mesh: by `te-fsdp ckpt` and back, or plain DCP directories as such."""
 
 from __future__ import annotations
 
@@ -53,3 +53,51 @@ def test_quantized_weights_from_torch_to_a_mesh(pool, tmp_path, recipe):
     ):
         assert outcome["wrong"] == [] and outcome["tensors"] > 30
     assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "ours-from-mesh")]) == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+def test_plain_dcp_directories(pool, tmp_path, recipe):
+    """Saved by torch alone, with optimizer or without, loaded on dp2 x tp2 as they are: every bit, and an account."""
+    optimizer = "adamw" if recipe == "none" else "fused"
+    case = Case(stacked=True, optimizer=optimizer, recipe=recipe, quantized=recipe != "none", unused=False)
+    where = {"directory": str(tmp_path), "env": ENVIRONMENT}
+    pool.run(foreign.save_with_plain_dcp, 1, case=case, **where)
+    results = pool.run(foreign.load_plain_dcp, 4, case=case, axes=DP2_TP2, **where)
+    assert [r["whole"]["warnings"] > 0 for r in results] == [True, False, False, False]
+    for found in results:
+        whole, weights, stripped = (found[name] for name in ("whole", "weights", "stripped"))
+        assert whole["wrong"] == [] and whole["fresh"] > 20 and whole["left"] == whole["converted"] == {}
+        assert "a plain torch.distributed.checkpoint directory" in whole["notes"][0]
+        assert "left: step" in whole["notes"]
+        assert any(note.startswith("optimizer: taken, ") for note in whole["notes"])
+        taken = "delayed-scaling state: taken from TransformerEngine's _extra_state of 4 module(s)"
+        assert (taken in whole["notes"]) == (recipe == "delayed")
+        assert weights["wrong"] and all("." in name.removeprefix("head.") for name in weights["wrong"])
+        assert not [name for name in stripped["wrong"] if ":scaling_" not in name], (
+            "weights and states are there"
+        )
+        assert bool(stripped["wrong"]) == (recipe == "delayed"), (
+            "the control: histories come from the extra state"
+        )
+        assert any("_extra_state: none" in note for note in stripped["notes"])
+
+
+@pytest.mark.ranks(4)
+def test_plain_dcp_directories_that_are_refused(pool, tmp_path):
+    case = Case(unused=False)
+    where = {"directory": str(tmp_path), "env": ENVIRONMENT}
+    pool.run(foreign.save_with_plain_dcp, 1, case=case, **where)
+    results = pool.run(foreign.refuse_plain_dcp, 4, case=case, axes=DP2_TP2, **where)
+    assert all(found == results[0] for found in results)
+    words = {
+        "ours": "lost its manifest is not whole",
+        "torn": ".distcp: expected ",
+        "missing": ".distcp is missing",
+        "changed": "its contents have changed (CRC-32)",
+        "optimizer": "saved AdamW, this one is SGD",
+        "convert": "that would be converted",
+    }
+    for name, word in words.items():
+        kind, text = results[0][name]
+        assert kind == "CheckpointError" and word in text, name

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from checkpointing.bodies import AFTER, BEFORE, differing, logical_state
+from checkpointing.bodies import AFTER, BEFORE, differing, local_state, logical_state
+from checkpointing.mistakes import error_of, warnings_of_te_fsdp
 from checkpointing.models import Case, Run
 
 
@@ -55,3 +61,72 @@ def load_with_torch(case: Case, directory: str, name: str) -> dict[str, Any]:
         "tensors": len(expected),
         "losses": run.steps(AFTER),
     }
+
+
+def save_with_plain_dcp(case: Case, directory: str) -> None:
+    """Train stock TE, save it by plain DCP: with optimizer, the weights alone, and both without TE's extra state."""
+    run = Run(case, None, seed=0)
+    run.steps(BEFORE)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    stripped = {name: value for name, value in model.items() if not name.endswith("_extra_state")}
+    dcp.save({"model": model, "optimizer": optimizer, "step": BEFORE}, checkpoint_id=f"{directory}/whole")
+    dcp.save(model, checkpoint_id=f"{directory}/weights")
+    dcp.save({"model": stripped, "optimizer": optimizer}, checkpoint_id=f"{directory}/stripped")
+    torch.save(logical_state(run) | _histories(run), f"{directory}/expected.pt")
+
+
+def _histories(run: Run) -> dict[str, torch.Tensor]:
+    """Delayed scaling's state but for the newest row, which is each rank's own until the next forward."""
+    return {name: value for name, value in local_state(run).items() if ":scaling_" in name}
+
+
+def load_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str, Any]:
+    """Load each of the directories on a mesh; compare logical values bit for bit."""
+    import te_fsdp
+
+    expected = torch.load(f"{directory}/expected.pt", weights_only=True)
+    found: dict[str, Any] = {}
+    for name in ("whole", "weights", "stripped"):
+        run = Run(case, axes, seed=1)
+        fresh = differing(expected, logical_state(run))
+        optimizer = None if name == "weights" else run.optimizer
+        with warnings_of_te_fsdp() as warnings:
+            loaded = te_fsdp.checkpoint.load(f"{directory}/{name}", run.model, optimizer, verify=True)
+        outcome = {"notes": loaded.notes, "left": loaded.left, "converted": loaded.converted}
+        outcome["wrong"] = differing(expected, logical_state(run) | _histories(run))
+        found[name] = {**outcome, "fresh": len(fresh), "warnings": len(warnings)}
+    return found
+
+
+def refuse_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[str, tuple[str, str]]:
+    """Directories that are no whole plain ones, and differences: all ranks raise the same, nothing changes."""
+    import te_fsdp
+
+    run = Run(case, axes, seed=1)
+    before, source = local_state(run), Path(directory, "whole")
+    te_fsdp.checkpoint.save(f"{directory}/ours", run.model, run.optimizer)
+    if dist.get_rank() == 0:
+        Path(directory, "ours", "te_fsdp.json").unlink()
+        for name in ("torn", "missing", "changed"):
+            shutil.copytree(source, Path(directory, name))
+        data = next(Path(directory, "torn").glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:-3000])
+        next(Path(directory, "missing").glob("*.distcp")).unlink()
+        data = next(Path(directory, "changed").glob("*.distcp"))
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 4
+        data.write_bytes(content)
+    dist.barrier()
+    found = {}
+    for name in ("ours", "torn", "missing", "changed"):
+        path = f"{directory}/{name}"
+        verify = name == "changed"
+        found[name] = error_of(lambda p=path, v=verify: te_fsdp.checkpoint.load(p, run.model, verify=v))
+    sgd = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    found["optimizer"] = error_of(lambda: te_fsdp.checkpoint.load(source, run.model, sgd))
+    found["convert"] = error_of(
+        lambda: te_fsdp.checkpoint.load(source, run.model.to(torch.float64), convert=False)
+    )
+    run.model.to(torch.float32)
+    assert not differing(before, local_state(run)), "a refused load changes nothing"
+    return found

@@ -212,7 +212,7 @@ def damaged(directory: str, kind: str) -> tuple[str, str]:
         elif kind == "manifest":
             manifest = path / "te_fsdp.json"
             manifest.write_text(manifest.read_text()[:-100])
-        elif kind == "plain":
+        elif kind == "no manifest":
             (path / "te_fsdp.json").unlink()
     dist.barrier()
     target = {"no path": Path(directory, "step-11"), "parent": Path(directory)}.get(kind, path)
