@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = [
+    "ReduceScatter",
+    "at_end_of_backward",
     "attributes_of",
+    "backward_id",
+    "divide_factor",
     "dtensor",
     "flatten_mesh",
+    "fill_unused",
     "find_managed",
     "fsdp_parameter_groups",
     "gathers_itself",
+    "gradients_in",
     "group_by_name",
     "in_backward",
     "is_absent_extra_state",
@@ -40,10 +47,13 @@ __all__ = [
     "load_without_data",
     "owners_of",
     "plain_results",
+    "reduction_of",
     "shard_dim_of",
     "spec_of",
     "storage_offset",
+    "strided_shard",
     "unflatten_mesh",
+    "version_of",
     "with_local",
     "without_data",
 ]
@@ -114,9 +124,31 @@ def shard_dim_of(placement: Placement) -> int | None:
     return None
 
 
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Placement of an axis that cuts what later axes have cut into ``split_factor`` parts (``_StridedShard``)."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place (``Tensor._version`` of the local one)."""
+    return local_of(tensor)._version
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs has added all gradients (``Engine.queue_callback``)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def backward_id() -> int:
+    """A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id()
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
@@ -147,6 +179,26 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def fill_unused(group: Any) -> None:
+    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
+
+    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it
+    (``FSDPParamGroup.post_backward``).
+    """
+    if "post_backward" not in group.__dict__:
+        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
+
+
+def _post_backward_of_all(group: Any, stock: Callable[..., None], *unused: Any) -> None:
+    for managed in group.fsdp_params if group.reduce_grads else ():
+        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    stock(*unused)
 
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:
@@ -192,6 +244,20 @@ def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
     return [(info.module, info.param_name), *shared]
 
 
+def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
+    """Whether FSDP2 manages a module's parameters, and by what it was told to divide their gradients.
+
+    ``FSDPParamGroup.gradient_divide_factor``, which ``set_gradient_divide_factor`` sets and nothing public reads.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for unit in list(_module_state_mapping):
+        for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():
+            if any(owner is module for managed in group.fsdp_params for owner, _ in owners_of(managed)):
+                return True, group.gradient_divide_factor
+    return False, None
+
+
 def find_managed(module: nn.Module, name: str) -> Any | None:
     """FSDP2's record of a parameter, ``None`` if it manages none of that name.
 
@@ -216,6 +282,48 @@ def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
     managed.sharded_param = parameter
     managed._sharding_spec = parameter._spec
     managed._sharded_param_data = torch.empty(0)
+
+
+def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
+    """How FSDP2 reduces a unit's gradients now (``FSDPParamGroup.mesh_info`` and ``all_reduce_grads``).
+
+    Returns:
+        Ranks that the gradients are cut over, ranks that they are replicated over, and whether the backward that
+        runs all-reduces over the latter.
+    """
+    group = fsdp_parameter_groups(unit)[0]
+    info = group.mesh_info
+    return (
+        getattr(info, "shard_mesh_size", 1),
+        getattr(info, "replicate_mesh_size", 1),
+        group.all_reduce_grads,
+    )
+
+
+def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
+    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
+
+    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
+    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
+    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
+    """
+    for group in fsdp_parameter_groups(unit):
+        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+        _set_gradient_dtype(group, dtype)
+
+
+def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
+    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
+    stock()
+    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
+        group._orig_dtype = dtype
+    _set_gradient_dtype(group, dtype)
+
+
+def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    for managed in group.fsdp_params:
+        if managed.sharded_param.requires_grad:
+            managed.sharded_param.grad_dtype = dtype
 
 
 # --- files

@@ -1,0 +1,230 @@
+"""How gradients travel: in which dtype they cross the wire, and in which they are added up.
+
+    main gradients   fp32 buffer (main_grads_dtype), where microbatches accumulate
+    wire             the same buffer rounded to grad_comm_dtype, right before a collective
+    reduction        by the transport in the wire's dtype; or here in fp32, of what an all-to-all brought
+
+Everything that reduces gradients does it through this module, so that one :class:`GradComm` per model decides for
+FSDP2's reduce-scatters (:mod:`te_fsdp.sharding.comm_units`), for parameters that are not sharded and for the outer
+axis of hybrid sharding alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.errors import OrderError, PrecisionError, message
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "COMM_DTYPES",
+    "GradComm",
+    "all_reduce_gradients",
+    "comm_of",
+    "grad_comm",
+    "reduce_scatter_gradients",
+    "set_comm",
+]
+
+#: Dtypes that gradients may travel in; every transport adds these.
+COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Key in the ``__dict__`` of a sharded model.
+_KEY = "_te_fsdp_grad_comm"
+
+
+@dataclass
+class GradComm:
+    """What one model's gradient reductions look up each time they run.
+
+    Attributes:
+        dtype: On the wire; ``None``: the dtype of the buffer that is reduced (main_grads_dtype).
+        fp32_sum: Add in fp32 what crossed the wire in another dtype, instead of in the wire's dtype.
+        outer_all_reduce: Whether FSDP2 itself reduces over ``dp_replicate``; it then adds in the wire's dtype.
+    """
+
+    dtype: torch.dtype | None = None
+    fp32_sum: bool = False
+    outer_all_reduce: bool = False
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Wire dtype of a buffer of ``dtype``. Local operation."""
+        return dtype if self.dtype is None else self.dtype
+
+
+def set_comm(model: nn.Module, comm: GradComm) -> None:
+    """Make ``comm`` what :func:`grad_comm` changes for ``model``. Local operation."""
+    model.__dict__[_KEY] = comm
+
+
+def comm_of(model: nn.Module) -> GradComm | None:
+    """The model's :class:`GradComm`; ``None`` where it was sharded without a precision policy. Local operation."""
+    return model.__dict__.get(_KEY)
+
+
+@contextlib.contextmanager
+def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let gradients travel in another dtype for a while, for example in bf16 for all but the last steps.
+
+    Holds for every reduction that runs inside: of a backward, of parameters that are not sharded, of the outer axis
+    at an optimizer step. Contexts nest; leaving one, also by an exception, restores what held before. What gradients
+    accumulate in does not change. Local operation; all ranks must use the same dtype, as the wire connects them.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
+        dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``None``: main_grads_dtype.
+
+    Raises:
+        OrderError: The model has no precision policy.
+        PrecisionError: Another dtype.
+    """
+    comm = comm_of(model)
+    if comm is None:
+        raise OrderError(
+            message(
+                f"grad_comm({type(model).__name__})",
+                expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
+                got="a module without one",
+                fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
+            )
+        )
+    if dtype is not None and dtype not in COMM_DTYPES:
+        raise PrecisionError(
+            message(
+                "grad_comm: wrong dtype",
+                expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
+                got=dtype,
+                fix="gradients travel in floating-point dtypes that every transport can add",
+            )
+        )
+    before, comm.dtype = comm.dtype, dtype
+    try:
+        yield
+    finally:
+        comm.dtype = before
+
+
+@torch.no_grad()
+def all_reduce_gradients(
+    buffer: torch.Tensor, group: dist.ProcessGroup, comm: GradComm | None, *, average: bool = True
+) -> None:
+    """Add a buffer of gradients up over a group, in place, by way of the wire's dtype.
+
+    Collective over ``group``: one all-reduce; with fp32 sums of another wire dtype an all-to-all and an all-gather.
+
+    Args:
+        buffer: Contiguous, the same shape on all ranks.
+        group: Who adds.
+        comm: The model's; ``None``: the buffer's own dtype.
+        average: Divide by the number of ranks.
+    """
+    ranks = group.size()
+    if ranks == 1 or buffer.numel() == 0:
+        return
+    wire = buffer.dtype if comm is None else comm.wire(buffer.dtype)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if comm is not None and comm.fp32_sum and wire != torch.float32:
+        padded = -(-buffer.numel() // ranks)
+        sent = buffer.new_zeros(padded * ranks, dtype=wire)
+        sent[: buffer.numel()].copy_(buffer.view(-1))
+        part = _sum_in_fp32(sent, group, op).to(wire)
+        all_gather_single(sent, part, group=group)
+        buffer.view(-1).copy_(sent[: buffer.numel()])
+        return
+    before, after = _half_factors(wire, ranks, op)
+    travelling = buffer if wire == buffer.dtype else buffer.to(wire)
+    if before != 1:
+        travelling = torch.div(buffer, before).to(wire)
+        op = dist.ReduceOp.SUM
+    dist.all_reduce(travelling, op=op, group=group)
+    if travelling is not buffer:
+        buffer.copy_(travelling)
+    if after != 1:
+        buffer.div_(after)
+
+
+@torch.no_grad()
+def reduce_scatter_gradients(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    comm: GradComm | None,
+    *,
+    op: Any = dist.ReduceOp.AVG,
+) -> None:
+    """Add up over a group by way of the wire's dtype; each rank keeps its part.
+
+    Collective over ``group``: one reduce-scatter, or one all-to-all for fp32 sums of another wire dtype.
+
+    Args:
+        output: 1-D, this rank's part, in any floating-point dtype.
+        source: 1-D, ``group.size()`` parts one after the other; already in the wire's dtype, or in any other.
+        group: Who adds.
+        comm: The model's; ``None``: the source's own dtype.
+        op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
+    """
+    wire = source.dtype if comm is None else comm.wire(source.dtype)
+    if comm is not None and comm.fp32_sum and wire != torch.float32:
+        output.copy_(_sum_in_fp32(source.to(wire), group, op))
+        return
+    before, after = _half_factors(wire, group.size(), op)
+    if before != 1:
+        source, op = torch.div(source, before), dist.ReduceOp.SUM
+    travelling = source.to(wire)
+    received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
+    reduce_scatter_single(received, travelling, op=op, group=group)
+    if received is not output:
+        output.copy_(received)
+    if after != 1:
+        output.div_(after)
+
+
+def _sum_in_fp32(sent: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
+    """This rank's part of the sum, in fp32, added in the order of the ranks."""
+    ranks = group.size()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total = received.view(ranks, -1).sum(0, dtype=torch.float32)
+    if op == dist.ReduceOp.AVG:
+        return total.div_(ranks)
+    if op != dist.ReduceOp.SUM:
+        raise PrecisionError(
+            message(
+                "fp32 sum of gradients",
+                expected="ReduceOp.SUM or ReduceOp.AVG",
+                got=op,
+                why="A premultiplied sum is computed inside the transport",
+                fix="call set_force_sum_reduction_for_comms(True) on units with a gradient divide factor",
+            )
+        )
+    return total
+
+
+def _half_factors(wire: torch.dtype, ranks: int, op: Any) -> tuple[int, float]:
+    """What to divide by before and after an average in fp16, which overflows early: each about the root of ranks."""
+    if wire != torch.float16 or op != dist.ReduceOp.AVG:
+        return 1, 1
+    before = 1
+    while before * before < ranks:
+        before *= 2
+    return before, ranks / before
+
+
+def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+    """``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(output, source, **options)
+
+
+def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+    """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
+    named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    named(output, source, **options)

@@ -1,0 +1,80 @@
+"""FSDP2's gradient reductions by way of the wire's dtype: a custom reduce-scatter for every unit.
+
+FSDP2 calls ``allocate`` for the input, copies gradients into it (and casts them while copying), calls ``allocate`` for
+the output, reduces, all-reduces the output over ``dp_replicate``, and casts it to the sharded gradient's dtype. It
+takes whatever dtype the buffers have, which is where the wire's dtype comes in:
+
+    input     wire's dtype where there is a wire, so that no further cast is needed
+    output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _torch
+from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["UnitReduceScatter", "install_comm"]
+
+
+def install_comm(unit: nn.Module, comm: GradComm) -> None:
+    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation."""
+    if _torch.fsdp_parameter_groups(unit):
+        unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm))  # type: ignore[operator]
+
+
+class UnitReduceScatter(_torch.ReduceScatter):
+    """One unit's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
+
+    Attributes:
+        comm: The model's.
+    """
+
+    def __init__(self, unit: nn.Module, comm: GradComm) -> None:
+        self.comm = comm
+        self._unit = weakref.ref(unit)
+        self._input: tuple[int, int] | None = None  # backward and size of an input whose output is to come
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new buffer: first the input of a reduction, then its output. Local operation.
+
+        Args:
+            size: Number of elements.
+            dtype: Dtype that FSDP2 reduces in (main_grads_dtype).
+            device: Where.
+        """
+        unit = self._unit()
+        assert unit is not None  # it is running its backward
+        shards, replicas, outer = _torch.reduction_of(unit)
+        numel, backward = int(size[0]), _torch.backward_id()
+        wire = self.comm.wire(dtype)
+        if self._input == (backward, numel * shards):
+            self._input = None
+            given = wire if outer and replicas > 1 else dtype
+        else:
+            self._input = (backward, numel)
+            given = wire if shards > 1 else dtype
+        return torch.empty(*size, dtype=given, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce and scatter. Collective over ``group``, finished or queued on the current stream on return."""
+        assert not async_op  # FSDP2 runs it on a stream of its own
+        reduce_scatter_gradients(output_tensor, input_tensor, group, self.comm, op=op)

@@ -1,0 +1,283 @@
+"""What a precision policy means for one model: planned before anything changes, then carried out around FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import PrecisionError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.comm import GradComm, set_comm
+from te_fsdp.sharding.comm_units import install_comm
+from te_fsdp.sharding.precision import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["OtherGradient", "PrecisionPlan", "plan_precision"]
+
+#: Attribute of a parameter whose gradients have another dtype than itself: an :class:`OtherGradient`.
+OTHER = "_te_fsdp_other_gradient"
+
+
+@dataclass(frozen=True)
+class OtherGradient:
+    """What a parameter's gradient has to be.
+
+    Attributes:
+        label: Full name of the parameter.
+        dtype: Of its gradient.
+    """
+
+    label: str
+    dtype: torch.dtype
+
+
+@dataclass
+class PrecisionPlan:
+    """A policy and what it comes to in a model's units.
+
+    Attributes:
+        policy: As the user gave it.
+        compute: Name of a unit -> dtype that it computes in; ``None`` for one without floating-point parameters.
+        widened: Owner's id and name of each parameter that becomes a main weight.
+        all_reduces: Whether FSDP2 itself reduces over ``dp_replicate``.
+    """
+
+    policy: MixedPrecisionPolicy
+    compute: dict[str, torch.dtype | None]
+    widened: set[tuple[int, str]]
+    all_reduces: bool
+    _casts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def gradients(self, unit: str) -> torch.dtype | None:
+        """Dtype that a unit's gradients add up in. Local operation."""
+        return self.policy.main_grads_dtype or self.compute[unit]
+
+    def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
+        """FSDP2's own policy for a unit. Local operation.
+
+        ``reduce_dtype`` is given explicitly: what ``None`` means depends on the version of torch.
+        """
+        policy = self.policy
+        return Fsdp2Policy(
+            param_dtype=self.compute[unit],
+            reduce_dtype=self.gradients(unit),
+            output_dtype=policy.output_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
+        )
+
+    def widen(self, model: nn.Module) -> None:
+        """Replace parameters by main weights of the same values, ties kept. Local operation.
+
+        To be called between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
+        """
+        done: dict[int, torch.nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (id(module), name) in self.widened:
+                    if id(parameter) not in done:
+                        done[id(parameter)] = _widened(parameter, self.policy.main_params_dtype)
+                    module._parameters[name] = done[id(parameter)]
+
+    def install(self, model: nn.Module) -> None:
+        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
+        policy = self.policy
+        comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32, self.all_reduces)
+        set_comm(model, comm)
+        labels = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name in self.compute:
+            unit = model.get_submodule(name)
+            if _torch.is_fsdp_module(unit):
+                install_comm(unit, comm)
+                if comm.fp32_sum:
+                    unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+                _keep_gradients(unit, self.gradients(name), labels)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
+
+        Each is rounded once, after all microbatches were added up. Local operation, right before the step.
+
+        Raises:
+            PrecisionError: A gradient is not in the policy's dtype: something else than backward has replaced it.
+        """
+        self._casts.clear()
+        for parameter in _with_other_gradients(optimizer):
+            gradient, other = parameter.grad, getattr(parameter, OTHER)
+            if gradient is None:
+                continue
+            if gradient.dtype != other.dtype:
+                raise PrecisionError(
+                    message(
+                        f"{other.label}: dtype of its gradient",
+                        expected=f"{other.dtype} (main_grads_dtype)",
+                        got=gradient.dtype,
+                        why="Microbatches would add up in the wrong dtype",
+                        fix="change gradients in place, and clear them with zero_grad()",
+                    )
+                )
+            if not _takes_as_it_is(optimizer, parameter):
+                parameter.grad = None
+                parameter.grad_dtype = None
+                parameter.grad = gradient.to(parameter.dtype)
+                self._casts.append((parameter, gradient))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Put main gradients back. Local operation, right after the step."""
+        for parameter, gradient in self._casts:
+            parameter.grad = gradient
+            parameter.grad_dtype = gradient.dtype
+        self._casts.clear()
+
+
+def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int, str]) -> None:
+    """Sharded gradients of a unit in ``dtype``, where the parameters' own is another."""
+    owned = [place for managed in _torch.managed_by(unit) for place in _torch.owners_of(managed)]
+    parameters = [getattr(owner, name) for owner, name in owned]
+    other = [p for p in parameters if p.requires_grad and dtype is not None and p.dtype != dtype]
+    if dtype is not None and other:
+        _torch.gradients_in(unit, dtype)
+        for parameter in other:
+            setattr(parameter, OTHER, OtherGradient(labels[id(parameter)], dtype))
+
+
+def _with_other_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if OTHER in p.__dict__)
+
+
+def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer updates a parameter from a gradient of another dtype without loss.
+
+    FusedAdam reads gradients of low-precision parameters in any dtype, main weights of te_fsdp in fp32.
+    """
+    low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
+    return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
+
+
+def _widened(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.nn.Parameter:
+    """A parameter like the given one in another dtype, with its Python attributes."""
+    local = _torch.local_of(parameter).detach().to(dtype)
+    if isinstance(parameter, _torch.DTensor):
+        new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+    else:
+        new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+    for key, value in _torch.attributes_of(parameter).items():
+        if key not in new.__dict__:
+            setattr(new, key, value)
+    return new
+
+
+def plan_precision(
+    model: nn.Module,
+    units: Iterable[str],
+    policy: MixedPrecisionPolicy,
+    *,
+    skip: Collection[tuple[int, str]] = (),
+    all_reduces: bool = False,
+) -> PrecisionPlan:
+    """Plan a policy for a model that is not sharded yet. Local operation, changes nothing; equal on all ranks.
+
+    Args:
+        model: Before ``set_device_mesh``.
+        units: Names of the modules that become FSDP2 units, outer before inner; ``""`` is the root.
+        policy: The user's.
+        skip: Owner's id and name of parameters that FSDP2 will not manage.
+        all_reduces: Whether FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
+
+    Raises:
+        PrecisionError: The policy contradicts the model; names the parameter or the unit.
+    """
+    if all_reduces and policy.adds_in_fp32 and policy.grad_comm_dtype not in (None, torch.float32):
+        raise PrecisionError(
+            message(
+                f"fully_shard: grad_reduce_dtype={policy.grad_reduce_dtype} over dp_replicate",
+                expected="reductions that te_fsdp itself does",
+                got="FSDP2's all-reduce, which adds in the dtype of the wire",
+                fix='outer_strategy="optim", or leave grad_reduce_dtype out',
+            )
+        )
+    compute: dict[str, torch.dtype | None] = {}
+    widened: set[tuple[int, str]] = set()
+    seen: set[int] = set()
+    for unit in reversed(list(units)):
+        members = list(_members(model.get_submodule(unit), unit, skip, seen))
+        compute[unit] = _compute_dtype(unit, members, policy)
+        for label, key, parameter, quantized in members:
+            if parameter.requires_grad:
+                _check_main(label, parameter, quantized, policy)
+                if policy.main_params_dtype not in (None, parameter.dtype):
+                    widened.add(key)
+    return PrecisionPlan(policy, compute, widened, all_reduces)
+
+
+def _members(
+    unit: nn.Module, prefix: str, skip: Collection[tuple[int, str]], seen: set[int]
+) -> Iterator[tuple[str, tuple[int, str], torch.Tensor, bool]]:
+    """Label, key, floating-point parameter, and whether it is or will be quantized, of what no inner unit has taken.
+
+    A tied parameter comes with each of its keys.
+    """
+    taken: set[int] = set()
+    for path, module in unit.named_modules(prefix=prefix):
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or (id(module), name) in skip:
+                continue
+            taken.add(id(parameter))
+            if parameter.is_floating_point():
+                quantized = _te.weight_quantizer(module, name) is not None
+                yield f"{path}.{name}" if path else name, (id(module), name), parameter, quantized
+    seen |= taken
+
+
+def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """The dtype that a unit computes in."""
+    if policy.param_dtype is not None:
+        return policy.param_dtype if members else None
+    found = {parameter.dtype: label for label, _, parameter, _ in members}
+    if len(found) > 1:
+        raise PrecisionError(
+            message(
+                f"{unit or 'model'}: parameters of several dtypes in one unit",
+                expected="one dtype to compute in",
+                got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
+                why="FSDP2 gathers the parameters of a unit in one dtype",
+                fix="say MixedPrecisionPolicy(param_dtype=...), or make a unit of each part (units=...)",
+            )
+        )
+    return next(iter(found), None)
+
+
+def _check_main(label: str, parameter: torch.Tensor, quantized: bool, policy: MixedPrecisionPolicy) -> None:
+    """Main weights that can hold what the model holds."""
+    main = policy.main_params_dtype
+    if quantized and main != torch.float32:
+        raise PrecisionError(
+            message(
+                f"{label}: main_params_dtype={main} for a quantized weight",
+                expected="torch.float32",
+                got=main,
+                why="Its main weight lies in the optimizer, always in fp32: an update of the quantized weight itself"
+                " would be lost in rounding",
+                fix="MixedPrecisionPolicy(main_params_dtype=torch.float32), and te_fsdp.main_weights(model, optimizer)"
+                " or FusedAdam(..., master_weights=True)",
+            )
+        )
+    narrow = (torch.bfloat16, torch.float16)
+    if main not in (None, parameter.dtype) and not (main == torch.float32 and parameter.dtype in narrow):
+        raise PrecisionError(
+            message(
+                f"{label}: main_params_dtype={main} for a parameter of {parameter.dtype}",
+                expected=f"{parameter.dtype}, a wider dtype or None",
+                got=main,
+                why="Main weights would hold less than the model does",
+                fix="MixedPrecisionPolicy(main_params_dtype=None) keeps the model's own dtype",
+            )
+        )
