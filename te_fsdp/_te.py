@@ -8,6 +8,7 @@ TE is imported on first use, never at ``import te_fsdp``. Private names used her
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -19,7 +20,7 @@ import torch
 from te_fsdp.errors import PrecisionError, message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -27,6 +28,7 @@ __all__ = [
     "KINDS",
     "active_recipe",
     "amax_quantizer_classes",
+    "amax_reduction_group",
     "amax_tensor_classes",
     "attach_high_precision_value",
     "base_module_class",
@@ -51,6 +53,7 @@ __all__ = [
     "one_scale_quantizer_classes",
     "one_scale_quantizers",
     "quantizer_of",
+    "rename_parameters",
     "set_delayed_scale",
     "te",
     "weight_quantizer",
@@ -144,6 +147,17 @@ def weight_quantizer(module: nn.Module, name: str) -> Any | None:
     return quantizer
 
 
+def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
+    """Let TE's records of parameters (``param_init_meta``) go by other names; those of ``names``' keys stay too.
+
+    Args:
+        module: A module whose parameters were renamed.
+        names: TE's name -> registered name.
+    """
+    records: dict[str, Any] = module.param_init_meta  # type: ignore[assignment]
+    records.update({new: records[old] for old, new in names.items() if old in records})
+
+
 def keeps_high_precision_value(module: nn.Module) -> bool:
     """Whether the module was built under ``quantized_model_init(preserve_high_precision_init_val=True)``."""
     return bool(getattr(module, "preserve_high_precision_init_val", False))
@@ -217,6 +231,28 @@ def active_recipe() -> Any | None:
     loaded = sys.modules.get("transformer_engine.pytorch.quantization")
     state = getattr(loaded, "FP8GlobalStateManager", None)
     return state.get_fp8_recipe() if state is not None and state.is_fp8_enabled() else None
+
+
+@contextlib.contextmanager
+def amax_reduction_group(group: Any) -> Iterator[None]:
+    """Within the context delayed scaling reduces over ``group`` instead of that of the enclosing ``te.autocast``.
+
+    A nested ``te.autocast`` would say the same, but forget that the first module of the region has run, so that TE
+    would update the backward's scales twice (2.20.2 ``set_autocast_state``). ``quantization_state`` is the manager's
+    class itself in older TE.
+    """
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", manager)
+    attribute = (
+        "fp8_distributed_group" if hasattr(state, "fp8_distributed_group") else "FP8_DISTRIBUTED_GROUP"
+    )
+    recipe, before = manager.get_fp8_recipe(), manager.get_fp8_group()
+    state.autocast_arguments[manager.get_unique_autocast_key(recipe, group)] = (recipe, group)
+    setattr(state, attribute, group)
+    try:
+        yield
+    finally:
+        setattr(state, attribute, before)
 
 
 def needs_shared_amax(quantizer: Any) -> bool:

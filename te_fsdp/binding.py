@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["COPY", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
+__all__ = ["COPY", "CUT", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
@@ -23,6 +23,8 @@ KEY = "_te_fsdp_binding"
 LABEL = "_te_fsdp_label"
 #: Attribute of a bound parameter that every tensor-parallel rank holds whole.
 COPY = "_te_fsdp_copy"
+#: Attribute of a parameter whose optimizer state te_fsdp cuts over the ranks that hold it alike: who does it.
+CUT = "_te_fsdp_cut"
 #: Attribute of a parameter of a model that ``fully_shard`` was called on: a reference to its sharding state.
 STATE = "_te_fsdp_state"
 #: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all own parameters, or a frozenset of their names.

@@ -233,6 +233,18 @@ class Meshes:
         return _torch.flatten_mesh(self.expert_mesh["dp_shard", "tp"], "expert_weight")
 
     @property
+    def expert_amax(self) -> DeviceMesh | None:
+        """1-D mesh of all ranks that hold the same experts: delayed scaling's amax of their activations.
+
+        ``None`` without ``ep``, where that is the whole job. Collective over the world on first use, cached later.
+        """
+        if self.expert_mesh is None:
+            return None
+        if self.size("dp_replicate") == 1:
+            return self.expert_weight or self.expert_mesh["dp_shard"]
+        return _torch.flatten_mesh(self.expert_mesh["dp_replicate", "dp_shard", "tp"], "expert_amax")
+
+    @property
     def expert_shards(self) -> int:
         """Ranks that FSDP2 shards each expert's weight over."""
         return self.size("dp_shard") // self.size("ep")

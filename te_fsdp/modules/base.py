@@ -31,12 +31,17 @@ class MeshModule(torch.nn.Module):
     """Mixin of every bound module; stands before TE's class in the method resolution order."""
 
     def set_device_mesh(
-        self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None
+        self,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
+        *,
+        ep_mesh: DeviceMesh | None = None,
+        expert_weight_mesh: DeviceMesh | None = None,
     ) -> None:
         """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
         from te_fsdp.modules.apply import set_device_mesh
 
-        set_device_mesh(self, tp_mesh=tp_mesh, weight_mesh=weight_mesh)
+        set_device_mesh(self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, on local tensors."""

@@ -17,6 +17,7 @@ from te_fsdp import _te
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
+from te_fsdp.modules.grouped import GroupedModule
 from te_fsdp.modules.initialize import initialize_te_parameters
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def bound_class(cls: type) -> type:
 def _bases(cls: type) -> tuple[type, ...]:
     """Bases of a bound class over ``cls``."""
     if _te.is_loaded() and issubclass(cls, _te.base_module_class()):
-        return (ResettableModule, cls, _sharded_init_class())
+        grouped = issubclass(cls, _te.module_class("GroupedLinear"))
+        return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
     if hasattr(cls, "op_backward"):
         return (OpMeshModule, cls)
     from_te = cls.__module__.split(".")[0] == "transformer_engine"

@@ -10,6 +10,7 @@ from te_fsdp import _te
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
+from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
 
 if TYPE_CHECKING:
@@ -40,12 +41,14 @@ class Planned:
         module: The module.
         kind: TE kind, or ``None`` for modules that TE does not know.
         rules: Rule of each own parameter.
+        experts: Which experts it holds, for a module that expert parallelism deals out.
     """
 
     name: str
     module: Any
     kind: str | None
     rules: dict[str, ParameterRule]
+    experts: ExpertRange | None = None
 
 
 def quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
@@ -131,9 +134,12 @@ def _rules(
             [n for n in names if n in own], module.activation, sequence_parallel=sequence_parallel
         )
     if kind == "GroupedLinear":
-        indices = range(module.num_gemms)
-        weights, biases = [f"weight{i}" for i in indices], [f"bias{i}" for i in indices]
-        return table.grouped_linear_rules(weights, [n for n in biases if n in own], module.parallel_mode)
+        # By local indices, or by global ones once it is bound.
+        names = [name for name in own if expert_index(name) is not None]
+        weights = [name for name in names if name.startswith("weight")]
+        return table.grouped_linear_rules(
+            weights, [n for n in names if n.startswith("bias")], module.parallel_mode
+        )
     if kind in ("LayerNorm", "RMSNorm"):
         names = [n for n in ("weight", "bias") if n in own]
         return table.norm_rules(names, sequence_parallel=sequence_parallel, per_head=per_head)

@@ -159,10 +159,14 @@ def forgotten_parallel_mode() -> None:
     )
 
 
-def context_parallel() -> None:
+def experts_dealt_wrongly() -> None:
+    import transformer_engine.pytorch as te
+
     import te_fsdp
 
-    te_fsdp.Meshes.build(cp=2, device_type=harness.device_type())
+    meshes = te_fsdp.Meshes.build(ep=2, device_type=harness.device_type())
+    module = te.GroupedLinear(1 + torch.distributed.get_rank(), 32, 32, device="meta")
+    te_fsdp.set_device_mesh(module, ep_mesh=meshes.ep)
 
 
 def unknown_axis() -> None:

@@ -12,11 +12,19 @@ CASES = [
         "MeshError",
         ["dp_shard(3) * tp(2) = 6", "WORLD_SIZE = 2", "Fix: dp_shard=1, or dp_shard=-1"],
     ),
-    (bodies.context_parallel, "MeshError", ["axis 'cp'", "expected size 1, got 2", "Fix: leave cp=1"]),
+    (
+        bodies.experts_dealt_wrongly,
+        "MeshError",
+        [
+            "GroupedLinear: experts over ep=2",
+            "3 experts dealt out as [2, 1]",
+            "got num_gemms of the ranks [1, 2]",
+        ],
+    ),
     (
         bodies.unknown_axis,
         "MeshError",
-        ["axis 'data' of size 2", "('dp_replicate', 'dp_shard', 'tp')", "Fix:"],
+        ["axis 'data' of size 2", "'dp_replicate', 'dp_shard', 'cp', 'ep', 'tp'", "Fix:"],
     ),
     (bodies.model_differs_between_ranks, "MeshError", ["Block", "different models", "Fix:"]),
     (bodies.never_initialised, "InitError", ["own.scale", "own.table", "reset_parameters", "Fix:"]),

@@ -1,0 +1,225 @@
+"""What ``set_device_mesh`` checks before it changes anything: meshes, order, and quantized weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te
+from te_fsdp.binding import Binding, binding_of, is_exempt
+from te_fsdp.errors import MeshError, OrderError, message
+from te_fsdp.mesh import check_1d, check_ascending
+from te_fsdp.modules.experts import Selection, deal_out, find_experts
+from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
+from te_fsdp.quantized.support import check_quantizer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Meshing", "all_exempt", "check_device_mesh"]
+
+
+@dataclass(frozen=True)
+class Meshing:
+    """The meshes that one module is bound to."""
+
+    tp_mesh: DeviceMesh | None
+    weight_mesh: DeviceMesh | None
+    ep_mesh: DeviceMesh | None = None
+
+
+def check_device_mesh(
+    model: nn.Module,
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    *,
+    ep_mesh: DeviceMesh | None = None,
+    expert_weight_mesh: DeviceMesh | None = None,
+    experts: Selection = None,
+) -> list[Planned]:
+    """All checks of :func:`set_device_mesh`, without changing anything.
+
+    Local without ``ep_mesh``; with it collective over it, and then all its ranks raise if one does.
+
+    Returns:
+        The modules to bind, with their rules.
+    """
+    where = f"set_device_mesh({type(model).__name__})"
+    check_1d(ep_mesh, "ep_mesh", where)
+    dense = Meshing(tp_mesh, weight_mesh)
+    if ep_mesh is None or ep_mesh.size() == 1:
+        return _plan(model, dense, dense, set(), where)
+
+    def plan() -> tuple[list[Planned], set[str]]:
+        names = find_experts(model, experts)
+        own = Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
+        return _plan(model, dense, own, names, where), names
+
+    return deal_out(plan, ep_mesh, where)
+
+
+def _plan(model: nn.Module, dense: Meshing, experts: Meshing, names: set[str], where: str) -> list[Planned]:
+    """The checks of this rank alone; ``names`` are the expert modules."""
+    if dense.tp_mesh is not None:
+        check_1d(dense.tp_mesh, "tp_mesh", where)
+    for meshes, argument in ((dense, "weight_mesh"), (experts, "expert_weight_mesh")):
+        check_1d(meshes.weight_mesh, argument, where)
+    for mesh, argument in ((dense.tp_mesh, "tp_mesh"), (experts.ep_mesh, "ep_mesh")):
+        if mesh is not None:
+            check_ascending(mesh, argument, where)
+    _check_nested(dense.tp_mesh, dense.weight_mesh, f"{where}: weight_mesh", ".weight")
+    if experts.ep_mesh is not None:
+        _check_nested(dense.tp_mesh, experts.weight_mesh, f"{where}: expert_weight_mesh", ".expert_weight")
+        _check_apart(experts, where)
+    planned = plan_tree(model, dense.tp_mesh.size() if dense.tp_mesh is not None else 1)
+    for item in planned:
+        _check_item(item, experts if item.name in names else dense)
+    return planned
+
+
+def _check_apart(experts: Meshing, where: str) -> None:
+    """No two ranks that hold different experts may be ranks that hold pieces of one."""
+    assert experts.ep_mesh is not None
+    ep = set(experts.ep_mesh.mesh.flatten().tolist())
+    for mesh, argument, attribute in (
+        (experts.tp_mesh, "tp_mesh", "tp"),
+        (experts.weight_mesh, "expert_weight_mesh", "expert_weight"),
+    ):
+        both = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
+        if len(both) > 1:
+            raise MeshError(
+                message(
+                    f"{where}: {argument}",
+                    expected="one rank of ep_mesh at most, this one",
+                    got=f"ranks {both} of both",
+                    why="Ranks along ep hold different experts, and share no weight",
+                    fix=f"pass te_fsdp.Meshes(...).{attribute}",
+                )
+            )
+
+
+def _check_nested(
+    tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, what: str, attribute: str
+) -> None:
+    """The ranks that cut a weight include those that cut it by tp."""
+    if tp_mesh is None or weight_mesh is None:
+        return
+    tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
+    if not tp <= weight:
+        raise MeshError(
+            message(
+                what,
+                expected=f"a mesh that contains the tp ranks {sorted(tp)}",
+                got=f"ranks {sorted(weight)}",
+                fix=f"pass te_fsdp.Meshes(...){attribute}, the flattened (dp_shard, tp) mesh",
+            )
+        )
+
+
+def _check_item(item: Planned, meshes: Meshing) -> None:
+    """Everything that can be wrong with one module, before any module is touched."""
+    tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
+    which = "weight" if meshes.ep_mesh is None else "expert_weight"
+    label = item.name or type(item.module).__name__
+    binding = binding_of(item.module)
+    weight_mesh = tp_mesh if all_exempt(item) else weight_mesh
+    if binding is not None:
+        _check_same(label, binding, meshes)
+        return
+    for name, parameter in item.module._parameters.items():
+        if isinstance(parameter, DTensor) and (item.kind is not None or parameter.device_mesh != tp_mesh):
+            raise OrderError(
+                message(
+                    f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
+                    expected="a plain parameter, as TE makes it",
+                    got=f"DTensor with placements {tuple(parameter.placements)}",
+                    why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
+                    fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
+                )
+            )
+        if parameter is None or item.kind is None:
+            continue
+        quantizer = _te.weight_quantizer(item.module, name)
+        if quantizer is None:
+            continue
+        check_quantizer(f"{label}.{name}", quantizer)
+        if tp_mesh is None or tp_mesh.size() == 1 or weight_mesh is not None:
+            continue
+        if _te.needs_shared_amax(quantizer):
+            raise MeshError(
+                message(
+                    f"{label}.{name}: {which}_mesh of a quantized weight with one scale per tensor",
+                    expected="the mesh of all ranks that hold pieces of it",
+                    got="None",
+                    why="Each rank would quantize its piece with a scale of its own",
+                    fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
+                )
+            )
+    group = getattr(item.module, "tp_group", None)
+    if item.kind in PARALLEL_KINDS and group is not None and tp_mesh is not None and item.module.tp_size > 1:
+        have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
+        if sorted(have) != sorted(want):
+            raise MeshError(
+                message(
+                    f"{label}: tp_mesh",
+                    expected=f"the ranks of tp_group, {have}",
+                    got=want,
+                    fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
+                )
+            )
+
+
+def all_exempt(item: Planned) -> bool:
+    """Whether all weights of a module that may be quantized are exempt from sharding, and there are some."""
+    names = [name for name, rule in item.rules.items() if rule.quantizable]
+    return bool(names) and all(is_exempt(item.module, name) for name in names)
+
+
+def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:
+    """A second call may only repeat the first."""
+    tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
+    same_tp = binding.tp_mesh is tp_mesh or binding.tp_mesh == tp_mesh
+    same_tp = same_tp and (binding.ep_mesh is meshes.ep_mesh or binding.ep_mesh == meshes.ep_mesh)
+    same_weight = binding.weight_mesh is weight_mesh or binding.weight_mesh == weight_mesh
+    if (
+        same_tp
+        and (same_weight or binding.weight_mesh is None or weight_mesh is None)
+        and not binding.under_fsdp
+    ):
+        return
+    same_weight = same_weight or weight_mesh is None  # without tp, FSDP2's shard axis was taken as the mesh
+    if binding.under_fsdp and not (same_tp and same_weight):
+        what, fix = "set_device_mesh after fully_shard", "call set_device_mesh before fully_shard"
+    elif binding.under_fsdp:
+        return
+    else:
+        what, fix = (
+            "set_device_mesh with other meshes than before",
+            "bind a model once; build a new one for a new mesh",
+        )
+    raise OrderError(
+        message(
+            f"{label}: {what}",
+            expected=_meant(Meshing(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)),
+            got=_meant(meshes),
+            why="The parameters are placed already",
+            fix=fix,
+        )
+    )
+
+
+def _meant(meshes: Meshing) -> str:
+    """The arguments of ``set_device_mesh`` that concern one module."""
+    if meshes.ep_mesh is None:
+        return f"tp_mesh={_ranks(meshes.tp_mesh)}, weight_mesh={_ranks(meshes.weight_mesh)}"
+    own = f"ep_mesh={_ranks(meshes.ep_mesh)}, expert_weight_mesh={_ranks(meshes.weight_mesh)}"
+    return f"tp_mesh={_ranks(meshes.tp_mesh)}, {own}"
+
+
+def _ranks(mesh: DeviceMesh | None) -> str:
+    """A mesh by its ranks, which its own text leaves out."""
+    return "None" if mesh is None else f"ranks {mesh.mesh.tolist()}"

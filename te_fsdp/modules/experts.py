@@ -1,0 +1,158 @@
+"""Expert parallelism of ``GroupedLinear``: which experts a rank holds, agreed on by all, and their global names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch.distributed as dist
+
+from te_fsdp import _te, errors
+from te_fsdp.errors import MeshError, PlacementError, TeFsdpError, message
+from te_fsdp.layout.experts import ExpertRange, expert_ranges
+from te_fsdp.modules.plan import Planned, quantizable
+from te_fsdp.quantized.shards import Key, plan_cuts
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.quantized.alignment import Grid
+
+__all__ = ["Selection", "deal_out", "find_experts", "plan_all_cuts", "register_globally"]
+
+#: Which grouped modules are dealt out: names in the tree, classes; ``None``: all of them.
+Selection: TypeAlias = Iterable[type | str] | None
+
+
+def find_experts(model: nn.Module, selection: Selection) -> set[str]:
+    """Names of the ``GroupedLinear`` modules that expert parallelism deals out. Local operation.
+
+    Args:
+        model: The root.
+        selection: Names and classes of grouped modules, or of modules that hold some; ``None``: all in the tree.
+
+    Raises:
+        PlacementError: An entry without a ``GroupedLinear``.
+    """
+    names = dict(model.named_modules())
+    grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
+    if selection is None:
+        return set(grouped)
+    chosen: set[str] = set()
+    for want in selection:
+        holders = [
+            n for n, m in names.items() if (n == want if isinstance(want, str) else isinstance(m, want))
+        ]
+        found = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
+        if not found:
+            raise PlacementError(
+                message(
+                    f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
+                    expected="a GroupedLinear, or a module that holds some",
+                    got="none of that name or class",
+                    fix="name modules as model.named_modules() does",
+                )
+            )
+        chosen.update(found)
+    return chosen
+
+
+def deal_out(
+    plan: Callable[[], tuple[list[Planned], set[str]]], ep_mesh: DeviceMesh, where: str
+) -> list[Planned]:
+    """Plan, and find out over ``ep_mesh`` which experts each module holds. Changes nothing.
+
+    Collective over ``ep_mesh`` (one small object gather), also where this rank's own plan fails.
+
+    Args:
+        plan: The checks of one rank: its plan, and the names of the expert modules.
+        ep_mesh: 1-D.
+        where: Name of the operation, for messages.
+
+    Raises:
+        TeFsdpError: On all ranks of ``ep_mesh``: what any of them raises, expert modules that differ in more than the
+            number of experts, and experts that are not dealt out as ``torch.chunk`` cuts.
+    """
+    mine: Exception | None = None
+    planned: list[Planned] = []
+    told: dict[str, tuple[int, str]] = {}
+    try:
+        planned, names = plan()
+        told = {item.name: _described(item.module) for item in planned if item.name in names}
+    except Exception as error:  # raised below, after the other ranks have heard of it
+        mine = error
+    everyone: list[Any] = [None] * ep_mesh.size()
+    failure = None if mine is None else (dist.get_rank(), type(mine).__name__, str(mine))
+    dist.all_gather_object(everyone, (failure, told), group=ep_mesh.get_group())
+    if mine is not None:
+        raise mine
+    for failed, _ in everyone:
+        if failed is not None:
+            rank, kind, text = failed
+            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise known(f"{where} failed on rank {rank}: {kind}: {text}")
+    held = _ranges([modules for _, modules in everyone], where)
+    here = ep_mesh.get_local_rank()
+    return [
+        dataclasses.replace(item, experts=held[item.name][here]) if item.name in told else item
+        for item in planned
+    ]
+
+
+def _described(module: Any) -> tuple[int, str]:
+    """Number of experts, and all else in which the ranks must agree, as text."""
+    names = ("in_features", "out_features", "use_bias", "parallel_mode", "tp_size", "params_dtype")
+    names += ("primary_weights_in_fp8", "single_grouped_weight", "single_grouped_bias")
+    return module.num_gemms, ", ".join(f"{name}={getattr(module, name, None)}" for name in names)
+
+
+def _ranges(told: list[dict[str, tuple[int, str]]], where: str) -> dict[str, list[ExpertRange]]:
+    """Ranges of all ranks by module, from what the ranks tell of theirs; every rank finds the same."""
+    for rank, modules in enumerate(told):
+        differ = [
+            n for n in {**told[0], **modules} if told[0].get(n, (0, ""))[1] != modules.get(n, (0, ""))[1]
+        ]
+        if differ:
+            expected = told[0].get(differ[0], (0, "no such module"))[1]
+            raise MeshError(
+                message(
+                    f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(told)}",
+                    expected=f"on rank {rank} of ep as on the first: {expected}",
+                    got=modules.get(differ[0], (0, "no such module"))[1],
+                    why="Experts of one layer may lie on any rank, and differ in their values alone",
+                    fix="build the model from the same configuration on all ranks; num_gemms alone may differ",
+                )
+            )
+    return {
+        name: expert_ranges([modules[name][0] for modules in told], name or "GroupedLinear")
+        for name in told[0]
+    }
+
+
+def plan_all_cuts(planned: list[Planned], dense: Grid, experts: Grid) -> dict[Key, int]:
+    """:func:`te_fsdp.quantized.shards.plan_cuts` of dense and of expert weights, each on its own grid.
+
+    Local operation.
+
+    Returns:
+        Dim by owner and registered name.
+
+    Raises:
+        PlacementError: No cut of a quantized weight fits.
+    """
+    cuts = plan_cuts(quantizable(item for item in planned if item.experts is None), dense)
+    for item in planned:
+        if item.experts is not None:
+            own = plan_cuts(quantizable([item]), experts)
+            cuts |= {(owner, item.experts.registered_name(name)): dim for (owner, name), dim in own.items()}
+    return cuts
+
+
+def register_globally(module: nn.Module, experts: ExpertRange) -> None:
+    """Register a module's parameters under global expert indices, in the order that they have. Local operation."""
+    own = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})
