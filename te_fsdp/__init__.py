@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.modules.copies import broadcast_params as broadcast_params
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
+    from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import materialize as materialize
+    from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
+    from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.report import report as report
 
 # Where each public name lives, by role.
@@ -37,12 +40,15 @@ _HOMES = {
     # sharding
     "set_device_mesh": "te_fsdp.modules.apply",
     "fully_shard": "te_fsdp.sharding.fully_shard",
+    "fsdp_no_shard": "te_fsdp.sharding.no_shard",
+    "register_forward_method": "te_fsdp.sharding.forward_methods",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
     "broadcast_params": "te_fsdp.modules.copies",
     "check_optimizer": "te_fsdp.sharding.optimizer",
     "main_weights": "te_fsdp.sharding.main_weights",
+    "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
     # errors
     "TeFsdpError": "te_fsdp.errors",
     "MeshError": "te_fsdp.errors",

@@ -7,14 +7,14 @@ FSDP2 the high-precision values instead, quantizes each shard afterwards, and co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import Binding, binding_of
+from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.layout.boxes import Box, chunk_range
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
@@ -50,7 +50,9 @@ class Stashed:
     keep_high_precision: bool
 
 
-def plan_cuts(weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid: Grid) -> dict[Key, int]:
+def plan_cuts(
+    weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid: Grid, exempt: Collection[Key] = ()
+) -> dict[Key, int]:
     """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
 
     Local operation; every rank sees the same shapes and raises the same.
@@ -58,9 +60,10 @@ def plan_cuts(weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid
     Args:
         weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
         grid: Sizes of the axes.
+        exempt: Weights that data parallelism does not cut, in addition to those marked so.
 
     Returns:
-        Dim by owner and name; high-precision weights left out.
+        Dim by owner and name; high-precision and exempt weights left out.
 
     Raises:
         PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
@@ -68,7 +71,7 @@ def plan_cuts(weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid
     found = {}
     for label, module, name, rule in weights:
         weight = quantized_weight(module, name, rule, label, grid.tp)
-        if weight is not None:
+        if weight is not None and not ((id(module), name) in exempt or is_exempt(module, name)):
             found[id(module), name] = weight
     everyone = tuple(found.values())
     return {key: check_fit(weight, grid, everyone) for key, weight in found.items()}
@@ -115,7 +118,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             binding = binding_of(module)
-            if parameter is None or binding is None:
+            if parameter is None or binding is None or is_exempt(module, name):
                 continue
             local = _torch.local_of(parameter)
             if local.is_meta or not _te.is_quantized(local):

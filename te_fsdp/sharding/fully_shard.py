@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -13,20 +14,24 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
-from te_fsdp.modules.apply import check_device_mesh, set_device_mesh
-from te_fsdp.modules.plan import quantizable
-from te_fsdp.quantized.alignment import Grid
-from te_fsdp.quantized.shards import Key, plan_cuts, restore_quantized, stash_quantized
+from te_fsdp.modules.apply import set_device_mesh
+from te_fsdp.modules.experts import Selection
+from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_all_ranks
+from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh, plan_parameters, with_expert_units
+from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
+from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.strategies import DEFAULT, STRATEGIES, Strategy, check_outer
+from te_fsdp.sharding.ties import check_ties
 from te_fsdp.sharding.units import check_accepted, check_order, find_units
+from te_fsdp.sharding.unused import reduce_unused
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.plan import Planned
 
 __all__ = ["fully_shard"]
 
@@ -43,6 +48,7 @@ def fully_shard(
     precision: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
+    experts: Selection = None,
 ) -> nn.Module:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
@@ -67,6 +73,8 @@ def fully_shard(
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
         reshard_after_forward: FSDP2's word instead of ``strategy``: True is ``"optim_grads_params"``, False is
             ``"optim_grads"``.
+        experts: With expert parallelism: names or classes of the ``GroupedLinear`` modules to deal out over ``ep``, or
+            of modules that hold some; by default all of them. They are units of their own.
 
     Returns:
         ``model``.
@@ -78,24 +86,50 @@ def fully_shard(
         PrecisionError: Both ``precision`` and ``mp_policy``.
         InitError: Ranks that must hold equal values do not.
     """
-    weight_mesh = meshes.weight
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         check_order(model)
         _check_policy(precision, mp_policy)
         rows = find_units(model, units, _strategy(strategy, reshard_after_forward))
-        _check_rows(rows, check_outer(outer_strategy))
-        check_accepted(model, rows)
-        planned = check_device_mesh(model, meshes.tp, weight_mesh)
-        cuts = plan_cuts(quantizable(planned), Grid(*map(meshes.size, ("dp_replicate", "dp_shard", "tp"))))
-    check_same_model(model, meshes.device_mesh)
-    check_replicas(model, planned, meshes)
-    set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=weight_mesh)
-    state = ShardingState(model, meshes, rows, outer_strategy, precision)
-    _apply_fsdp2(state, mp_policy or MixedPrecisionPolicy(), cuts)
-    model.__dict__[KEY] = state
-    mark(state)
+        state = ShardingState(model, meshes, rows, check_outer(outer_strategy), precision)
+        exempt = _plan_units(state, experts)
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        parameters, cuts = plan_parameters(model, meshes, exempt.keys, experts)
+        plan = _Plan(parameters, cuts, exempt, mp_policy or MixedPrecisionPolicy())
+    check_same_model(model, meshes, parameters)
+    check_replicas(model, parameters, meshes)
+    plan.exempt.commit(meshes.device)
+    set_device_mesh(
+        model,
+        meshes.tp,
+        meshes.weight,
+        ep_mesh=meshes.ep,
+        expert_weight_mesh=meshes.expert_weight,
+        experts=experts,
+    )
+    _apply_fsdp2(state, plan)
+    _finish(state, plan)
     _log.debug("fully_shard: %d units over %s", len(rows), meshes)
     return model
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before anything changes: where each parameter goes, along which dim it is cut, in which dtypes."""
+
+    parameters: list[Planned]
+    cuts: dict[Key, int]
+    exempt: NoShard
+    mp_policy: MixedPrecisionPolicy
+
+
+def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
+    """Settle the units, and what none of them takes. Changes nothing in the model; a rank may fail alone."""
+    state.units = with_expert_units(state.model, state.meshes, state.units, experts)
+    exempt = plan_no_shard(state.model, state.units)
+    state.units = exempt.without_units(state.units)
+    check_ties(state.model, state.units, exempt.keys)
+    check_accepted(state.model, state.units)
+    return exempt
 
 
 def _strategy(
@@ -129,35 +163,23 @@ def _check_policy(precision: Any, mp_policy: MixedPrecisionPolicy | None) -> Non
         )
 
 
-def _check_rows(rows: dict[str, Strategy], outer: str) -> None:
-    """Strategies that this version has the machinery for."""
-    for name, row in rows.items():
-        if not row.shards:
-            raise PlacementError(
-                message(f"{name or 'model'}: strategy {row}", expected="a strategy that shards", got=row.name)
-            )
-
-
-def _fsdp_mesh(state: ShardingState) -> DeviceMesh:
-    """What FSDP2 shards over. With the optimizer cut over ``dp_replicate``, FSDP2 shall not reduce over it."""
-    if state.outer == "optim":
-        return state.meshes.device_mesh["dp_shard"]
-    return state.meshes.fsdp_with_size_one
-
-
-def _apply_fsdp2(state: ShardingState, mp_policy: MixedPrecisionPolicy, cuts: dict[Key, int]) -> None:
+def _apply_fsdp2(state: ShardingState, plan: _Plan) -> None:
     """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
     model = state.model
     for binding in filter(None, map(binding_of, model.modules())):
         binding.weight_mesh_agreed = True  # one object gives both meshes
-    options: dict[str, Any] = {"mesh": _fsdp_mesh(state), "mp_policy": mp_policy}
-    stash, options["shard_placement_fn"] = stash_quantized(model), _placements(model, cuts)
+    options: dict[str, Any] = {"mp_policy": plan.mp_policy}
+    stash, options["shard_placement_fn"] = stash_quantized(model), _placements(model, plan.cuts)
+    options["ignored_params"] = plan.exempt.ignored()
     for name, row in reversed(state.units.items()):
         unit = model.get_submodule(name)
+        if id(unit) in plan.exempt.whole:
+            continue
         state.modules[name] = unit
+        options["mesh"] = fsdp_mesh(state, unit)
         fsdp2_fully_shard(unit, reshard_after_forward=row.release_after_forward, **options)
+    divide_gradients(state, plan.mp_policy)
     restore_quantized(model, stash)
-    _finish(model, cuts)
 
 
 def _placements(model: nn.Module, cuts: dict[Key, int]) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -179,13 +201,13 @@ def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
                 _torch.keep_no_flat_shard(managed)
 
 
-def _finish(model: nn.Module, cuts: dict[Key, int]) -> None:
+def _finish(state: ShardingState, plan: _Plan) -> None:
     """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
 
     And what it shall not keep: flat copies of quantized shards.
     """
-    _drop_flat_shards(model, cuts)
-    for module in model.modules():
+    _drop_flat_shards(state.model, plan.cuts)
+    for module in state.model.modules():
         binding = binding_of(module)
         if binding is None:
             continue
@@ -193,3 +215,13 @@ def _finish(model: nn.Module, cuts: dict[Key, int]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 binding.carry(name, parameter)
+    reduce_unused(state.model)
+    if plan.exempt.parameters:
+        state.replicated = ReplicatedGradients(
+            state.model,
+            plan.exempt,
+            state.meshes,
+            grads_dtype=getattr(state.precision, "main_grads_dtype", None),
+        )
+    state.model.__dict__[KEY] = state
+    mark(state)

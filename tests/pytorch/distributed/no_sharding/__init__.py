@@ -1,0 +1,1 @@
+"""Bodies of test_no_shard: parameters that stay whole on every data-parallel rank."""

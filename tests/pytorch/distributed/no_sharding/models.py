@@ -1,0 +1,77 @@
+"""A model with everything that may stay unsharded: a frozen encoder, an adapter of TE modules, a single parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+SEQUENCE, BATCH, HIDDEN, FFN = 8, 8, 32, 64
+#: Everything that the tests exempt; "position" is a parameter, the others are modules.
+PARTS = ("encoder", "adapter", "position")
+
+
+class Adapter(nn.Module):
+    """A column- and a row-parallel TE module, nested, and norms whose gradients are partial over tp."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.up = te.LayerNormLinear(HIDDEN, FFN, parallel_mode="column", **kwargs)
+        self.inner = nn.ModuleDict({"down": te.Linear(FFN, HIDDEN, parallel_mode="row", **kwargs)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner["down"](self.up(x))
+
+
+class Model(nn.Module):
+    """encoder (frozen) -> + position -> two blocks -> + adapter -> head."""
+
+    def __init__(self, device: Any, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        common = {"device": device, "params_dtype": torch.float32, **kwargs}
+        self.encoder = nn.Sequential(
+            nn.Linear(HIDDEN, HIDDEN, device=device),
+            nn.Sequential(nn.Tanh(), nn.Linear(HIDDEN, HIDDEN, device=device)),
+        )
+        self.encoder.requires_grad_(False)
+        self.position = nn.Parameter(torch.empty(HIDDEN, device=device))
+        self.blocks = nn.ModuleList(
+            te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **common) for _ in range(2)
+        )
+        self.adapter = Adapter(**common)
+        self.head = nn.Linear(HIDDEN, HIDDEN, device=device)
+        if kwargs.get("sequence_parallel"):
+            for parameter in (self.position, *self.head.parameters()):
+                parameter.sequence_parallel = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Its own parameter alone."""
+        if not self.position.is_meta:
+            nn.init.normal_(self.position)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x) + self.position
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x + self.adapter(x))
+
+
+def exempt(model: nn.Module, parts: tuple[str, ...] = PARTS) -> None:
+    """Mark parts of a model: modules, and single parameters."""
+    import te_fsdp
+
+    found = [getattr(model, part) for part in parts]
+    te_fsdp.fsdp_no_shard(found if len(found) > 1 else found[0])
+
+
+def seeded(device: Any = None, **kwargs: Any) -> Model:
+    """The model from seed 5."""
+    torch.manual_seed(5)
+    return Model(harness.device() if device is None else device, **kwargs)
