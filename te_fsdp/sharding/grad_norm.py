@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
 from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.sharding.outer_gradients import averaged
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -38,8 +39,10 @@ def clip_grad_norm_(
 
     The value is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, summed in float32.
 
-    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on. Call it on all ranks with
-    the same parameters in the same order; a rank may lack gradients or hold empty shards.
+    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on; before that, what an optimizer
+    given to :func:`te_fsdp.shard_optimizer` would average over the outer axis at its step, which then does not do it
+    again. Call it on all ranks with the same parameters in the same order; a rank may lack gradients or hold empty
+    shards.
 
     Args:
         parameters: A model, or its parameters: DTensors on any meshes and plain tensors, which count as replicated.
@@ -53,12 +56,13 @@ def clip_grad_norm_(
 
     Raises:
         PlacementError: A gradient that still waits for its reduction (``Partial``).
+        OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, or a backward since an earlier call.
         PrecisionError: A non-finite norm, if asked for.
         ValueError: ``max_norm`` or ``norm_type`` out of range.
     """
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
-    chosen = _parameters(parameters)
+    chosen = averaged(_parameters(parameters))
     total = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
@@ -85,7 +89,7 @@ def grad_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
-    chosen = _parameters(parameters)
+    chosen = averaged(_parameters(parameters))
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     for parameter in chosen:

@@ -1,0 +1,177 @@
+"""Which rows of a replicated parameter each of its holders keeps optimizer state for.
+
+A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
+holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, along
+dim 0 and as ``torch.chunk`` cuts, and each holder updates its own rows:
+
+    mesh                (dp_replicate,                dp_shard,              tp)
+    parameter                                         (_StridedShard(0, tp),  Shard(0))
+    main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
+
+Main weights and states are DTensors of the parameter's own shape. DTensor describes them exactly; DCP's own arithmetic
+does not where rows are uneven, so that te_fsdp.checkpoint goes by :attr:`Chunk.low` and :attr:`Chunk.high`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from te_fsdp import _torch
+from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.sharding.state import state_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fsdp.mesh import Meshes
+
+__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "set_copies"]
+
+#: The outer axis.
+OUTER = "dp_replicate"
+
+#: Attribute of a parameter: its :class:`Copies`.
+KEY = "_te_fsdp_copies"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Who holds a parameter alike.
+
+    Attributes:
+        mesh: The parameter's own mesh (none for a plain tensor) with the axis of its holders put in front.
+        reduced: Whether gradients arrive equal on all holders, so that they are only cut. Otherwise they are averaged.
+    """
+
+    mesh: DeviceMesh
+    reduced: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the holders."""
+        return self.mesh.get_group(0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the holders."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Copies:
+        """Meshes are shared by the copy: process groups cannot be copied."""
+        return self
+
+
+class Chunk:
+    """The rows of one parameter's local tensor that this rank keeps state for.
+
+    Attributes:
+        parameter: The parameter: plain, or a DTensor.
+        copies: Its holders.
+        ranks: Their global ranks.
+        size: Number of holders.
+        rows: Rows of the local tensor.
+        step: Rows per holder, the last ones may have fewer.
+        low, high: This rank's rows.
+        width: Elements per row.
+    """
+
+    def __init__(self, parameter: torch.Tensor, copies: Copies) -> None:
+        local = _torch.local_of(parameter)
+        self._specs: dict[torch.dtype, Any] = {}
+        self.parameter, self.copies, self.ranks = parameter, copies, copies.ranks
+        self.size, self.rows = copies.mesh.size(0), local.shape[0]
+        self.step = -(-self.rows // self.size)
+        self.low, self.high = chunk_range(self.rows, self.size, copies.mesh.get_local_rank(0))
+        self.width = math.prod(local.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        """Elements that each holder sends or receives: its rows, padded to :attr:`step`."""
+        return self.step * self.width
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all holders have the same number of rows."""
+        return self.rows == self.step * self.size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of this rank's rows."""
+        return (self.high - self.low, *_torch.local_of(self.parameter).shape[1:])
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements of main weight and states on ``copies.mesh``."""
+        mesh = self.copies.mesh
+        own = self.parameter.placements if isinstance(self.parameter, DTensor) else ()
+        factor = math.prod(mesh.size(1 + i) for i, p in enumerate(own) if _torch.shard_dim_of(p) == 0)
+        return (Shard(0) if factor == 1 else _torch.strided_shard(0, factor), *own)
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor like the parameter's local one; a view."""
+        return local[self.low : self.high]
+
+    def distributed(self, rows: torch.Tensor) -> DTensor:
+        """DTensor of the parameter's shape around this rank's rows, on ``copies.mesh``. Local operation."""
+        spec = self._specs.get(rows.dtype)
+        if spec is None:  # made once per dtype: it takes longer than all the rest
+            parameter = self.parameter
+            made = DTensor.from_local(
+                rows,
+                self.copies.mesh,
+                self.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            spec = self._specs[rows.dtype] = _torch.spec_of(made)
+        return _torch.dtensor(rows, spec)
+
+
+def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> None:
+    """Say who holds a parameter that FSDP2 does not manage alike. Local operation.
+
+    Args:
+        parameter: Plain, or a DTensor on the tp mesh.
+        mesh: 1-D for a plain parameter; else its own mesh with the axis of its holders in front.
+        reduced: Whether its gradients arrive equal on all of them.
+    """
+    setattr(parameter, KEY, Copies(mesh, reduced))
+
+
+def copies_of(parameter: torch.Tensor) -> Copies | None:
+    """Who holds a parameter alike, such that its optimizer state is to be cut; ``None`` where it is not.
+
+    Local operation. Parameters of FSDP2 are found through the model's sharding state (``outer_strategy="optim"``),
+    others by :func:`set_copies`. Scalars are never cut.
+    """
+    if parameter.ndim == 0:
+        return None
+    known = parameter.__dict__.get(KEY)
+    if known is not None:
+        return known if known.mesh.size(0) > 1 else None
+    state = state_of(parameter)
+    if state is None or state.outer != "optim" or not isinstance(parameter, DTensor):
+        return None
+    mesh = _outer_mesh(parameter, state.meshes)
+    return Copies(mesh, reduced=False) if mesh is not None else None
+
+
+def _outer_mesh(parameter: DTensor, meshes: Meshes) -> DeviceMesh | None:
+    """``dp_replicate`` and the axes of a parameter that FSDP2 has cut; ``None`` for one that it has not."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if names in ((), ("tp",)) or OUTER in names or meshes.size(OUTER) == 1:
+        return None
+    roots = [meshes.device_mesh, getattr(meshes, "expert_mesh", None)]
+    for root in roots:
+        known = () if root is None else root.mesh_dim_names or ()
+        if root is not None and set(names) <= set(known) and root[names] == parameter.device_mesh:
+            return root[(OUTER, *names)]
+    return None

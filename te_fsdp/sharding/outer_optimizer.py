@@ -1,0 +1,155 @@
+"""``shard_optimizer``: main weights and optimizer state cut over all ranks that hold a parameter alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_gradients import check_step
+from te_fsdp.sharding.outer_state import MAIN, StandIns
+from te_fsdp.sharding.state import state_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["shard_optimizer", "stand_ins_of"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
+
+
+def stand_ins_of(optimizer: Optimizer) -> StandIns | None:
+    """The stand-ins of an optimizer that cuts its state, ``None`` for any other."""
+    found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    return found if found is not None and found.cuts else None
+
+
+def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Cut an optimizer's state, and the main weights, over the ranks that hold its parameters alike.
+
+    For models sharded with ``outer_strategy="optim"`` (HFSDP), where it is needed: state over ``dp_replicate`` x
+    ``dp_shard``, weights and gradients over ``dp_shard``. Also cuts the state of parameters that are replicated over
+    data parallel while the strategy shards optimizer state. Other parameters are left as they are.
+
+    From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype), updates this rank's
+    rows, and gathers all rows (one all-gather per dtype: bf16 weights as bf16, fp32 and quantized ones as fp32, so that
+    each quantized weight is one quantization of its whole main weight). Low-precision parameters have fp32 main weights
+    in ``optimizer.state[parameter]["master_param"]``, begun as :func:`te_fsdp.main_weights` begins them; there is no
+    need to call that. Groups, their options and schedulers keep referring to the model's parameters. States are
+    DTensors of the parameters' shapes. Calling it again does nothing.
+
+    Collective over the holders (one all-reduce of two integers): call it on all ranks, right after the optimizer was
+    built. The optimizer works element by element: SGD, Adam and their kin, TE's FusedAdam.
+
+    Args:
+        optimizer: Any optimizer of ``torch.optim``'s protocol, over parameters of the model.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        OrderError: It has made steps before.
+        PrecisionError: A FusedAdam whose main weights are not fp32, over low-precision parameters.
+        MeshError: The ranks hold different parameters, or in different orders.
+    """
+    if stand_ins_of(optimizer) is not None:
+        return optimizer
+    _check_fresh(optimizer)
+    stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or StandIns(optimizer, cuts=True)
+    stand_ins.cuts = True
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
+    _check_same(chunks)
+    _cut_main_weights(optimizer, chunks)
+    setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
+    if _te.is_fused_adam(optimizer):
+        optimizer.load_state_dict = _load_fused(optimizer, stand_ins)  # type: ignore[method-assign]
+    stand_ins.start(optimizer)
+    for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
+        state.outer_optimizer = stand_ins
+        if check_step not in state.before_step:
+            state.before_step.append(check_step)
+    return optimizer
+
+
+def _check_fresh(optimizer: Optimizer) -> None:
+    """State that is there already has the shapes of whole shards."""
+    stepped = any("step" in group for group in optimizer.param_groups)
+    fused = _te.is_fused_adam(optimizer)
+    states = [] if fused else [s for s in optimizer.state.values() if set(s) - {MAIN}]
+    if stepped or states:
+        raise OrderError(
+            message(
+                f"shard_optimizer({type(optimizer).__name__}) after its first step",
+                expected="an optimizer without state",
+                got="state of whole shards",
+                fix="call te_fsdp.shard_optimizer right after the optimizer was built, and load checkpoints afterwards",
+            )
+        )
+    dtype = getattr(optimizer, "master_weight_dtype", torch.float32)
+    if fused and dtype != torch.float32:
+        raise PrecisionError(
+            message(
+                f"shard_optimizer({type(optimizer).__name__})",
+                expected="fp32 main weights",
+                got=f"master_weight_dtype={dtype}",
+                fix="leave master_weight_dtype at its default",
+            )
+        )
+
+
+def _check_same(chunks: list[Chunk]) -> None:
+    """Raise on all holders unless all have the same parameters in the same order."""
+    by_ranks: dict[tuple[int, ...], list[Chunk]] = {}
+    for chunk in chunks:
+        by_ranks.setdefault(chunk.ranks, []).append(chunk)
+    for ranks, mine in sorted(by_ranks.items()):
+        described = [
+            (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
+            for c in mine
+        ]
+        digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
+        device = _torch.local_of(mine[0].parameter).device
+        seen = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mine[0].copies.group)
+        if int(seen[0]) != -int(seen[1]):
+            raise MeshError(
+                message(
+                    f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",
+                    expected="optimizers over the same parameters in the same order",
+                    got=f"here {len(mine)} parameters, the first {described[0]}",
+                    fix="build the optimizer from the same parameter groups on all ranks",
+                )
+            )
+
+
+def _cut_main_weights(optimizer: Optimizer, chunks: list[Chunk]) -> None:
+    """Cut main weights that :func:`te_fsdp.main_weights` has made of whole shards."""
+    for chunk in chunks:
+        state = optimizer.state.pop(chunk.parameter, {})
+        if MAIN in state:
+            rows = chunk.of(_torch.local_of(state[MAIN])).clone()
+            optimizer.state[chunk.parameter][MAIN] = chunk.distributed(rows)
+
+
+def _load_fused(optimizer: Any, stand_ins: StandIns) -> Callable[[dict[str, Any]], None]:
+    """FusedAdam's ``load_state_dict``, which sets states by its groups' parameters after torch's has ended."""
+    stock = optimizer.load_state_dict
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        stand_ins.stand_in(optimizer)
+        stand_ins.loading = True
+        try:
+            stock(state_dict)
+        finally:
+            stand_ins.loading = False
+            stand_ins.take_loaded(optimizer)
+
+    return load_state_dict

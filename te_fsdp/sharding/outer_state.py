@@ -1,0 +1,363 @@
+"""``StandIns``: what an optimizer updates in place of the model's parameters, while its ``step`` runs.
+
+    model's parameters   what forward reads; the optimizer's groups and state refer to them between steps
+    main weights         fp32 rows of quantized or other low-precision parameters, ``state[parameter]["master_param"]``
+    own rows             of a parameter that other ranks hold as well: of its main weight, or of itself (a view)
+
+A parameter has a stand-in if it is of low precision, or if the optimizer's state is cut over its holders
+(:mod:`te_fsdp.sharding.outer_chunks`), or both. Before a step gradients are averaged over the holders, each rank
+keeping its rows (one reduce-scatter), and stand-ins take the places of their parameters in the groups, with their
+state. After it they give them back, the holders gather all rows (one all-gather), and each parameter becomes its main
+weight, rounded or quantized once. Nothing else changes: ``zero_grad``, learning rate schedulers and the groups'
+options see the model's parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import COPY, CUT
+from te_fsdp.errors import CheckpointError, OrderError, message
+from te_fsdp.modules.copies import take_over_gradients
+from te_fsdp.sharding.outer_chunks import Chunk, copies_of
+from te_fsdp.sharding.outer_flat import average, by_group, gather, unpack
+from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["MAIN", "StandIns", "beginning", "is_low"]
+
+#: Name of the main weight in an optimizer's state; FusedAdam's own.
+MAIN = "master_param"
+
+
+def is_low(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is quantized, or a floating-point one below fp32."""
+    wide = (torch.float32, torch.float64)
+    return parameter.is_floating_point() and (
+        _te.is_quantized(_torch.local_of(parameter)) or parameter.dtype not in wide
+    )
+
+
+def beginning(local: torch.Tensor) -> torch.Tensor:
+    """A new fp32 tensor with the value that a local tensor was initialised with."""
+    kept = _te.high_precision_value(local)
+    if kept is not None:
+        return kept.to(device=local.device, dtype=torch.float32, copy=True)
+    if _te.is_quantized(local):
+        return local.dequantize(dtype=torch.float32).detach().clone()  # type: ignore[call-arg]
+    return local.detach().to(torch.float32, copy=True)
+
+
+class StandIns:
+    """The stand-ins of one optimizer.
+
+    Attributes:
+        cuts: Whether state is cut over the holders of parameters; otherwise only main weights stand in.
+        pairs: Parameter and stand-in of each, while they stand in; empty otherwise.
+        ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
+            gradient that the average was made of and that one's version then.
+        loading: Whether a load goes on after torch's part of it (FusedAdam's does).
+    """
+
+    def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
+        self.cuts = cuts
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
+        self._chunks: dict[int, Chunk] = {}
+        self._optimizer = weakref.ref(optimizer)
+        self.loading = False
+        self._own_main_weights: bool | None = None
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self.take_loaded)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+
+    # --- who stands in
+
+    def chunk(self, parameter: torch.Tensor) -> Chunk | None:
+        """This rank's rows of a parameter; ``None`` if its state is not cut. Local operation."""
+        if not self.cuts:
+            return None
+        known = self._chunks.get(id(parameter))
+        if known is None or known.parameter is not parameter:
+            copies = copies_of(parameter)
+            if copies is None:
+                return None
+            known = self._chunks[id(parameter)] = Chunk(parameter, copies)
+            setattr(parameter, CUT, Owner(self))
+        return known
+
+    def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The stand-in of a parameter, without gradient; ``None`` for one that needs none. Local operation.
+
+        A new main weight begins at the value that the parameter was initialised with.
+        """
+        chunk, local = self.chunk(parameter), _torch.local_of(parameter)
+        if is_low(parameter):
+            main = optimizer.state.get(parameter, {}).get(MAIN)
+            if main is None:
+                whole = beginning(local)
+                main = (
+                    _like(whole, parameter) if chunk is None else chunk.distributed(chunk.of(whole).clone())
+                )
+                optimizer.state[parameter][MAIN] = main
+            _te.forget_high_precision_value(local)
+        elif chunk is not None:
+            main = chunk.distributed(chunk.of(local.detach()))
+        else:
+            return None
+        if COPY in parameter.__dict__:
+            setattr(main, COPY, True)
+        return main
+
+    def start(self, optimizer: Optimizer) -> None:
+        """Give each parameter its main weight now, so that its memory is taken and its beginning kept."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self.make(optimizer, parameter)
+
+    def stand_in(self, optimizer: Optimizer, *, keep_main: bool = False) -> None:
+        """Put stand-ins into the groups, and the state under their names.
+
+        Args:
+            optimizer: The optimizer.
+            keep_main: Leave main weights in the state as well, as state dicts show them.
+        """
+        self._put_back(optimizer)  # a step that raised has left them in
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if not parameter.requires_grad and not optimizer.state.get(parameter):
+                    continue  # frozen: nothing is kept for it
+                known = self.ready.get(id(parameter))
+                main = known[0] if known is not None else self.make(optimizer, parameter)
+                if main is None:
+                    continue
+                state = optimizer.state.pop(parameter, {})
+                if not is_low(parameter) or not keep_main:
+                    state.pop(MAIN, None)
+                if state:
+                    optimizer.state[main] = state
+                _move_scales(optimizer, parameter, main)
+                group["params"][index] = main
+                self.pairs.append((parameter, main))
+        if self.cuts and _te.is_fused_adam(optimizer):
+            # Stand-ins are the main weights: it shall make none of them.
+            self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
+
+    def stand_down(self, optimizer: Optimizer) -> None:
+        """Give the parameters their places and their state back; averaged gradients are forgotten."""
+        for main in [*(main for _, main in self.pairs), *(main for main, _, _ in self.ready.values())]:
+            give_gradient(main, None)
+        self._put_back(optimizer)
+        self.ready = {}
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        back = {id(main): parameter for parameter, main in self.pairs}
+        for group in optimizer.param_groups:
+            group["params"][:] = [back.get(id(p), p) for p in group["params"]]
+        for parameter, main in self.pairs:
+            state = optimizer.state.pop(main, {})
+            if is_low(parameter):
+                state = {**state, MAIN: main}
+            if state:
+                optimizer.state[parameter] = state
+            _move_scales(optimizer, main, parameter)
+        self.pairs = []
+        if self._own_main_weights is not None:
+            optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
+
+    # --- gradients over the holders
+
+    def reduce(self, optimizer: Optimizer | None = None) -> None:
+        """Average the gradients of cut parameters over their holders, unless that is done.
+
+        Collective over the holders: one reduce-scatter per group of holders and dtype. The parameters' own gradients
+        stay as they are.
+
+        Raises:
+            OrderError: Gradients have changed since they were averaged.
+        """
+        optimizer = optimizer or self._optimizer()
+        assert optimizer is not None
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        cut = [(p, chunk) for p in held if (chunk := self.chunk(p)) is not None]
+        if self._is_done([p for p, _ in cut]):
+            return
+        mains = [self.make(optimizer, p) for p, _ in cut]
+        averaged = self._average(cut)
+        for (parameter, chunk), main, rows in zip(cut, mains, averaged, strict=True):
+            if rows is None:
+                continue
+            assert main is not None
+            give_gradient(main, chunk.distributed(rows))
+            source = gradient_of(parameter)
+            if source is None:  # others have one: from now on this rank takes part as they do
+                source = zero_gradient(parameter)
+            self.ready[id(parameter)] = (main, weakref.ref(source), _torch.version_of(source))
+        take_over_gradients(main for main, _, _ in self.ready.values())
+
+    def _is_done(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether the averages that are there are those of the gradients that are there."""
+        kept, fresh, changed = 0, 0, 0
+        for parameter in parameters:
+            gradient, known = gradient_of(parameter), self.ready.get(id(parameter))
+            if gradient is None:
+                self.ready.pop(id(parameter), None)
+            elif known is None or known[1]() is not gradient:
+                fresh += 1
+            elif known[2] != _torch.version_of(gradient):
+                changed += 1
+            else:
+                kept += 1
+        if changed or (kept and fresh):
+            raise OrderError(
+                message(
+                    f"{changed + fresh} of {len(parameters)} gradients have changed since they were averaged",
+                    expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
+                    got="another backward, or another change of gradients, between them and step()",
+                    why="The step would miss it",
+                    fix="clip once, after the last backward; begin the next step with zero_grad()",
+                )
+            )
+        if not kept:
+            self.ready = {}
+        return bool(kept)
+
+    def _average(self, cut: list[tuple[torch.Tensor, Chunk]]) -> list[torch.Tensor | None]:
+        """Rows of each gradient in the dtype of its stand-in."""
+        found: list[torch.Tensor | None] = [None] * len(cut)
+        locals_ = [None if (g := gradient_of(p)) is None else _torch.local_of(g) for p, _ in cut]
+        dtypes = [torch.float32 if is_low(p) else p.dtype for p, _ in cut]
+        for place, (_, chunk) in enumerate(cut):
+            gradient = locals_[place]
+            if chunk.copies.reduced and gradient is not None:
+                found[place] = chunk.of(gradient).to(dtypes[place], copy=True)
+        places = [place for place, (_, chunk) in enumerate(cut) if not chunk.copies.reduced]
+        chunks = [cut[place][1] for place in places]
+        for (_, dtype), members in by_group(chunks, [dtypes[place] for place in places]).items():
+            here = [places[member] for member in members]
+            rows = average([cut[place][1] for place in here], [locals_[place] for place in here], dtype)
+            for place, own in zip(here, rows, strict=True):
+                found[place] = own
+        return found
+
+    # --- hooks of the optimizer
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+            raise OrderError(
+                message(
+                    f"{type(optimizer).__name__}.step(closure) with main weights",
+                    expected="step() after backward()",
+                    got="a closure",
+                    why="Its gradients would come too late for the main weights",
+                    fix="call backward() first, then step() without a closure",
+                )
+            )
+        self._put_back(optimizer)
+        self.reduce(optimizer)
+        self.stand_in(optimizer)
+        for parameter, main in self.pairs:
+            if self.chunk(parameter) is None:
+                gradient = gradient_of(parameter)
+                give_gradient(main, None if gradient is None else gradient.to(torch.float32))
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        cut: list[tuple[Chunk, torch.Tensor]] = []
+        for parameter, main in self.pairs:
+            chunk = self.chunk(parameter)
+            if main.grad is not None and chunk is not None:
+                # Rounding is element by element: bf16 rows travel rounded. Quantizing needs the whole weight.
+                quantized = _te.is_quantized(_torch.local_of(parameter))
+                rows = _torch.local_of(main)
+                cut.append((chunk, rows if quantized else rows.to(parameter.dtype)))
+            elif main.grad is not None:
+                write(_torch.local_of(parameter), _torch.local_of(main))
+        chunks = [chunk for chunk, _ in cut]
+        for members in by_group(chunks, [rows.dtype for _, rows in cut]).values():
+            for chunk, part in gather([chunks[m] for m in members], [cut[m][1] for m in members]):
+                local = _torch.local_of(chunk.parameter)
+                if _te.is_quantized(local):
+                    whole = torch.empty(local.shape, dtype=part.dtype, device=part.device)
+                    unpack(chunk, part, whole)
+                    write(local, whole)
+                else:
+                    unpack(chunk, part, local)
+        self.stand_down(optimizer)
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self.stand_in(optimizer, keep_main=True) if self.cuts else self._put_back(optimizer)
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._put_back(optimizer)
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
+        alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
+        if alone:
+            raise CheckpointError(
+                message(
+                    f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
+                    expected="the whole state",
+                    got="that of an optimizer that has not stepped",
+                    why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+                    fix="use te_fsdp.checkpoint.load, which makes the missing state",
+                )
+            )
+        if not self.pairs:
+            self.stand_in(optimizer)
+
+    @torch.no_grad()
+    def take_loaded(self, optimizer: Optimizer) -> None:
+        """Copy loaded main weights into those that are there, and end standing in."""
+        if self.loading:
+            return
+        for parameter, main in self.pairs:
+            loaded = optimizer.state.get(main, {}).pop(MAIN, None)
+            if loaded is not None and is_low(parameter):
+                _torch.local_of(main).copy_(_torch.local_of(loaded))
+        self._put_back(optimizer)
+
+
+def write(local: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a local tensor its main weight, rounded or quantized once.
+
+    Collective over the weight mesh for formats with one scale per tensor.
+    """
+    if _te.is_quantized(local):
+        local.quantize_(value)  # type: ignore[operator]
+    else:
+        local.copy_(value)
+
+
+def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``local`` placed as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Key FusedAdam's scales of low-precision states by another parameter (``_scales``, TE 2.18 .. 2.20)."""
+    scales = getattr(optimizer, "_scales", {})
+    if source in scales:
+        scales[target] = scales.pop(source)
