@@ -11,13 +11,13 @@ original rows 4-5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["Box", "Coordinates", "chunk_range", "shard_boxes"]
+__all__ = ["Box", "Coordinates", "chunk_range", "cut_boxes", "shard_boxes"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,11 @@ def shard_boxes(
     low, high = chunk_range(tp_shape[dim], at.fsdp_size, at.fsdp_rank)
     local_shape = (*tp_shape[:dim], high - low, *tp_shape[dim + 1 :])
     return local_shape, [cut for box in boxes if (cut := _cut(box, dim, low, high)) is not None]
+
+
+def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
+    """The parts of boxes within the local range [low, high) of ``dim``, in coordinates of that range."""
+    return tuple(cut for box in boxes if (cut := _cut(box, dim, low, high)) is not None)
 
 
 def _tp_boxes(

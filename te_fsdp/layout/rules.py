@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PLAIN", "Layout", "ParameterRule"]
+__all__ = ["GROUPED", "PLAIN", "Layout", "ParameterRule"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Layout:
     """How tp-local rows lie in the original tensor.
 
     Attributes:
-        kind: ``"plain"`` (one block) or ``"stacked"`` (blocks one under the other along dim 0).
+        kind: ``"plain"`` (one block), ``"stacked"`` (blocks one under the other along dim 0) or ``"grouped"`` (one block
+            with a leading dim of experts).
         blocks: For ``"stacked"``: the relative heights of the blocks, for example ``(1, 1)`` for ``[gate;
             up]`` and ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng``
             key-value groups.
@@ -40,20 +41,26 @@ class Layout:
     blocks: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        assert self.kind in ("plain", "stacked"), self.kind
+        assert self.kind in ("plain", "stacked", "grouped"), self.kind
         assert len(self.blocks) >= 1 and all(b > 0 for b in self.blocks), self.blocks
-        assert (self.kind == "plain") == (len(self.blocks) == 1), self
+        assert (self.kind == "stacked") == (len(self.blocks) > 1), self
 
     @property
     def is_stacked(self) -> bool:
         """Whether tp-local rows come from several separate ranges of the original."""
         return self.kind == "stacked"
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether dim 0 counts experts."""
+        return self.kind == "grouped"
+
     def __str__(self) -> str:
         return self.kind if not self.is_stacked else f"stacked{self.blocks}"
 
 
 PLAIN = Layout()
+GROUPED = Layout("grouped")
 
 
 @dataclass(frozen=True)

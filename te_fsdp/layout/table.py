@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from te_fsdp.layout.rules import GROUPED, PLAIN, Layout, ParameterRule
 
 __all__ = [
     "GATED_ACTIVATIONS",
@@ -24,6 +24,7 @@ __all__ = [
     "mlp_rules",
     "norm_rules",
     "replicated_rules",
+    "single_grouped_rules",
 ]
 
 #: Activations whose fc1 produces two stacked halves ``[gate; up]`` (TE 2.20.2
@@ -92,6 +93,21 @@ def grouped_linear_rules(
         **{name: ParameterRule(dim, quantizable=True) for name in weight_names},
         **{name: ParameterRule(0 if parallel_mode == "column" else None) for name in bias_names},
     }
+
+
+def single_grouped_rules(
+    parameter_names: Iterable[str], parallel_mode: str | None
+) -> dict[str, ParameterRule]:
+    """Rules of GroupedLinear's single parameters: ``weight`` (experts, out, in) and ``bias`` (experts, out).
+
+    Dims are those of one expert's tensor plus one: the 2-D placements on this tensor would cut the experts.
+    """
+    dim = {"column": 1, "row": 2, None: None}[parallel_mode]
+    table = {
+        "weight": ParameterRule(dim, GROUPED, quantizable=True),
+        "bias": ParameterRule(1 if parallel_mode == "column" else None, GROUPED),
+    }
+    return {name: table[name] for name in parameter_names}
 
 
 def norm_rules(

@@ -15,6 +15,7 @@ from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
+from te_fsdp.modules.single import adopt_single
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from te_fsdp.layout.rules import ParameterRule
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["check_device_mesh", "set_device_mesh"]
+__all__ = ["set_device_mesh"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -81,11 +82,11 @@ def set_device_mesh(
     )
     tp = tp_mesh.size() if tp_mesh is not None else 1
     # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
-    grids = [
+    dense, own = (
         Grid(dp_shard=mesh.size() // tp if mesh is not None else 1, tp=tp)
         for mesh in (weight_mesh, expert_weight_mesh)
-    ]
-    plan_all_cuts(planned, *grids)
+    )
+    plan_all_cuts(planned, dense, own)
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         if item.experts is None:
@@ -115,6 +116,7 @@ def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter
     if item.kind is None and any(isinstance(p, DTensor) for p in module._parameters.values()):
         _log.debug("%s: left alone, its parameters are DTensors already", item.name)
         return
+    adopt_single(module)
     binding = Binding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     if item.experts is not None:
         binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts

@@ -19,6 +19,7 @@ from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.grouped import GroupedModule
 from te_fsdp.modules.initialize import initialize_te_parameters
+from te_fsdp.modules.single import check_switch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +59,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
     ) -> None:
         check_1d(tp_mesh, "tp_mesh", kind)
         check_1d(weight_mesh, "weight_mesh", kind)
+        check_switch(kwargs)
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from te_fsdp import _te, errors
 from te_fsdp.errors import MeshError, PlacementError, TeFsdpError, message
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.modules.plan import Planned, quantizable
+from te_fsdp.modules.single import single_cuts
 from te_fsdp.quantized.shards import Key, plan_cuts
 
 if TYPE_CHECKING:
@@ -131,10 +132,18 @@ def _ranges(told: list[dict[str, tuple[int, str]]], where: str) -> dict[str, lis
     }
 
 
-def plan_all_cuts(planned: list[Planned], dense: Grid, experts: Grid) -> dict[Key, int]:
+def plan_all_cuts(
+    planned: list[Planned], dense: Grid, experts: Grid, exempt: Collection[Key] = ()
+) -> dict[Key, int]:
     """:func:`te_fsdp.quantized.shards.plan_cuts` of dense and of expert weights, each on its own grid.
 
     Local operation.
+
+    Args:
+        planned: From :func:`deal_out`.
+        dense: Sizes of the axes that dense weights lie on.
+        experts: Those of expert weights.
+        exempt: Weights that data parallelism does not cut.
 
     Returns:
         Dim by owner and registered name.
@@ -142,10 +151,12 @@ def plan_all_cuts(planned: list[Planned], dense: Grid, experts: Grid) -> dict[Ke
     Raises:
         PlacementError: No cut of a quantized weight fits.
     """
-    cuts = plan_cuts(quantizable(item for item in planned if item.experts is None), dense)
+    cuts = plan_cuts(quantizable(item for item in planned if item.experts is None), dense, exempt)
+    for item in planned:
+        cuts |= single_cuts(item.module, dense if item.experts is None else experts)
     for item in planned:
         if item.experts is not None:
-            own = plan_cuts(quantizable([item]), experts)
+            own = plan_cuts(quantizable([item]), experts, exempt)
             cuts |= {(owner, item.experts.registered_name(name)): dim for (owner, name), dim in own.items()}
     return cuts
 

@@ -12,7 +12,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import OrderError, message
 from te_fsdp.layout.experts import ExpertRange
-from te_fsdp.modules.base import ResettableModule
+from te_fsdp.modules.single import SingleModule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupedModule"]
 
 
-class GroupedModule(ResettableModule):
+class GroupedModule(SingleModule):
     """Mixin of ``GroupedLinear``. Without expert parallelism it changes nothing.
 
     With it, parameters are registered under global indices (:mod:`te_fsdp.layout.experts`). TE's own code asks for

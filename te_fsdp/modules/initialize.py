@@ -72,7 +72,9 @@ def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> 
     info = shard_info(module, name, parameter, label=label)
     with torch.no_grad():
         full = _sentinel(info.original_shape, parameter.dtype, target_device(parameter))
-        _te.init_function(module, name)(full)
+        fill = _te.init_function(module, name)
+        for part in full if info.rule.layout.is_grouped else (full,):  # expert after expert, as TE draws them
+            fill(part)
         _check_filled(full, label)
         return _take(full, info)
 

@@ -12,6 +12,7 @@ from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from te_fsdp.modules.single import check_single, single_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +57,7 @@ def quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, st
     for item in planned:
         if binding_of(item.module) is None:
             for name, rule in item.rules.items():
-                if rule.quantizable:
+                if rule.quantizable and not rule.layout.is_grouped:  # experts may lie on different ranks
                     yield f"{item.name}.{name}" if item.name else name, item.module, name, rule
 
 
@@ -86,7 +87,8 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
-        own = {n: p for n, p in module._parameters.items() if p is not None}
+        check_single(module, label)
+        own = single_parameters(module)
         if kind == "unknown":
             if own and tp_size > 1:
                 raise PlacementError(
@@ -137,9 +139,10 @@ def _rules(
         # By local indices, or by global ones once it is bound.
         names = [name for name in own if expert_index(name) is not None]
         weights = [name for name in names if name.startswith("weight")]
-        return table.grouped_linear_rules(
-            weights, [n for n in names if n.startswith("bias")], module.parallel_mode
-        )
+        biases = [name for name in names if name.startswith("bias")]
+        single = [name for name in own if name not in names]
+        mode = module.parallel_mode
+        return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
         names = [n for n in ("weight", "bias") if n in own]
         return table.norm_rules(names, sequence_parallel=sequence_parallel, per_head=per_head)
@@ -230,9 +233,6 @@ def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     elif getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute():
         problem = "delay_wgrad_compute=True"
         why = "TE then writes .grad itself after FSDP2 has reduced"
-    elif kind == "GroupedLinear" and getattr(module, "single_grouped_weight", False):
-        problem = "single_grouped_weight=True"
-        why = "The 3-D grouped parameter cannot be split by FSDP2"
     elif tp_size > 1 and _useless_sequence_parallel(module, kind):
         problem = "sequence_parallel=True"
         why = "This module communicates nothing over tp: it neither gathers its input nor adds up weight gradients"

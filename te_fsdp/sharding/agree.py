@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,40 +73,59 @@ def _gather(items: list[tuple[int, str, str]], mesh: DeviceMesh, axis: int) -> l
     return list({item[0]: item for box in boxes for item in box or []}.values())
 
 
-def check_same_model(model: nn.Module, mesh: DeviceMesh) -> None:
+def check_same_model(model: nn.Module, meshes: Meshes, planned: Iterable[Planned]) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
-    Ranks with different models would wait for each other in collectives that never match.
+    Ranks with different models would wait for each other in collectives that never match. Of expert modules, the ranks
+    that hold the same experts must have the same.
 
-    Collective over ``mesh``: one max all-reduce of two integers per axis.
+    Collective over the world: one max all-reduce of four integers per axis.
 
     Raises:
         MeshError: The models differ.
     """
-    described = [
-        (name, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
-        for name, p in model.named_parameters()
-    ]
-    digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
-    kind = mesh.device_type
-    device = (
-        torch.device(kind, torch.get_device_module(kind).current_device())
-        if kind != "cpu"
-        else torch.device(kind)
-    )
-    seen = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if int(seen[0]) != -int(seen[1]):
+    experts = _expert_modules(planned)
+    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+    for prefix, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                shape = tuple(_torch.local_of(p).shape)
+                told = (prefix, name, shape, str(p.dtype), p.requires_grad, p.is_meta)
+                described[id(module) in experts].append(told)
+    digests = [_digest(repr(described[key])) for key in (False, True)]
+    seen = torch.tensor([*digests, *(-d for d in digests)], dtype=torch.int64, device=meshes.device)
+    dense, shared = seen.clone(), seen.clone()
+    _maximum(dense, meshes.device_mesh)
+    _maximum(shared, meshes.expert_mesh or meshes.device_mesh, leave_out="ep")
+    differs = torch.stack([dense[0] != -dense[2], shared[1] != -shared[3]]).to(torch.int64)
+    _maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
+    if bool(differs.any()):
+        count = sum(map(len, described.values()))
+        first = next((f"{told[0]}.{told[1]} {told[2]}" for told in described[False]), None)
         raise MeshError(
             message(
                 f"{type(model).__name__}: the ranks of the mesh hold different models",
                 expected="the same names, shapes, dtypes and devices everywhere",
-                got=f"here {len(described)} parameters, the first {described[0][:3] if described else None}",
+                got=f"here {count} parameters, the first {first}",
                 fix="build the model from the same configuration on all ranks",
             )
         )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _expert_modules(planned: Iterable[Planned]) -> set[int]:
+    """By id."""
+    return {id(item.module) for item in planned if item.experts is not None}
+
+
+def _maximum(values: torch.Tensor, mesh: DeviceMesh, *, leave_out: str = "") -> None:
+    """Maximum over all axes of a mesh but one, in place, axis after axis, so that it reaches everyone."""
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        if mesh.size(axis) > 1 and name != leave_out:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
 def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes) -> None:
@@ -113,54 +133,78 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
     replicated parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations
-    would be mixed in silence.
+    would be mixed in silence. Experts are compared among the ranks that hold the same ones.
 
-    Collective over the world: two max all-reduces of two integers per parameter.
+    Collective over the world: max all-reduces of two integers per parameter and axis.
 
     Raises:
         InitError: Names the parameters that differ.
     """
-    names, sums, replicated = [], [], []
+    planned = list(planned)
     rules = {id(item.module): item.rules for item in planned}
+    held: dict[bool, list[_Held]] = {False: [], True: []}
+    experts = _expert_modules(planned)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             local = None if parameter is None else _torch.local_of(parameter)
-            if local is None or local.is_meta:
-                continue
-            names.append(f"{prefix}.{name}" if prefix else name)
-            sums.append(_checksum(local))
-            rule = rules.get(id(module), {}).get(name)
-            replicated.append(rule is None or rule.shard_dim is None)
-    if not names:
-        return
-    mine = torch.stack(sums)
-    extremes = torch.stack([mine, -mine])
-    for axis in ("dp_replicate", "dp_shard"):
-        if meshes.size(axis) > 1:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=meshes.device_mesh.get_group(axis))
-    differs = extremes[0] != -extremes[1]
-    if meshes.size("tp") > 1:
-        over_tp = extremes.clone()
-        group = meshes.device_mesh.get_group("tp")
-        dist.all_reduce(over_tp, op=dist.ReduceOp.MAX, group=group)
-        mask = torch.tensor(replicated, device=mine.device)
-        differs |= mask & (over_tp[0] != -over_tp[1])
-        # A difference seen by one tp rank alone must reach the others: all raise, or none.
-        seen = differs.to(torch.int64)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
-        differs = seen.bool()
-    bad = [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]
+            if local is not None and not local.is_meta:
+                rule = rules.get(id(module), {}).get(name)
+                label = f"{prefix}.{name}" if prefix else name
+                whole = rule is None or rule.shard_dim is None
+                held[id(module) in experts].append(_Held(label, _checksum(local), whole))
+    bad = _differing(held[False], meshes.device_mesh)
+    with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        _check_none(bad, sum(map(len, held.values())))
+
+
+def _check_none(bad: list[str], count: int) -> None:
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise InitError(
             message(
                 f"{', '.join(bad[:5])}{more}: values differ between ranks that must hold the same",
                 expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-                got=f"{len(bad)} of {len(names)} parameters differ",
+                got=f"{len(bad)} of {count} parameters differ",
                 why="FSDP2 would cut each shard from another initialisation",
                 fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
             )
         )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it."""
+
+    label: str
+    checksum: torch.Tensor
+    whole: bool
+
+
+def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
+    """Labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though tp replicates them.
+
+    Collective over ``mesh`` without ``ep``, of which all ranks find the same.
+    """
+    if not held:
+        return []
+    mine = torch.stack([item.checksum for item in held])
+    extremes = torch.stack([mine, -mine])
+    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
+    for name in ("dp_replicate", "dp_shard"):
+        if name in axes:
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axes[name])
+    differs = extremes[0] != -extremes[1]
+    if "tp" in axes:
+        over_tp = extremes.clone()
+        dist.all_reduce(over_tp, op=dist.ReduceOp.MAX, group=axes["tp"])
+        mask = torch.tensor([item.whole for item in held], device=mine.device)
+        differs |= mask & (over_tp[0] != -over_tp[1])
+        # A difference seen by one tp rank alone must reach the others: all raise, or none.
+        seen = differs.to(torch.int64)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=axes["tp"])
+        differs = seen.bool()
+    return [item.label for item, flag in zip(held, differs.tolist(), strict=True) if flag]
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

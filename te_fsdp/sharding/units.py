@@ -15,7 +15,7 @@ from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_accepted", "check_order", "find_units"]
+__all__ = ["check_accepted", "check_order", "find_units", "nearest_strategy"]
 
 #: How users name units: classes, or names in the tree.
 Wanted = Iterable[type | str] | type | str
@@ -101,7 +101,7 @@ def find_units(
     else:
         given[""] = strategy_of(strategy)
     inner = [name for name in names if name in chosen and name]
-    return {name: _nearest(name, given) for name in ["", *inner]}
+    return {name: nearest_strategy(name, given) for name in ["", *inner]}
 
 
 def _default_units(names: dict[str, nn.Module]) -> set[str]:
@@ -168,7 +168,7 @@ def _is_container(module: nn.Module) -> bool:
     return listing and type(module).forward is torch.nn.Module.forward
 
 
-def _nearest(name: str, given: dict[str, Strategy]) -> Strategy:
+def nearest_strategy(name: str, given: dict[str, Strategy]) -> Strategy:
     """The strategy of the innermost module around ``name`` that has one."""
     while name not in given and name:
         name = name.rpartition(".")[0]

@@ -1,0 +1,229 @@
+"""The single parameter of ``GroupedLinear``: one 3-D weight (experts, out, in) and one 2-D bias (experts, out) for all.
+
+TE holds it as a ``GroupedTensor``, which answers no operation that cuts it, and makes it anew in
+``reset_parameters``. A bound module holds the same memory as an ordinary tensor, which FSDP2, DCP and optimizers
+understand; TE gets a ``GroupedTensor`` over that very memory whenever it asks for its weights:
+
+    registered:   weight    plain (experts, out, in), or a DTensor of it
+    TE reads:     GroupedTensor over the gathered local tensor, for one forward and its backward
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_fsdp import _te, _torch
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.modules.base import ResettableModule
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid
+from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
+from te_fsdp.quantized.grouped_support import grouped_path_problem
+
+__all__ = [
+    "SingleModule",
+    "adopt_single",
+    "check_single",
+    "check_single_recipe",
+    "check_switch",
+    "single_cuts",
+    "single_names",
+    "single_parameters",
+]
+
+_SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+
+
+def single_names(module: Any) -> tuple[str, ...]:
+    """Names of the single parameters that a module has, or will have once it is bound: ``weight``, ``bias``."""
+    if _te.kind_of(module) != "GroupedLinear":
+        return ()
+    flags = {
+        "weight": getattr(module, "single_grouped_weight", False),
+        "bias": module.use_bias and getattr(module, "single_grouped_bias", False),
+    }
+    return tuple(name for name, single in flags.items() if single)
+
+
+def single_parameters(module: Any) -> dict[str, Any]:
+    """The module's own parameters by the names that they have once it is bound. Local operation, changes nothing."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    for single in single_names(module):
+        parts = [f"{single}{index}" for index in range(module.num_gemms)]
+        found = [own.pop(name) for name in parts if name in own]
+        own.setdefault(single, found[0] if found else None)
+    return own
+
+
+def check_single(module: Any, label: str) -> None:
+    """Raise unless the installed TE, its switches and this device can train a module's single parameters.
+
+    Local operation; every rank sees the same.
+
+    Raises:
+        PlacementError: Says what is missing.
+    """
+    names = single_names(module)
+    if not names:
+        return
+    problem = why = fix = ""
+    if not hasattr(module, "use_grouped_tensor"):
+        problem, fix = (
+            "this version of TransformerEngine",
+            "TransformerEngine 2.19 or later, or one parameter per expert",
+        )
+        why = "It splits the parameter outside of autograd: no gradient ever reaches it"
+    elif not module.use_grouped_tensor:
+        problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
+        why = "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone"
+    elif _is_delayed(module):
+        problem, fix = (
+            "delayed scaling",
+            "another recipe in quantized_model_init, or one parameter per expert",
+        )
+        why = "TransformerEngine has no grouped kernels for it, and keeps such weights apart"
+    elif "weight" in names and module.primary_weights_in_fp8:
+        problem, fix = (
+            "quantized_model_init",
+            "high-precision weights (the recipe may stay), or one parameter per expert",
+        )
+        why = "Shards of quantized experts in one parameter have no form of their own"
+    elif device := grouped_path_problem(None):
+        problem, fix, why = "this device", "one parameter per expert", device
+    if problem:
+        flags = ", ".join(f"single_grouped_{name}=True" for name in names)
+        raise PlacementError(
+            message(f"{label} (GroupedLinear): {flags} with {problem} is not supported", why=why, fix=fix)
+        )
+
+
+def check_switch(options: dict[str, Any]) -> None:
+    """Raise if TE would pass over an asked-for single parameter because its environment switch is off.
+
+    Args:
+        options: Keywords of the constructor.
+
+    Raises:
+        PlacementError: Names the switch.
+    """
+    asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
+    if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
+        raise PlacementError(
+            message(
+                f"GroupedLinear: {', '.join(asked)}",
+                expected=f"the environment variable {_SWITCH}=1",
+                got=os.environ.get(_SWITCH, "not set"),
+                why="TransformerEngine otherwise makes one parameter per expert, with a warning alone",
+                fix=f"set {_SWITCH}=1 before the model is built, or leave the option off",
+            )
+        )
+
+
+def check_single_recipe(module: Any, label: str) -> None:
+    """Raise if TE has no grouped kernels for the recipe of the enclosing ``te.autocast``. Local operation.
+
+    Raises:
+        PrecisionError: Says what is missing.
+    """
+    recipe = _te.active_recipe()
+    if recipe is None or not single_names(module):
+        return
+    problem = grouped_path_problem(recipe)
+    if problem:
+        raise PrecisionError(
+            message(
+                f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
+                expected="a recipe for which TransformerEngine has grouped kernels on this device",
+                why=problem,
+                fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
+            )
+        )
+
+
+def adopt_single(module: Any) -> None:
+    """Replace a module's ``GroupedTensor`` parameters by ordinary ones over the same memory. Local operation.
+
+    On meta, where TE puts them together only in ``reset_parameters``, the experts' parameters are replaced by one.
+    """
+    for name in single_names(module):
+        parameter = module._parameters.get(name)
+        parts = [f"{name}{index}" for index in range(module.num_gemms)]
+        if parameter is not None:
+            new = plain_of(parameter)
+        else:
+            first = module._parameters[parts[0]]
+            local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
+            new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
+            for key, value in first.__dict__.items():
+                setattr(new, key, value)
+        for part in parts:
+            module._parameters[part] = None
+        module._parameters[name] = new
+        _te.rename_parameters(module, {parts[0]: name})
+
+
+class SingleModule(ResettableModule):
+    """Mixin of ``GroupedLinear``: what TE reads, and makes, of single parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward, where it has grouped kernels for the recipe."""
+        binding = binding_of(self)
+        if binding is not None:
+            check_single_recipe(self, binding.name or type(self).__name__)
+        return super().forward(*args, **kwargs)
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """TE's conversion of the experts' parameters into one, which a bound module has made already."""
+        if binding_of(self) is None:
+            super().make_grouped_weights(defer_init=defer_init)  # type: ignore[not-callable]
+        else:
+            self.set_tensor_parallel_attributes(defer_init=defer_init)  # type: ignore[not-callable]
+
+    def _make_grouped_biases(self) -> None:
+        if binding_of(self) is None:
+            super()._make_grouped_biases()  # type: ignore[not-callable]
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return list(self._seen_by_te("weight", super()._get_weight_tensors()))  # type: ignore[not-callable]
+
+    def _get_bias_tensors(self) -> list[torch.Tensor]:
+        tensors = super()._get_bias_tensors()  # type: ignore[not-callable]
+        # A bias that the forward returns is the user's: it stays what is registered.
+        return tensors if self.return_bias else list(self._seen_by_te("bias", tensors))
+
+    def _seen_by_te(self, name: str, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        single = binding_of(self) is not None and name in single_names(self)
+        return (as_grouped(_torch.local_of(tensor)) if single else tensor for tensor in tensors)
+
+
+def _is_delayed(module: Any) -> bool:
+    quantizer = _te.weight_quantizer(module, "weight0")
+    return quantizer is not None and _te.is_delayed_quantizer(quantizer)
+
+
+def single_cuts(module: Any, grid: Grid) -> dict[tuple[int, str], int]:
+    """The dim that FSDP2 shall cut of each single parameter. Local operation on sizes: the same on every rank.
+
+    Args:
+        module: Any module; none but ``GroupedLinear`` has such parameters.
+        grid: Sizes of the axes that cut it.
+
+    Returns:
+        Dim by owner and name.
+    """
+    quantizer = _te.weight_quantizer(module, "weight0") if single_names(module) else None
+    block = (
+        1
+        if quantizer is None
+        else BLOCK_ROWS.get(_te.format_of_quantizer(quantizer), max(BLOCK_ROWS.values()))
+    )
+    found = {}
+    for name in single_names(module):
+        features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
+        cut = grouped_cut((module.num_gemms, *features), grid.dp_shard, block if name == "weight" else 1)
+        found[id(module), name] = cut
+    return found

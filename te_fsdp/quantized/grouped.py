@@ -1,0 +1,80 @@
+"""Between an ordinary tensor of all experts and TE's ``GroupedTensor`` over the same memory.
+
+TE's kernels take a grouped tensor: the experts one after the other in flat buffers. An ordinary contiguous
+(experts, out, in) tensor has the same bytes. Nothing is copied here in either direction: FSDP2 frees and refills the
+memory of the gathered weight, and the grouped tensor that TE has saved for backward sees it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fsdp import _te
+
+__all__ = ["as_grouped", "grouped_cut", "plain_of"]
+
+
+class _AsGrouped(torch.autograd.Function):
+    """Ordinary tensor -> grouped tensor over its memory; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return _wrap(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def as_grouped(tensor: torch.Tensor) -> torch.Tensor:
+    """``GroupedTensor`` over the memory of an ordinary tensor. Local operation.
+
+    Args:
+        tensor: Contiguous (experts, out, in), or (experts, out); its gradient will have this shape.
+    """
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _AsGrouped.apply(tensor)
+    return _wrap(tensor.detach())
+
+
+def _wrap(tensor: torch.Tensor) -> torch.Tensor:
+    return _te.te().tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data(
+        num_tensors=tensor.shape[0],
+        tensor_shape=tuple(tensor.shape[1:]),
+        rowwise_data=tensor,
+        dtype=tensor.dtype,
+    )
+
+
+def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The ordinary parameter over the memory of a ``GroupedTensor`` one, with its Python attributes. Local operation.
+
+    Args:
+        parameter: As TE makes it; ordinary ones are returned as they are.
+    """
+    if not isinstance(parameter, _te.te().tensor.GroupedTensor):
+        return parameter
+    local = parameter.rowwise_data.view(parameter.shape)  # type: ignore[missing-attribute]
+    new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+    storage = _wrap(local).__dict__.keys()  # what a grouped tensor keeps for itself
+    for key, value in parameter.__dict__.items():
+        if key not in storage:
+            setattr(new, key, value)
+    return new
+
+
+def grouped_cut(shape: tuple[int, ...], ranks: int, block: int = 1) -> int:
+    """The dim along which FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
+
+    Args:
+        shape: tp-local (experts, out, in) or (experts, out).
+        ranks: How many FSDP ranks cut it.
+        block: Rows and columns of an expert that a shard must hold whole.
+
+    Returns:
+        0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does.
+    """
+    units = (1, *(block for _ in shape[1:]))
+    return next((dim for dim, unit in enumerate(units) if shape[dim] % (ranks * unit) == 0), 0)

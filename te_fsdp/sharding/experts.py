@@ -1,0 +1,154 @@
+"""Expert modules under FSDP2: units of their own, on meshes without ``ep``, with gradients as in one process.
+
+    one process       gradient of the mean loss over all tokens
+    dense parameter   every rank has a mean over its own tokens    -> mean over all data-parallel ranks
+    expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
+                      its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
+
+FSDP2 would divide by the number of ranks that hold the expert. It is told the other number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.binding import binding_of
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.modules.checks import check_device_mesh
+from te_fsdp.modules.experts import find_experts, plan_all_cuts
+from te_fsdp.quantized.alignment import Grid
+from te_fsdp.sharding.units import nearest_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.experts import Selection
+    from te_fsdp.modules.plan import Planned
+    from te_fsdp.quantized.shards import Key
+    from te_fsdp.sharding.state import ShardingState
+    from te_fsdp.sharding.strategies import Strategy
+
+__all__ = ["divide_gradients", "fsdp_mesh", "plan_parameters", "reduction_of", "with_expert_units"]
+
+
+def with_expert_units(
+    model: nn.Module, meshes: Meshes, units: dict[str, Strategy], selection: Selection = None
+) -> dict[str, Strategy]:
+    """``units`` and the expert modules, which cannot share a unit with parameters on other meshes. Local operation.
+
+    Returns:
+        Name -> strategy, outer before inner; an expert module has that of the unit around it.
+    """
+    if meshes.ep is None:
+        return units
+    chosen = {**units, **dict.fromkeys(find_experts(model, selection) - units.keys())}
+    names = [name for name, _ in model.named_modules() if name in chosen]
+    return {name: units.get(name) or nearest_strategy(name, units) for name in names}
+
+
+def plan_parameters(
+    model: nn.Module, meshes: Meshes, exempt: Collection[Key] = (), selection: Selection = None
+) -> tuple[list[Planned], dict[Key, int]]:
+    """Where each parameter goes, and along which dim each quantized weight is cut. Changes nothing.
+
+    Collective over ``ep``, where every rank must arrive, whatever has failed before.
+
+    Args:
+        model: The root.
+        meshes: The job's meshes.
+        exempt: Weights that data parallelism does not cut.
+        selection: The expert modules.
+
+    Raises:
+        TeFsdpError: see :func:`te_fsdp.set_device_mesh`.
+    """
+    planned = check_device_mesh(
+        model,
+        meshes.tp,
+        meshes.weight,
+        ep_mesh=meshes.ep,
+        expert_weight_mesh=meshes.expert_weight,
+        experts=selection,
+    )
+    for item in planned:
+        held = [name for name in item.rules if (id(item.module), name) in exempt]
+        if item.experts is not None and held:
+            raise PlacementError(
+                message(
+                    f"{item.name}.{held[0]}: no_shard of an expert module with ep={meshes.size('ep')}",
+                    expected="a strategy that shards experts over the ranks that hold them",
+                    fix="leave the expert modules out of fsdp_no_shard, or give them another strategy",
+                )
+            )
+    replicate, shard, tp = map(meshes.size, ("dp_replicate", "dp_shard", "tp"))
+    experts = Grid(replicate, meshes.expert_shards, tp)
+    return planned, plan_all_cuts(planned, Grid(replicate, shard, tp), experts, exempt)
+
+
+def reduction_of(module: nn.Module, meshes: Meshes) -> tuple[DeviceMesh, int]:
+    """Over which ranks the gradients of a module's own parameters are summed, and by what the sum is divided.
+
+    Local operation.
+
+    Returns:
+        Data-parallel mesh, (``dp_replicate``, ``dp_shard``) or ``dp_shard`` alone, without ``ep`` for an expert module;
+        number of all data-parallel ranks.
+    """
+    dense = meshes.size("dp_replicate") * meshes.size("dp_shard")
+    mesh = meshes.expert_fsdp_with_size_one if is_expert(module) else meshes.fsdp_with_size_one
+    return mesh, dense
+
+
+def is_expert(module: nn.Module) -> bool:
+    """Whether a bound module's parameters are dealt out over ``ep``."""
+    binding = binding_of(module)
+    return binding is not None and binding.experts is not None
+
+
+def fsdp_mesh(state: ShardingState, unit: nn.Module) -> DeviceMesh:
+    """What FSDP2 shards a unit over. With the optimizer cut over ``dp_replicate``, it shall not reduce over that."""
+    meshes = state.meshes
+    experts = is_expert(unit)
+    if state.outer == "optim":
+        root = meshes.expert_mesh if experts and meshes.expert_mesh is not None else meshes.device_mesh
+        return root["dp_shard"]
+    return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
+
+
+def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None:
+    """Tell FSDP2 by what to divide the gradients of expert modules. Local operation; call after ``fully_shard``.
+
+    By as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both.
+    """
+    for unit in state.modules.values():
+        binding = binding_of(unit)
+        if binding is None or binding.experts is None:
+            continue
+        mesh, dense = fsdp_mesh(state, unit), state.meshes.device_mesh["dp_shard"].size()
+        if state.outer != "optim":
+            dense *= state.meshes.size("dp_replicate")
+        shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
+        # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
+        twice = shards.size() == 1 and _reduced_dtype(unit, policy) == torch.float16
+        factor = math.sqrt(dense) if twice else float(dense)
+        unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
+        if shards.size() > 1 and dist.get_backend(shards.get_group()) == "gloo":
+            # gloo has no operation that multiplies first. On one rank FSDP2 divides without it, and with it twice.
+            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
+        binding.divided = True
+        amax = state.meshes.expert_amax
+        binding.amax_group = amax.get_group() if amax is not None else None
+
+
+def _reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype in which FSDP2 reduces a unit's gradients."""
+    return policy.reduce_dtype or policy.param_dtype or next(unit.parameters()).dtype
