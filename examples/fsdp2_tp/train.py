@@ -39,7 +39,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 def stop(why: str) -> NoReturn:
     """End this process with a message, printed once; call on all ranks."""
-    raise SystemExit(f"train.py: {why}" if RANK == 0 else 1)
+    raise SystemExit(f"{Path(sys.argv[0]).name}: {why}" if RANK == 0 else 1)
 
 
 # Advice against FSDP2, whose gathers need several queues; TE gives it whenever it sees tensor parallelism.
@@ -167,30 +167,31 @@ class ByteModel(nn.Module):
         split = options.sequence_parallel and meshes.size("tp") > 1
         self.embedding = nn.Embedding(256, options.hidden, dtype=dtype, device="meta")
         self.positions = nn.Embedding(options.seq, options.hidden, dtype=dtype, device="meta")
-        self.layers = nn.ModuleList(
-            te.TransformerLayer(
-                options.hidden,
-                options.ffn,
-                options.heads,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                normalization="RMSNorm",
-                activation=options.activation,
-                bias=False,
-                set_parallel_mode=True,
-                fuse_qkv_params=True,  # TE wants one QKV weight when weights are quantized
-                sequence_parallel=split,
-                params_dtype=dtype,
-                device="meta",
-                **meshes.te_kwargs(),
-            )
-            for _ in range(options.layers)
-        )
+        self.layers = nn.ModuleList(self.layer(options, meshes, dtype, split) for _ in range(options.layers))
         self.norm = te.RMSNorm(options.hidden, sequence_parallel=split, dtype=dtype, device="meta")
         self.head = nn.Linear(options.hidden, 256, bias=False, dtype=dtype, device="meta")
         for module in (self.embedding, self.positions, self.head):
             # A tp rank's gradient stems from its part of the sequence: te_fsdp sums those marked so over tp.
             module.weight.sequence_parallel = split
+
+    def layer(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> nn.Module:
+        """One of the layers: (s, b, hidden) -> the same."""
+        return te.TransformerLayer(
+            options.hidden,
+            options.ffn,
+            options.heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            normalization="RMSNorm",
+            activation=options.activation,
+            bias=False,
+            set_parallel_mode=True,
+            fuse_qkv_params=True,  # TE wants one QKV weight when weights are quantized
+            sequence_parallel=split,
+            params_dtype=dtype,
+            device="meta",
+            **meshes.te_kwargs(),
+        )
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Tokens (s, b) at the places (s,) of the sequence -> logits (s, b, 256)."""
@@ -200,23 +201,29 @@ class ByteModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(options: Options, meshes: te_fsdp.Meshes, recipe: te_recipe.Recipe | None) -> tuple[nn.Module, Any]:
-    """The sharded, initialised model and its optimizer, in the only order that works."""
+def build(
+    kind: type[ByteModel],
+    unit: type[nn.Module],
+    options: Options,
+    meshes: te_fsdp.Meshes,
+    recipe: te_recipe.Recipe | None,
+) -> tuple[nn.Module, Any]:
+    """The model, sharded unit by unit and initialised, and its optimizer, in the only order that works."""
     fused = options.optimizer == "fused_adam"
     with te.quantized_model_init(options.quantized_weights, recipe, preserve_high_precision_init_val=True):
-        model = ByteModel(options, meshes, torch.bfloat16 if fused else torch.float32)
+        model = kind(options, meshes, torch.bfloat16 if fused else torch.float32)
     te_fsdp.fully_shard(
         model,
         meshes,
-        units=[te.TransformerLayer],
+        units=[unit],
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
             # Sum, not average: a rank's loss is its share of the global mean. Gradients are then of one size on every
             # mesh, which delayed scaling needs when it resumes. (gloo needs the second line for the first.)
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     te_fsdp.materialize(model, seed=options.seed)
     adam = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if not fused:
@@ -258,13 +265,13 @@ class Log:
         every = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates
         self.bar = tqdm(total=options.steps, initial=self.start, desc=label, unit="step", mininterval=every)
 
-    def step(self, step: int, loss: float, seconds: float) -> None:
-        """Add one step."""
+    def step(self, step: int, loss: float, seconds: float, **more: float) -> None:
+        """Add one step; ``more`` goes into its row."""
         rate = self.tokens / seconds  # over all ranks
         self.losses.append(loss)
         self.rates.append(rate)
         row = {"step": step, "loss": loss, "loss_hex": loss.hex(), "tokens_per_s": round(rate, 1)}
-        print(json.dumps(row | self.about), file=self.file, flush=True)
+        print(json.dumps(row | more | self.about), file=self.file, flush=True)
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
         self.bar.update()
 
@@ -338,7 +345,7 @@ def main(options: Options) -> None:
     check(options, meshes)
     text = Text(options)
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
-    model, optimizer = build(options, meshes, recipe)
+    model, optimizer = build(ByteModel, te.TransformerLayer, options, meshes, recipe)
     # What a checkpoint keeps beside model and optimizer; the losses for the plot of a resumed run.
     about = {"data": text.digest, "seed": options.seed, "seq": options.seq}
     progress = {"step": 0, "position": 0, "losses": [], **about}

@@ -1,0 +1,356 @@
+"""The byte-level language model of train.py with experts for MLPs, on FSDP2 x EP x TP.
+
+Train on 2 x FSDP, 2 x EP, save, and go on with 4 x FSDP, where every rank has all experts. On NVIDIA GPUs as it
+stands; on the CPU after `export TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` (TransformerEngine emulated: losses count,
+speed does not):
+
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train_moe.py --ep 2 --steps 20 --save out/moe-ckpt
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train_moe.py --ep 1 --steps 40 --resume out/moe-ckpt
+
+Here is what experts add; text, model around them, optimizer, log and checkpoints come from train.py beside this file.
+docs/moe.md tells more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import train
+import tyro
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from train import RANK, RECIPES, te  # TransformerEngine: real, or emulated where the environment says so
+
+import te_fsdp
+
+# Rows of one expert must be a multiple of this: the gradient of its weight is a sum over them, in the recipe's format.
+ROWS = {"none": 1, "mxfp8": 32, "nvfp4": 128}
+
+
+@dataclass(frozen=True)
+class Options(train.Options):
+    """Train a byte-level mixture-of-experts language model with te_fsdp."""
+
+    dp_shard: int = -1
+    """FSDP2 shards each expert over so many ranks, and all else over dp_shard x ep; -1: all that is left."""
+    ep: int = 1
+    """Expert-parallel ranks: each has its share of the experts, and tokens travel between them."""
+
+    experts: int = 8
+    """Experts in a layer."""
+    top_k: int = 2
+    """Experts that a token is sent to."""
+    balance: float = 0.01
+    """Weight of the loss that keeps the experts equally busy; 0: none."""
+    single_grouped: bool = False
+    """Keep the experts of a GroupedLinear in one 3-D parameter (TransformerEngine's single_grouped_weight)."""
+
+    hidden: int = 128
+    """Width."""
+    ffn: int = 128
+    """Width inside an expert."""
+    out: Path = Path("out/fsdp2_tp_moe")
+    """Folder of metrics.jsonl and loss.png."""
+
+
+# --------------------------------------------------------------------------------------------- tokens on the move
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows (n, hidden) -> ``send[r]`` of them to rank r, ``receive[r]`` from it; gradients travel back."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = receive, send, group
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # noqa: D102
+        return AllToAll.apply(gradient, *ctx.back), None, None, None
+
+
+def to_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> torch.Tensor:
+    """``x`` whole on each tp rank, which goes on with its part of every expert. Adds up the ranks' gradients."""
+    if tp is None:
+        return x
+    whole = DTensor.from_local(x, tp, [placement], run_check=False).redistribute(tp, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def from_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> torch.Tensor:
+    """The tp ranks' parts added up, and placed over tp as ``placement`` says."""
+    if tp is None:
+        return x
+    return DTensor.from_local(x, tp, [Partial()], run_check=False).redistribute(tp, [placement]).to_local()
+
+
+# ------------------------------------------------------------------------------------------------------ the model
+
+
+class Router(nn.Linear):
+    """Probabilities of the experts for each token, in fp32: in bf16 many would tie."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(t, hidden) -> (t, experts)."""
+        return F.linear(tokens.float(), self.weight.float()).softmax(-1)
+
+
+class Experts(nn.Module):
+    """This rank's experts of one layer: two GroupedLinears, which do not communicate over tp themselves."""
+
+    def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype) -> None:
+        super().__init__()
+        kwargs: dict[str, Any] = {
+            "bias": False,
+            "params_dtype": dtype,
+            "device": "meta",
+            **meshes.te_kwargs(),
+        }
+        if options.single_grouped:
+            kwargs |= {"single_grouped_weight": True, "use_grouped_tensor": True}
+        self.grouped, self.gated = options.single_grouped, options.activation == "swiglu"
+        mine, first = len(meshes.experts(options.experts)), options.ffn * (2 if self.gated else 1)
+        self.up = te.GroupedLinear(mine, options.hidden, first, parallel_mode="column", **kwargs)
+        self.down = te.GroupedLinear(mine, options.ffn, options.hidden, parallel_mode="row", **kwargs)
+
+    def forward(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """(sum of rows, hidden), ordered by expert -> the same shape; with tp a part of a sum."""
+        splits: Any = torch.tensor(rows, device=x.device) if self.grouped else rows
+        y = self.up(x, splits)
+        if self.gated:
+            gate, y = y.unflatten(-1, (-1, 2)).unbind(-1)  # they alternate: each tp rank has both of a pair
+            y = F.silu(gate) * y
+        else:
+            y = F.gelu(y, approximate="tanh")
+        return self.down(y, splits)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, the way to the experts, and back. No token is dropped, an expert may get none."""
+
+    def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> None:
+        super().__init__()
+        self.ep, self.tp, self.placement = meshes.ep, meshes.tp, Shard(0) if split else Replicate()
+        self.top_k, self.multiple = options.top_k, ROWS.get(options.recipe, 16)
+        # How many experts each rank of ep has.
+        self.shares = [len(part) for part in torch.arange(options.experts).chunk(meshes.size("ep"))]
+        self.router = Router(options.hidden, options.experts, bias=False, dtype=dtype, device="meta")
+        self.router.weight.sequence_parallel = split
+        self.experts = Experts(options, meshes, dtype)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, b, hidden) -> the same, and what this rank's tokens add to the balance loss."""
+        tokens = x.flatten(0, 1)
+        probabilities = self.router(tokens)
+        weights, chosen = probabilities.topk(self.top_k)
+        balance = balance_loss(probabilities, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+
+        tokens, weights, chosen = (to_all(t, self.tp, self.placement) for t in (tokens, weights, chosen))
+        # torch's sort and index functions: TransformerEngine's moe_permute is a Triton kernel, which no CPU runs.
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=probabilities.shape[1])
+        copies = tokens.repeat_interleave(self.top_k, 0)[by_expert]
+        results = torch.empty_like(copies).index_copy(0, by_expert, self.visit(copies, counts))
+        mixed = (results.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1).to(x.dtype)
+        return from_all(mixed, self.tp, self.placement).view_as(x), balance
+
+    def visit(self, copies: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Each row to its expert, wherever that is, and its result back in the same place.
+
+        ``copies`` is ordered by expert, hence by ep rank; ``counts`` (experts,) says how many rows are for each.
+        """
+        ranks, group = len(self.shares), self.ep.get_group() if self.ep is not None else None
+        arriving = counts
+        if group is not None:
+            mine = self.shares[group.rank()]
+            arriving = counts.new_empty(ranks * mine)  # from each rank, for each of my experts
+            dist.all_to_all_single(arriving, counts, [mine] * ranks, self.shares, group=group)
+        send = [int(part.sum()) for part in counts.cpu().split(self.shares)]
+        table = arriving.view(ranks, -1).tolist()
+        receive = [sum(row) for row in table]
+
+        # Rows arrive by rank, and by expert within. They shall lie by expert, a multiple of rows for each: the rest
+        # stays zero, and has no part in anything.
+        rows = [-(-sum(column) // self.multiple) * self.multiple for column in zip(*table, strict=True)]
+        begin = list(accumulate(rows, initial=0))
+        places = torch.cat([torch.arange(0), *blocks(table, begin)]).to(copies.device)
+
+        arrived = AllToAll.apply(copies, send, receive, group) if group is not None else copies
+        padded = arrived.new_zeros(begin[-1], arrived.shape[1]).index_copy(0, places, arrived)
+        results = self.experts(padded, rows)[places]
+        return AllToAll.apply(results, receive, send, group) if group is not None else results
+
+
+def blocks(table: list[list[int]], begin: list[int]) -> Iterator[torch.Tensor]:
+    """Places of the ``table[rank][expert]`` rows that arrive, in the order of their arrival."""
+    free = list(begin)
+    for row in table:
+        for expert, count in enumerate(row):
+            yield torch.arange(free[expert], free[expert] + count)
+            free[expert] += count
+
+
+def balance_loss(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Sum over this rank's tokens of: probability of each expert x its share of all ranks' tokens x experts.
+
+    Shares are counted over all ranks, so that the sum over ranks does not depend on the mesh. (tp ranks may count the
+    same tokens: that cancels.) Least when all shares are equal. Switch Transformer, equation 4.
+    """
+    experts = probabilities.shape[1]
+    counts = chosen.flatten().bincount(minlength=experts)
+    dist.all_reduce(counts)
+    return (probabilities * (counts / counts.sum())).sum() * experts
+
+
+class Layer(nn.Module):
+    """Attention, then experts, each behind its norm and beside a residual."""
+
+    def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> None:
+        super().__init__()
+        self.attention = te.MultiheadAttention(
+            options.hidden,
+            options.heads,
+            attention_dropout=0.0,
+            attn_mask_type="causal",
+            input_layernorm=True,
+            normalization="RMSNorm",
+            bias=False,
+            set_parallel_mode=True,
+            fuse_qkv_params=True,
+            sequence_parallel=split,
+            params_dtype=dtype,
+            device="meta",
+            **meshes.te_kwargs(),
+        )
+        self.norm = te.RMSNorm(options.hidden, sequence_parallel=split, dtype=dtype, device="meta")
+        self.moe = MixtureOfExperts(options, meshes, dtype, split)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(s, b, hidden) -> the same, and the layer's balance loss."""
+        x = x + self.attention(x)
+        y, balance = self.moe(self.norm(x))
+        return x + y, balance
+
+
+class ByteModel(train.ByteModel):
+    """train.py's, of layers with experts."""
+
+    def layer(self, *args: Any) -> nn.Module:  # noqa: D102
+        return Layer(*args)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens (s, b) at the places (s,) -> logits (s, b, 256), and the layers' balance losses added up."""
+        x = self.embedding(tokens) + self.positions(places)[:, None]
+        balances = []
+        for layer in self.layers:
+            x, balance = layer(x)
+            balances.append(balance)
+        return self.head(self.norm(x)), torch.stack(balances).sum()
+
+
+# -------------------------------------------------------------------------------------------------------- the job
+
+
+def expert_memory(options: Options, model: nn.Module, optimizer: Any, device: torch.device) -> str:
+    """What the fullest rank holds of the experts' weights and optimizer states, and which part of all weights."""
+    parameters = [p for name, p in model.named_parameters() if ".experts." in name]
+    states = [s for p in parameters for s in optimizer.state[p].values() if torch.is_tensor(s) and s.ndim]
+    held = [sum(t.nbytes for t in map(local, tensors)) for tensors in (parameters, states)]
+    most = torch.tensor(held, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    weights, states = most.tolist()
+    elements = (
+        options.layers
+        * options.experts
+        * options.hidden
+        * options.ffn
+        * (3 if options.activation == "swiglu" else 2)
+    )
+    part = elements * parameters[0].element_size() / weights
+    return f"experts, fullest rank: {weights:,} bytes of weights (1/{part:.2f} of all), {states:,} of optimizer states"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def main(options: Options) -> None:
+    """Build, maybe resume, train, save."""
+    meshes = te_fsdp.Meshes.build(
+        dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, ep=options.ep, tp=options.tp
+    )
+    train.check(options, meshes)
+    if not 1 <= options.top_k <= options.experts:
+        train.stop(f"--top-k {options.top_k} is not between 1 and --experts {options.experts}.")
+    if options.single_grouped:
+        os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # TransformerEngine calls it experimental
+    text = train.Text(options)
+    recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
+    model, optimizer = train.build(ByteModel, Layer, options, meshes, recipe)
+    about = {"data": text.digest, "seed": options.seed, "seq": options.seq}
+    progress = {"step": 0, "position": 0, "losses": [], **about}
+    if options.resume:
+        progress = train.resume(options, model, optimizer, about)
+    if RANK == 0:
+        print(te_fsdp.report(model))
+    if progress["step"] >= options.steps:
+        train.stop(
+            f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}."
+        )
+    paths = train.planned_saves(options, progress["step"])
+    log = train.Log(options, meshes, list(progress["losses"])) if RANK == 0 else None
+
+    first, share, places, copies = train.portion(options, meshes)
+    for step in range(progress["step"], options.steps):
+        began = time.perf_counter()
+        torch.manual_seed(options.seed + 7919 * step + first)  # for recipes that round stochastically
+        tokens = text.take(progress["position"] + first, share).to(meshes.device)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            logits, balance = model(tokens[places], places)
+        total = F.cross_entropy(logits.flatten(0, 1).float(), tokens[places + 1].flatten(), reduction="sum")
+        # This rank's share of the means over all tokens. The second one is 1 when all experts are equally busy.
+        losses = torch.stack([total, balance / options.layers]) / (options.batch * options.seq)
+        (losses * losses.new_tensor([1.0, options.balance])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+        means = losses.detach().double()
+        dist.all_reduce(means)
+        loss, balanced = (means / copies).tolist()
+        progress["losses"].append(loss)
+        progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
+        if log:
+            log.step(step, loss, time.perf_counter() - began, balance=balanced)
+        if step + 1 in paths:
+            te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
+
+    memory = expert_memory(options, model, optimizer, meshes.device)
+    if log:
+        log.close()
+        print(memory)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, console_outputs=RANK == 0))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Communication threads that are still ending when the interpreter shuts down abort it now and then.
+    sys.stdout.flush()
+    os._exit(0)
