@@ -30,8 +30,8 @@ class Layout:
     """How tp-local rows lie in the original tensor.
 
     Attributes:
-        kind: ``"plain"`` (one block), ``"stacked"`` (blocks one under the other along dim 0) or ``"grouped"`` (one block
-            with a leading dim of experts).
+        kind: ``"plain"`` (one block), ``"stacked"`` (blocks one under the other along dim 0) or ``"grouped"``
+            (one block with a leading dim of experts).
         blocks: For ``"stacked"``: the relative heights of the blocks, for example ``(1, 1)`` for ``[gate;
             up]`` and ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng``
             key-value groups.

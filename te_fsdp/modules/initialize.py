@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, message
+from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
 from te_fsdp.quantized.all_gather import keep_no_flat_shard
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,10 +51,14 @@ def initialize_te_parameters(module: nn.Module) -> None:
     assert binding is not None
     _check_module_random_state(module)
     first_error: Exception | None = None
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
+    for name, parameter, elsewhere in _in_order(module, binding):
         label = binding.label(name)
+        if elsewhere:
+            try:
+                _draw(module, name, parameter, label)  # and drop: the random state goes on as in one process
+            except Exception as error:  # raised below
+                first_error = first_error or error
+            continue
         try:
             value = _draw(module, name, parameter, label)
         except (
@@ -65,6 +70,28 @@ def initialize_te_parameters(module: nn.Module) -> None:
         _store(module, name, parameter, value, binding)
     if first_error is not None:
         raise first_error
+
+
+def _in_order(module: nn.Module, binding: Binding) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name, parameter, and whether another rank holds it, in the order in which one process initialises them.
+
+    For the parameters of another rank's experts those of an own expert stand, which have the same shape and initialiser.
+    """
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if binding.experts is None:
+        yield from ((name, p, False) for name, p in own.items())
+        return
+    yield from ((name, p, False) for name, p in own.items() if expert_index(name) is None)
+    first = binding.experts.first
+    kinds = [name.rstrip("0123456789") for name in own if expert_index(name) == first]
+    for index in range(binding.experts.total):
+        for kind in kinds:
+            name = f"{kind}{index}"
+            # Looked up anew: initialising replaces parameters on meta.
+            held = module._parameters.get(name)
+            template = module._parameters[f"{kind}{first}"]
+            assert template is not None
+            yield (name, held, False) if held is not None else (f"{kind}{first}", template, True)
 
 
 def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> torch.Tensor:
@@ -162,7 +189,14 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
 
 
 def _check_module_random_state(module: nn.Module) -> None:
-    """Check once per module, on the mesh of its first DTensor parameter; plain parameters have no mesh to agree on."""
+    """Check once per module, on the mesh of its first DTensor parameter, and among the ranks that hold its experts.
+
+    Plain parameters have no mesh to agree on.
+    """
+    own = binding_of(module)
+    if own is not None and own.ep_mesh is not None:
+        parameter = next(p for p in module._parameters.values() if p is not None)
+        check_random_state(own.ep_mesh, own.name or type(module).__name__, target_device(parameter))
     for name, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
             binding = binding_of(module)

@@ -24,8 +24,8 @@ class _AsGrouped(torch.autograd.Function):
         return _wrap(tensor.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 def as_grouped(tensor: torch.Tensor) -> torch.Tensor:

@@ -231,8 +231,9 @@ def test_a_grouped_parameter(te):
     module = te.GroupedLinear(2, 4, 4, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     assert refusal(PlacementError, module, 1) == (
-        "GroupedLinear (GroupedLinear): single_grouped_weight=True is not supported. The 3-D grouped parameter cannot "
-        "be split by FSDP2. Fix: leave single_grouped_weight off."
+        "GroupedLinear (GroupedLinear): single_grouped_weight=True with use_grouped_tensor=False is not supported. "
+        "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone. "
+        "Fix: GroupedLinear(..., use_grouped_tensor=True)."
     )
 
 
