@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
@@ -21,6 +21,8 @@ from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_a
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh, plan_parameters, with_expert_units
 from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
+from te_fsdp.sharding.precision import MixedPrecisionPolicy
+from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.strategies import DEFAULT, STRATEGIES, Strategy, check_outer
 from te_fsdp.sharding.ties import check_ties
@@ -45,8 +47,8 @@ def fully_shard(
     units: Iterable[type | str] | type | str | None = None,
     strategy: str | Strategy | Mapping[type | str, str | Strategy] | None = None,
     outer_strategy: str = "no_shard",
-    precision: Any = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+    mp_policy: Fsdp2Policy | None = None,
     reshard_after_forward: bool | None = None,
     experts: Selection = None,
 ) -> nn.Module:
@@ -69,7 +71,8 @@ def fully_shard(
             holds for all in its module, which becomes a unit; ``""`` is the root.
         outer_strategy: What is cut over ``dp_replicate`` as well: ``"no_shard"`` (nothing: HSDP) or ``"optim"``
             (main weights and optimizer state: HFSDP).
-        precision: The precision policy. ``None``: all in the parameters' own dtype.
+        precision: Dtypes of main weights, gradients and the wire (:class:`te_fsdp.MixedPrecisionPolicy`). ``None``:
+            all in the parameters' own dtype.
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
         reshard_after_forward: FSDP2's word instead of ``strategy``: True is ``"optim_grads_params"``, False is
             ``"optim_grads"``.
@@ -83,7 +86,7 @@ def fully_shard(
         MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches
             nothing or has no forward, a scalar parameter, a model that is sharded already, arguments that
             contradict each other, and quantized weights whose shards would not fit their format.
-        PrecisionError: Both ``precision`` and ``mp_policy``.
+        PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not.
     """
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
@@ -92,9 +95,10 @@ def fully_shard(
         rows = find_units(model, units, _strategy(strategy, reshard_after_forward))
         state = ShardingState(model, meshes, rows, check_outer(outer_strategy), precision)
         exempt = _plan_units(state, experts)
+        state.precision_plan = _plan_precision(state, exempt)
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         parameters, cuts = plan_parameters(model, meshes, exempt.keys, experts)
-        plan = _Plan(parameters, cuts, exempt, mp_policy or MixedPrecisionPolicy())
+        plan = _Plan(parameters, cuts, exempt, mp_policy or Fsdp2Policy())
     check_same_model(model, meshes, parameters)
     check_replicas(model, parameters, meshes)
     plan.exempt.commit(meshes.device)
@@ -119,7 +123,7 @@ class _Plan:
     parameters: list[Planned]
     cuts: dict[Key, int]
     exempt: NoShard
-    mp_policy: MixedPrecisionPolicy
+    mp_policy: Fsdp2Policy
 
 
 def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
@@ -130,6 +134,15 @@ def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
     check_ties(state.model, state.units, exempt.keys)
     check_accepted(state.model, state.units)
     return exempt
+
+
+def _plan_precision(state: ShardingState, exempt: NoShard) -> PrecisionPlan | None:
+    """What the precision policy means for the units that FSDP2 cuts. Changes nothing; a rank may fail alone."""
+    if state.precision is None:
+        return None
+    all_reduces = state.outer == "no_shard" and state.meshes.size("dp_replicate") > 1
+    units = [name for name in state.units if id(state.model.get_submodule(name)) not in exempt.whole]
+    return plan_precision(state.model, units, state.precision, skip=exempt.keys, all_reduces=all_reduces)
 
 
 def _strategy(
@@ -150,7 +163,7 @@ def _strategy(
     )
 
 
-def _check_policy(precision: Any, mp_policy: MixedPrecisionPolicy | None) -> None:
+def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:
     if precision is not None and mp_policy is not None:
         raise PrecisionError(
             message(
@@ -169,7 +182,10 @@ def _apply_fsdp2(state: ShardingState, plan: _Plan) -> None:
     for binding in filter(None, map(binding_of, model.modules())):
         binding.weight_mesh_agreed = True  # one object gives both meshes
     options: dict[str, Any] = {"mp_policy": plan.mp_policy}
-    stash, options["shard_placement_fn"] = stash_quantized(model), _placements(model, plan.cuts)
+    stash, precision = stash_quantized(model), state.precision_plan
+    if precision is not None:
+        precision.widen(model)
+    options["shard_placement_fn"] = _placements(model, plan.cuts)
     options["ignored_params"] = plan.exempt.ignored()
     for name, row in reversed(state.units.items()):
         unit = model.get_submodule(name)
@@ -177,8 +193,10 @@ def _apply_fsdp2(state: ShardingState, plan: _Plan) -> None:
             continue
         state.modules[name] = unit
         options["mesh"] = fsdp_mesh(state, unit)
+        if precision is not None:
+            options["mp_policy"] = precision.fsdp2_policy(name)
         fsdp2_fully_shard(unit, reshard_after_forward=row.release_after_forward, **options)
-    divide_gradients(state, plan.mp_policy)
+    divide_gradients(state, options["mp_policy"])
     restore_quantized(model, stash)
 
 
@@ -215,6 +233,8 @@ def _finish(state: ShardingState, plan: _Plan) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 binding.carry(name, parameter)
+    if state.precision_plan is not None:
+        state.precision_plan.install(state.model)
     reduce_unused(state.model)
     if plan.exempt.parameters:
         state.replicated = ReplicatedGradients(

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp import _te, _torch
+from te_fsdp.binding import CUT
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm import GradComm, set_comm
@@ -47,13 +48,15 @@ class PrecisionPlan:
         policy: As the user gave it.
         compute: Name of a unit -> dtype that it computes in; ``None`` for one without floating-point parameters.
         widened: Owner's id and name of each parameter that becomes a main weight.
+        skipped: Owner's id and name of each parameter that FSDP2 does not manage.
         all_reduces: Whether FSDP2 itself reduces over ``dp_replicate``.
     """
 
     policy: MixedPrecisionPolicy
     compute: dict[str, torch.dtype | None]
     widened: set[tuple[int, str]]
-    all_reduces: bool
+    skipped: Collection[tuple[int, str]] = ()
+    all_reduces: bool = False
     _casts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def gradients(self, unit: str) -> torch.dtype | None:
@@ -96,9 +99,13 @@ class PrecisionPlan:
             unit = model.get_submodule(name)
             if _torch.is_fsdp_module(unit):
                 install_comm(unit, comm)
-                if comm.fp32_sum:
+                if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
                     unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
                 _keep_gradients(unit, self.gradients(name), labels)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (id(module), name) in self.skipped:
+                    _expect(parameter, policy.main_grads_dtype, labels)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
@@ -140,17 +147,27 @@ class PrecisionPlan:
 def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int, str]) -> None:
     """Sharded gradients of a unit in ``dtype``, where the parameters' own is another."""
     owned = [place for managed in _torch.managed_by(unit) for place in _torch.owners_of(managed)]
-    parameters = [getattr(owner, name) for owner, name in owned]
-    other = [p for p in parameters if p.requires_grad and dtype is not None and p.dtype != dtype]
-    if dtype is not None and other:
+    expected = [_expect(getattr(owner, name), dtype, labels) for owner, name in owned]
+    if dtype is not None and any(expected):
         _torch.gradients_in(unit, dtype)
-        for parameter in other:
-            setattr(parameter, OTHER, OtherGradient(labels[id(parameter)], dtype))
+
+
+def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int, str]) -> bool:
+    """Note that a parameter's gradient will be in ``dtype``, if that is not its own."""
+    if (
+        dtype is None
+        or parameter.dtype == dtype
+        or not (parameter.requires_grad and parameter.is_floating_point())
+    ):
+        return False
+    setattr(parameter, OTHER, OtherGradient(labels[id(parameter)], dtype))
+    return True
 
 
 def _with_other_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Stand-ins of outer sharding cast gradients themselves."""
     for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if OTHER in p.__dict__)
+        yield from (p for p in group["params"] if OTHER in p.__dict__ and CUT not in p.__dict__)
 
 
 def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
@@ -215,7 +232,7 @@ def plan_precision(
                 _check_main(label, parameter, quantized, policy)
                 if policy.main_params_dtype not in (None, parameter.dtype):
                     widened.add(key)
-    return PrecisionPlan(policy, compute, widened, all_reduces)
+    return PrecisionPlan(policy, compute, widened, skip, all_reduces)
 
 
 def _members(
