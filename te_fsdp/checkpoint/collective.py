@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.binding import binding_of
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
         mesh = max(meshes, key=lambda m: m.ndim)
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
+    # No weight lies on the expert-parallel axis: its ranks hold different ones.
+    expert_meshes = [
+        b.ep_mesh for b in map(binding_of, model.modules()) if b is not None and b.ep_mesh is not None
+    ]
+    if expert_meshes:
+        sizes["ep"] = int(expert_meshes[0].size())
     return sizes
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.collective import gather
+from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, dtype_name, shorten
 from te_fsdp.checkpoint.planner import read_metadata
@@ -133,7 +134,7 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         # Converted files and foreign modules may not know their layouts.
         layouts = then.get("layout"), now.get("layout")
         if then["shape"] != now["shape"]:
-            found.add("with another shape", name, _saved_and_here(then["shape"], now["shape"]))
+            found.add("with another shape", name, _saved_and_here(_shape(then), _shape(now)))
         elif layouts[0] != layouts[1] and None not in layouts:
             found.add("with another layout", name, _saved_and_here(*layouts))
         else:
@@ -173,6 +174,11 @@ def _is_real(dtype: str) -> bool:
 
 def _saved_and_here(old: Any, new: Any) -> str:
     return f"saved {_text(old)}, model has {_text(new)}"
+
+
+def _shape(described: dict[str, Any]) -> str:
+    shape = tuple(described["shape"])
+    return f"{shape} of {shape[0]} experts" if described.get("layout") == GROUPED and shape else str(shape)
 
 
 def _text(value: Any) -> str:

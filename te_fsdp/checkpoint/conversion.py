@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.checkpoint.entries import Entry, Owned, Piece, cut_entry
+from te_fsdp.checkpoint.entries import Entry, Piece, cut_entry
+from te_fsdp.checkpoint.experts import per_expert
+from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
@@ -45,6 +47,7 @@ class Conversion:
         size: Elements of the original.
         described: The manifest's description of the saved parameter.
         boxes: What this rank holds of the original.
+        original: Shape of the original; one expert's, where the files have one tensor for all.
         key: File key of the values; empty for components.
         needed: Components that give the values, with their blocks.
     """
@@ -54,6 +57,7 @@ class Conversion:
     size: int
     described: dict[str, Any]
     boxes: tuple[Box, ...]
+    original: tuple[int, ...]
     key: str = ""
     needed: dict[str, Block] = field(default_factory=dict)
     _value: torch.Tensor | None = None
@@ -64,7 +68,7 @@ class Conversion:
         local = self.owned.local
         if self.key:
             self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            return {self.key: cut_entry(self._value, self.described["shape"], self.boxes)}
+            return {self.key: self.owned.entry(cut_entry(self._value, self.original, self.boxes))}
         entries: dict[str, Entry] = {}
         for name, block in self.needed.items():
             sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -76,7 +80,7 @@ class Conversion:
             parts = {at: torch.empty(size, dtype=dtype, device=local.device) for at, size in sizes.items()}
             self._parts[name] = parts
             pieces = tuple(Piece(at, part) for at, part in parts.items())
-            entries[f"model.{self.owned.fqn}:{name}"] = Entry((), dtype, pieces)
+            entries[f"model.{self.owned.key}:{name}"] = self.owned.entry(Entry((), dtype, pieces))
         return entries
 
     def value(self) -> torch.Tensor:
@@ -143,13 +147,13 @@ def plan_conversion(
         CheckpointError: Saved components that give no values.
     """
     info = owned.info()
-    size = math.prod(info.original_shape)
-    common = (size, saved, info.boxes)
+    common = (math.prod(info.original_shape), saved, info.boxes, info.original_shape)
     main = states.get("master_param", {})
-    if main.get("dtype") == "float32" and main.get("shape") == saved["shape"]:
-        return Conversion(owned, "main weights", *common, key=main_weight_of(owned.fqn))
+    has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
+    if has_main and per_expert(main, owned.expert) is not None:
+        return Conversion(owned, "main weights", *common, key=main_weight_of(owned.key))
     if saved["format"] is None:
-        return Conversion(owned, "saved values", *common, key=f"model.{owned.fqn}")
+        return Conversion(owned, "saved values", *common, key=f"model.{owned.key}")
     needed = needed_components(saved["format"], list(parts or saved["components"]), owned.fqn)
     return Conversion(owned, "dequantized values", *common, needed=needed)
 

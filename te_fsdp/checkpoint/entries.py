@@ -8,24 +8,18 @@ views, loading writes into them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_fsdp import _te, _torch
-from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp import _te
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from te_fsdp.layout.boxes import Box
 
-__all__ = ["Entry", "Owned", "Piece", "cut_entry", "owned_buffers", "owned_parameters", "whole_entry"]
-
-#: What wrappers add to module names; the names in the files are those of the bare model.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+__all__ = ["Entry", "Piece", "add_entry", "cut_entry", "whole_entry"]
 
 
 @dataclass(frozen=True)
@@ -67,63 +61,6 @@ class Entry:
         return math.prod(self.shape) == 0
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A parameter with its owner.
-
-    Attributes:
-        fqn: Name in the model, without what wrappers add.
-        module: Owner.
-        name: Name in the owner.
-        parameter: The parameter.
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    parameter: torch.nn.Parameter
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's local tensor."""
-        return _torch.local_of(self.parameter)
-
-    def info(self) -> ShardInfo:
-        """Where the local tensor lies in the original."""
-        return shard_info(self.module, self.name, self.parameter, label=self.fqn)
-
-
-def owned_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter once, under its first name; FSDP2 units are resharded first. Local operation."""
-    for module in model.modules():
-        if _torch.is_fsdp_module(module):
-            module.reshard()  # type: ignore[operator]
-    found: dict[int, Owned] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in found:
-                found[id(parameter)] = Owned(clean_name(prefix, name), module, name, parameter)
-    return list(found.values())
-
-
-def owned_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every persistent buffer, once."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen and _torch.is_persistent(module, name):
-                seen.add(id(buffer))
-                yield clean_name(prefix, name), buffer
-
-
-def clean_name(prefix: str, name: str) -> str:
-    """Full name without the parts that wrappers add."""
-    full = ".".join(part for part in (prefix, name) if part) + "."
-    for wrapper in _WRAPPERS:
-        full = full.replace(wrapper, "")
-    return full[:-1]
-
-
 def cut_entry(local: torch.Tensor, shape: Iterable[int], boxes: Iterable[Box]) -> Entry:
     """Entry of a tensor of which this rank holds boxes.
 
@@ -143,3 +80,11 @@ def whole_entry(tensor: torch.Tensor) -> Entry:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor),))
+
+
+def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
+    """Add an entry under a key; of one that is there already, the pieces are kept beside the new ones."""
+    have = entries.get(key)
+    if have is not None:
+        entry = Entry(entry.shape, entry.dtype, (*have.pieces, *entry.pieces))
+    entries[key] = entry

@@ -11,18 +11,16 @@ from te_fsdp import _te
 from te_fsdp.checkpoint.collective import mesh_sizes, rank
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
-from te_fsdp.checkpoint.entries import Entry
+from te_fsdp.checkpoint.delayed import make_delayed, other_format_modules, reset_delayed
+from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import (
-    ModelState,
-    make_delayed,
-    other_format_modules,
-    reset_delayed,
-    shorten,
-)
-from te_fsdp.checkpoint.optimizer_loading import main_weight, prepare_loading, restore_groups
+from te_fsdp.checkpoint.model_state import ModelState, shorten
+from te_fsdp.checkpoint.optimizer_loading import main_weight, prepare_loading, restore_groups, shared_numbers
+from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.checkpoint.source import Source
+from te_fsdp.errors import CheckpointError, message
+from te_fsdp.sharding.outer_optimizer import chunk_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +57,8 @@ class Filling:
         differing = self.found.optimizer_names()
         taken = self.optimizer is not None and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
-        self.left_states = differing | (self.state.owned.keys() - set(self.names))
+        self.left_states = differing | (self.state.members.keys() - set(self.names))
+        self.main_loaded: set[str] = set()
 
     def run(self) -> dict[str, Any]:
         """Read everything. Collective over the world.
@@ -67,8 +66,10 @@ class Filling:
         Returns:
             The user's ``extra``.
         """
+        self._check_shared_numbers()
         conversions = self._conversions()
-        direct = [name for name in self.names if name not in conversions]
+        converted = {conversion.owned.key for conversion in conversions}
+        direct = [name for name in self.names if name not in converted]
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         entries |= self._optimizer_entries()
         delayed = self._delayed()
@@ -78,12 +79,12 @@ class Filling:
         self.source.read({**entries, **slots})
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
-        for batch in batches(list(conversions.values())):
-            self._convert(batch, entries, set(delayed))
-        for name in direct:
-            self._refresh_main_weight(name, entries, None)
+        for batch in batches(conversions):
+            self._convert(batch, set(delayed))
+        for owned in self._members(direct):
+            self._refresh_main_weight(owned, None)
         if self.optimizer is not None and self.saved_optimizer is not None:
-            loaded = self.state.owned.keys() - self.left_states
+            loaded = self.state.members.keys() - self.left_states
             left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         if homeless:
@@ -103,22 +104,49 @@ class Filling:
         parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
         return self.saved_optimizer is not None and parameter not in self.left_states
 
-    def _conversions(self) -> dict[str, Conversion]:
+    def _members(self, names: list[str]) -> list[Owned]:
+        """This rank's parameters of some tensors."""
+        return [owned for name in names for owned in self.state.members.get(name, [])]
+
+    def _conversions(self) -> list[Conversion]:
         """What goes through high precision."""
         states = (self.manifest.optimizer or {"state": {}})["state"]
-        found = {}
-        for name in self.names:
-            if name in self.found.converted and name in self.state.owned:
-                owned = self.state.owned[name]
-                found[name] = plan_conversion(owned, self.manifest.parameters[name], states.get(name, {}))
-                self.sources[name] = found[name].source
+        found = []
+        for owned in self._members([name for name in self.names if name in self.found.converted]):
+            saved = self.manifest.parameters[owned.key]
+            found.append(plan_conversion(owned, saved, states.get(owned.key, {})))
+            self.sources[owned.key] = found[-1].source
         return found
 
     def _optimizer_entries(self) -> dict[str, Entry]:
         if self.optimizer is None or self.saved_optimizer is None:
             return {}
         weights, owned = self.manifest.parameters, self.state.owned
-        return prepare_loading(self.optimizer, self.saved_optimizer, owned, weights, self.left_states)
+        prepared = prepare_loading(self.optimizer, self.saved_optimizer, owned, weights, self.left_states)
+        entries, self.main_loaded = prepared
+        return entries
+
+    def _check_shared_numbers(self) -> None:
+        """Numbers that each expert has of its own in the files, and all share here, must be equal. Collective.
+
+        Raises:
+            CheckpointError: They differ. Nothing has changed.
+        """
+        if self.saved_optimizer is None:
+            return
+        vectors = shared_numbers(self.saved_optimizer, self.state.members, self.left_states)
+        self.source.read({key: whole_entry(vector) for key, (vector, _) in vectors.items()})
+        differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
+        if differing:
+            raise CheckpointError(
+                message(
+                    f"{self.source.path}: {shorten(differing)}",
+                    expected="one number for all experts, which are one parameter here",
+                    got="different ones",
+                    why="Nothing was loaded",
+                    fix="build the layer without a single grouped weight, or load without the optimizer",
+                )
+            )
 
     def _delayed(self) -> dict[str, Any]:
         """Delayed-scaling state that this model takes."""
@@ -139,35 +167,37 @@ class Filling:
                 f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories begin anew, "
                 f"weights keep their scales ({shorten(restarted)})"
             )
-        for name in direct:
-            owned = self.state.owned.get(name)
-            if owned is None or name.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
+        for owned in self._members(direct):
+            if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
                 continue
             if _te.has_delayed_scale(owned.local):
                 _te.follow_scale(owned.module, owned.name, owned.local)
 
-    def _convert(self, batch: list[Conversion], loaded: dict[str, Entry], delayed: set[str]) -> None:
+    def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Read and store a few weights. Collective over the world."""
         live: dict[str, torch.Tensor] = {}
         wanted: dict[str, Entry] = {}
         for conversion in batch:
-            main = main_weight(self.optimizer, conversion.owned.parameter)
-            if main is not None and main.dtype == torch.float32 and conversion.key in loaded:
-                live[conversion.owned.fqn] = main
+            owned = conversion.owned
+            main = main_weight(self.optimizer, owned.parameter)
+            is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
+            whole = self.optimizer is not None and chunk_in(self.optimizer, owned.parameter) is None
+            if main is not None and main.dtype == torch.float32 and is_main and whole:
+                live[owned.fqn] = main
             else:
-                wanted |= conversion.entries()
+                for key, entry in conversion.entries().items():
+                    add_entry(wanted, key, entry)
         self.source.read(wanted)
         for conversion in batch:
-            name = conversion.owned.fqn
-            value = live[name] if name in live else conversion.value()
-            conversion.store(value, keep_delayed_scale=name.rpartition(".")[0] in delayed)
-            self._refresh_main_weight(name, loaded, value)
+            owned = conversion.owned
+            value = live[owned.fqn] if owned.fqn in live else conversion.value()
+            conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
+            self._refresh_main_weight(owned, value)
 
-    def _refresh_main_weight(self, name: str, loaded: dict[str, Entry], value: torch.Tensor | None) -> None:
+    def _refresh_main_weight(self, owned: Owned, value: torch.Tensor | None) -> None:
         """A main weight that was not loaded follows the weight, lest the optimizer's step undo the load."""
-        if self.optimizer is None or main_weight_of(name) in loaded or name not in self.state.owned:
+        if self.optimizer is None or owned.fqn in self.main_loaded:
             return
-        owned = self.state.owned[name]
         # The quantized weight has less than what was read: the main weight is made of the latter.
         quantized = _te.is_quantized(owned.local)
         main = main_weight(self.optimizer, owned.parameter, make=quantized and value is not None)
@@ -178,4 +208,5 @@ class Filling:
             return
         if value is None:
             value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
-        main.copy_(value)
+        chunk = chunk_in(self.optimizer, owned.parameter)
+        main.copy_(value if chunk is None else chunk.of(value))

@@ -14,11 +14,12 @@ import torch
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest
 from te_fsdp.checkpoint.model_state import tied_names
-from te_fsdp.checkpoint.portable.contents import Contents
+from te_fsdp.checkpoint.portable.contents import Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
-from te_fsdp.checkpoint.portable.lazy import Chunked
+from te_fsdp.checkpoint.portable.experts import stack_experts
+from te_fsdp.checkpoint.portable.lazy import Chunked, Stack
 from te_fsdp.checkpoint.portable.state_dicts import DCP_KIND, Choices, open_dcp_contents
 from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.checkpoint.source import Source
@@ -47,6 +48,8 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     if manifest is not None:
         if verify:
             verify_together(path, manifest)
+        if manifest.format_version < STACKS_EXPERTS:
+            return all_agree(lambda: _older(path, manifest))
         return Source(path, manifest)
     if verify:
         _verify(path)
@@ -60,6 +63,16 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     if contents.manifest.optimizer is not None and optimizer is None:
         contents.notes.append("optimizer: left, since none was given to load")
     return Source(path, contents.manifest, contents.tensors, contents.kind, _told(contents))
+
+
+def _older(path: Path, manifest: Manifest) -> Source:
+    """A checkpoint of ours in which every expert's weight is a tensor of its own. Local operation."""
+    contents = open_checkpoint_contents(path)
+    before = set(contents.tensors)
+    stack_experts(contents)
+    if before == set(contents.tensors):
+        return Source(path, manifest)
+    return Source(path, contents.manifest, contents.tensors, notes=contents.notes)
 
 
 def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
@@ -85,9 +98,10 @@ def _open(path: Path, choices: Choices) -> Contents:
     """Contents with every header read, so that damage shows before anything changes."""
     contents = open_dcp_contents(path, choices)
     for tensor in contents.tensors.values():
-        for _, piece in tensor.chunks if isinstance(tensor, Chunked) else ():
-            if isinstance(piece, Piece):
-                piece.header()
+        for part in tensor.parts if isinstance(tensor, Stack) else [tensor]:
+            for _, piece in part.chunks if isinstance(part, Chunked) else ():
+                if isinstance(piece, Piece):
+                    piece.header()
     return contents
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from te_fsdp.checkpoint.collective import all_agree, rank
 from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
 from te_fsdp.checkpoint.conversion import plan_conversion
+from te_fsdp.checkpoint.delayed import compare_delayed
 from te_fsdp.checkpoint.filling import Filling
 from te_fsdp.checkpoint.foreign import open_source, settle_scaling
 from te_fsdp.checkpoint.loaded import Loaded
-from te_fsdp.checkpoint.model_state import ModelState, compare_delayed, model_state, shorten
+from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
 from te_fsdp.checkpoint.optimizer_loading import compare_optimizer
 from te_fsdp.checkpoint.optimizer_state import check_scaled_state
 from te_fsdp.checkpoint.retention import in_use
@@ -120,8 +121,9 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     found = compare_model(manifest, state)
     for kind, name, detail in compare_delayed(model, manifest.delayed):
         found.add(kind, name, detail)
-    for name in found.converted.keys() & state.owned.keys():
-        plan_conversion(state.owned[name], manifest.parameters[name], {})  # raises where there are no values
+    for name in found.converted.keys() & state.members.keys():
+        for owned in state.members[name]:
+            plan_conversion(owned, manifest.parameters[name], {})  # raises where there are no values
     if optimizer is None:
         return state, found
     check_optimizer(model, optimizer)

@@ -16,6 +16,7 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = [
     "FILE_NAME",
     "FORMAT_VERSION",
+    "STACKS_EXPERTS",
     "Manifest",
     "checksum",
     "check_files",
@@ -25,7 +26,9 @@ __all__ = [
 
 FILE_NAME = "te_fsdp.json"
 #: Raised when an older te_fsdp could misread what a newer one writes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: From this version on, the weights of a layer's experts are one tensor. Before, each had its own.
+STACKS_EXPERTS = 2
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 _NO_DIGEST = "0" * 32

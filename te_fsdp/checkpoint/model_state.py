@@ -1,7 +1,7 @@
 """A model's side of a checkpoint: its tensors as entries, and the manifest's description of them.
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
-quantized weight, ``delayed.<module>:<tensor>`` of delayed scaling's state.
+quantized weight. The parameters of a layer's experts are one tensor, see :mod:`te_fsdp.checkpoint.experts`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te
 from te_fsdp.binding import binding_of
-from te_fsdp.checkpoint.collective import world_size
-from te_fsdp.checkpoint.entries import (
-    Entry,
-    Owned,
-    clean_name,
-    cut_entry,
-    owned_buffers,
-    owned_parameters,
-    whole_entry,
-)
+from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
+from te_fsdp.checkpoint.experts import GROUPED
+from te_fsdp.checkpoint.owned import Owned, by_key, clean_name, owned_buffers, owned_parameters
 from te_fsdp.errors import CheckpointError, PlacementError, message
 from te_fsdp.layout.rules import PLAIN, Layout
 from te_fsdp.modules.plan import original_layouts
@@ -34,20 +26,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.boxes import Box
 
-__all__ = [
-    "ModelState",
-    "compare_delayed",
-    "delayed_state",
-    "dtype_name",
-    "make_delayed",
-    "model_state",
-    "modules_with_extra_state",
-    "other_format_modules",
-    "reset_delayed",
-    "share_newest_amax",
-    "shorten",
-    "tied_names",
-]
+__all__ = ["ModelState", "dtype_name", "model_state", "modules_with_extra_state", "shorten", "tied_names"]
 
 
 @dataclass
@@ -56,15 +35,17 @@ class ModelState:
 
     Attributes:
         owned: Parameters by name.
+        members: Parameters by the files' tensor that they are, or are part of. What follows goes by these names.
         described: The manifest's ``parameters``.
         buffers: The manifest's ``buffers``.
         entries: Tensors by key.
-        keys: Keys of each parameter or buffer.
+        keys: Keys of each tensor.
         cut_blocks: Quantized parameters whose rectangles on this rank cut through blocks, when that was allowed; they
             have no entries.
     """
 
     owned: dict[str, Owned]
+    members: dict[str, list[Owned]] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -73,9 +54,9 @@ class ModelState:
 
     def finish_loading(self, names: set[str]) -> None:
         """Drop what quantized weights derived from the bytes that were replaced. Local operation."""
-        for name in names & set(self.owned):
-            if _te.is_quantized(self.owned[name].local):
-                finish_writing(self.owned[name].local)
+        for owned in (one for name in names & self.members.keys() for one in self.members[name]):
+            if _te.is_quantized(owned.local):
+                finish_writing(owned.local)
 
 
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
@@ -93,6 +74,7 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
         PlacementError: A shard whose place in the original is unknown.
     """
     state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
+    state.members = by_key(state.owned.values())
     buffers = dict(owned_buffers(model))
     absent = [n for n, o in state.owned.items() if o.local.is_meta] + [
         n for n, b in buffers.items() if b.is_meta
@@ -106,11 +88,11 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
             )
         )
     layouts = original_layouts(model)
-    for name, owned in state.owned.items():
+    for owned in state.owned.values():
         layout = layouts.get(id(owned.module), {}).get(owned.name)
         if layout is None and binding_of(owned.module) is not None:
             layout = PLAIN
-        _add_parameter(state, name, owned, layout, may_cut_blocks)
+        _add_parameter(state, owned, layout, may_cut_blocks)
     for name, buffer in buffers.items():
         state.buffers[name] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
         state.entries[f"model.{name}"] = whole_entry(buffer)
@@ -118,23 +100,21 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     return state
 
 
-def _add_parameter(
-    state: ModelState, name: str, owned: Owned, layout: Layout | None, may_cut_blocks: bool
-) -> None:
-    info, local = owned.info(), owned.local
+def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
+    info, local, name = owned.info(), owned.local, owned.key
+    is_grouped = owned.expert is not None or _is_grouped(owned)
     described: dict[str, Any] = {
-        "shape": list(info.original_shape),
+        "shape": list(owned.entry(Entry(info.original_shape, local.dtype, ())).shape),
         "dtype": dtype_name(owned.parameter.dtype),
-        "layout": str(layout) if layout is not None else None,
+        "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
         "format": describe_format(local),
     }
     if described["format"] is None:
         whole = info.local_shape == info.original_shape and not hasattr(owned.parameter, "placements")
         entry = whole_entry(local) if whole else cut_entry(local, info.original_shape, info.boxes)
-        state.entries[f"model.{name}"] = entry
-        state.keys[name] = [f"model.{name}"]
+        entries = {f"model.{name}": entry}
     else:
-        components = components_of(local, name)
+        components = components_of(local, owned.fqn)
         described["components"] = sorted(component.name for component in components)
         try:
             entries = _component_entries(components, info.original_shape, info.boxes, name)
@@ -143,9 +123,28 @@ def _add_parameter(
                 raise
             entries = {}
             state.cut_blocks.add(name)
-        state.entries |= entries
-        state.keys[name] = list(entries)
-    state.described[name] = described
+    for key, entry in entries.items():
+        add_entry(state.entries, key, owned.entry(entry))
+    state.keys[name] = list(entries)
+    first = state.described.setdefault(name, described)
+    if first != described:
+        raise CheckpointError(_differing_experts(name, owned, first, described))
+
+
+def _is_grouped(owned: Owned) -> bool:
+    """Whether a parameter holds all experts of a layer."""
+    return _te.kind_of(owned.module) == "GroupedLinear" and owned.name in ("weight", "bias")
+
+
+def _differing_experts(name: str, owned: Owned, first: dict[str, Any], other: dict[str, Any]) -> str:
+    wrong = [key for key in first if first[key] != other.get(key)]
+    return message(
+        f"{name}: {owned.fqn} is no tensor like those of the other experts",
+        expected=", ".join(f"{key} {first[key]}" for key in wrong),
+        got=", ".join(f"{key} {other.get(key)}" for key in wrong),
+        why="A checkpoint holds the weights of all experts of a layer as one tensor",
+        fix="build the experts of one layer alike",
+    )
 
 
 def _component_entries(
@@ -191,109 +190,3 @@ def tied_names(model: nn.Module) -> dict[str, str]:
             if first.setdefault(id(tensor), name) != name:
                 tied[clean_name("", name)] = clean_name("", first[id(tensor)])
     return tied
-
-
-# --- delayed scaling
-
-
-def _delayed(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Modules with delayed-scaling state, by name."""
-    found = {}
-    for prefix, module in model.named_modules():
-        states = _te.delayed_states(module)
-        if states is not None:
-            found[clean_name("", prefix)] = (module, states)
-    return found
-
-
-def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Description and copies of delayed scaling's state. Local operation."""
-    described: dict[str, Any] = {}
-    entries: dict[str, Entry] = {}
-    for name, (module, states) in _delayed(model).items():
-        described[name] = _te.describe_delayed_recipe(module)
-        for key, state in states.items():
-            entries[f"delayed.{name}:{key}.scale"] = whole_entry(state.scale.clone())
-            entries[f"delayed.{name}:{key}.amax_history"] = whole_entry(state.amax_history.clone())
-    return described, entries
-
-
-def share_newest_amax(entries: dict[str, Entry]) -> None:
-    """Give copied histories the maximum over ranks in their newest row. Collective over the world.
-
-    Between a step and the next forward that row holds what each rank saw alone (the optimizer quantizes
-    shards). TE takes the maximum over ranks before it reads the row, so that the maximum on all ranks is the
-    same state.
-    """
-    histories = [
-        e.pieces[0].tensor for key, e in entries.items() if key.endswith("amax_history") and not e.is_empty
-    ]
-    if not histories or world_size() == 1:
-        return
-    newest = torch.cat([history[0] for history in histories])
-    dist.all_reduce(newest, op=dist.ReduceOp.MAX)
-    for history, row in zip(histories, newest.split([h.shape[1] for h in histories]), strict=True):
-        history[0] = row
-
-
-def compare_delayed(model: nn.Module, described: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Differences in delayed-scaling state: kind, module name, detail. Local operation.
-
-    A recipe is known here once the module has run under it; margin and history may change in training, the number
-    of GEMMs and the FP8 formats may not.
-    """
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
-    live = _delayed(model)
-    found = []
-    for name, then in described.items():
-        if not hasattr(modules.get(name), "fp8_meta"):
-            found.append(("with delayed-scaling state for a module that the model lacks", name, ""))
-            continue
-        now = _te.describe_delayed_recipe(live[name][0]) if name in live else then
-        for key in ("num_gemms", "fp8_format"):
-            if then[key] != now[key]:
-                found.append(("with another recipe", name, f"{key}: saved {then[key]}, model has {now[key]}"))
-    return found
-
-
-def other_format_modules(model: nn.Module, described: dict[str, Any]) -> list[str]:
-    """Described modules whose weights are quantized here without delayed scaling, so that its state means nothing."""
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
-    found = []
-    for name in described:
-        own = [_torch.local_of(p) for p in modules[name]._parameters.values() if p is not None]
-        quantized = [local for local in own if _te.is_quantized(local)]
-        if quantized and not any(_te.has_delayed_scale(local) for local in quantized):
-            found.append(name)
-    return found
-
-
-def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
-    """Entries of the described modules' live delayed-scaling state, made where there is none."""
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
-    entries = {}
-    for name, recipe in described.items():
-        for key, state in _te.make_delayed_states(modules[name], recipe).items():
-            entries[f"delayed.{name}:{key}.scale"] = whole_entry(state.scale)
-            entries[f"delayed.{name}:{key}.amax_history"] = whole_entry(state.amax_history)
-    return entries
-
-
-def reset_delayed(model: nn.Module, keep: set[str]) -> list[str]:
-    """Make delayed-scaling state that the checkpoint lacks that of a fresh module. Local operation.
-
-    Args:
-        model: The model.
-        keep: Modules whose state is left.
-
-    Returns:
-        The others that have such state.
-    """
-    found = []
-    for name, (_, states) in _delayed(model).items():
-        if name not in keep:
-            found.append(name)
-            for state in states.values():
-                state.scale.fill_(1.0)
-                state.amax_history.zero_()
-    return found

@@ -9,15 +9,20 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
 from te_fsdp.checkpoint.compare import GROUPS, Differences
-from te_fsdp.checkpoint.entries import Entry, Owned
+from te_fsdp.checkpoint.entries import Entry, add_entry
+from te_fsdp.checkpoint.experts import per_expert
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.optimizer_state import describe_state
+from te_fsdp.checkpoint.owned import Owned
+from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
+from te_fsdp.sharding.outer_state import is_low
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["compare_optimizer", "main_weight", "prepare_loading", "restore_groups"]
+__all__ = ["compare_optimizer", "main_weight", "prepare_loading", "restore_groups", "shared_numbers"]
 
 #: Name of main weights in an optimizer's state: FusedAdam's, and that of te_fsdp.main_weights.
 _MAIN = "master_param"
@@ -30,7 +35,7 @@ def compare_optimizer(
     name = type(optimizer).__name__
     if saved["class"] != name:
         found.add_optimizer(f"optimizer: saved {saved['class']}, this one is {name}")
-    names = {id(o.parameter): n for n, o in owned.items()}
+    names = {id(o.parameter): o.key for o in owned.values()}
     if len(saved["groups"]) != len(optimizer.param_groups):
         found.add_optimizer(
             f"optimizer: {len(saved['groups'])} groups saved, here {len(optimizer.param_groups)}", GROUPS
@@ -47,30 +52,38 @@ def compare_optimizer(
         ):
             for parameter in sorted(which):
                 found.add_optimizer(f"optimizer group {index}: {len(which)} {verb}", parameter)
-    _compare_states(found, optimizer, saved["state"], owned)
+    for one in owned.values():
+        states = _own_states(saved, one)
+        if states:
+            _compare_states(found, optimizer, states, one)
+
+
+def _own_states(saved: dict[str, Any], owned: Owned) -> dict[str, dict[str, Any]]:
+    """What was saved of one parameter's state."""
+    states = saved["state"].get(owned.key, {})
+    own = {key: per_expert(described, owned.expert) for key, described in states.items()}
+    return {key: described for key, described in own.items() if described is not None}
 
 
 def _compare_states(
-    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]
+    found: Differences, optimizer: Optimizer, states: dict[str, dict[str, Any]], owned: Owned
 ) -> None:
     """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
-    for name, states in saved.items():
-        if name not in owned:
-            continue  # reported with the groups
-        parameter = owned[name].parameter
-        expected = _expected_dtypes(optimizer, parameter, states)
-        for key in sorted(set(states) ^ set(expected)):
-            where = "only in the checkpoint" if key in states else "not in the checkpoint"
-            if key != _MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {
-                None,
-                "float32",
-            }:
-                found.add_optimizer(f"optimizer state {key!r} is {where}", name)
-            else:
-                made = "left out" if key in states else "made from the loaded weights"
-                found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
-        for key, described in states.items():
-            _compare_state(found, name, key, described, expected.get(key), tuple(parameter.shape))
+    name, parameter = owned.key, owned.parameter
+    expected = _expected_dtypes(optimizer, parameter, states)
+    for key in sorted(set(states) ^ set(expected)):
+        where = "only in the checkpoint" if key in states else "not in the checkpoint"
+        if key != _MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {
+            None,
+            "float32",
+        }:
+            found.add_optimizer(f"optimizer state {key!r} is {where}", name)
+        else:
+            made = "left out" if key in states else "made from the loaded weights"
+            found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
+    whole = owned.info().original_shape
+    for key, described in states.items():
+        _compare_state(found, name, key, described, expected.get(key), whole)
 
 
 def _compare_state(
@@ -107,8 +120,13 @@ def _expected_dtypes(
             expected.pop("master_param")
         elif optimizer.store_param_remainders and parameter.dtype == torch.bfloat16:  # type: ignore[attr-defined]
             expected["master_param"] = "int16"
+        if chunk_in(optimizer, parameter) is not None:  # te_fsdp keeps the main weights
+            expected.pop("master_param", None)
+            expected |= {"master_param": "float32"} if is_low(parameter) else {}
         return expected
     present = optimizer.state.get(parameter)
+    if chunk_in(optimizer, parameter) is not None and not is_low(parameter):
+        saved = {key: described for key, described in saved.items() if key != _MAIN}
     if not present:
         return dict.fromkeys(saved)
     tensors = {k: dtype_name(v.dtype) for k, v in present.items() if isinstance(v, torch.Tensor)}
@@ -122,7 +140,7 @@ def prepare_loading(
     owned: dict[str, Owned],
     weights: dict[str, dict[str, Any]],
     leave: set[str] = frozenset(),  # type: ignore[assignment]
-) -> dict[str, Entry]:
+) -> tuple[dict[str, Entry], set[str]]:
     """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
 
     Local operation; no step is made.
@@ -132,39 +150,63 @@ def prepare_loading(
         saved: The manifest's ``optimizer``.
         owned: The model's parameters by name.
         weights: The manifest's ``parameters``.
-        leave: Parameters whose state is left as it is.
+        leave: Tensors whose state is left as it is.
 
     Returns:
-        Entries of the live state tensors, still to be filled.
+        Entries of the live state tensors, still to be filled, and the names of parameters with a main weight among
+        them.
     """
-    names = {id(o.parameter): n for n, o in owned.items()}
+    by_id = {id(o.parameter): o for o in owned.values()}
     entries: dict[str, Entry] = {}
+    mains: set[str] = set()
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
-            name = names[id(parameter)]
-            if name in leave:
+            one = by_id[id(parameter)]
+            if one.key in leave:
                 continue
-            states = saved["state"].get(name)
-            if states is None:
+            states = _own_states(saved, one)
+            if not states:
                 _forget_state(optimizer, parameter)
                 continue
-            expected = _expected_dtypes(optimizer, parameter, states)
-            _initialize_fused_adam(optimizer, parameter)
-            present = optimizer.state[parameter]
-            fresh = {}
-            for key, described in states.items():
-                if key in expected:
-                    dtype = expected[key] or _follow_weight(described, weights[name], parameter)
-                    fresh[key] = _slot({**described, "dtype": dtype}, parameter, present.get(key), on_device)
-            kept = {k: v for k, v in present.items() if k == _MAIN and k not in fresh and k not in states}
-            present.clear()
-            present.update(fresh | kept)
+            fresh = _fresh_state(optimizer, one, states, weights[one.key], on_device)
+            if _MAIN in fresh:
+                mains.add(one.fqn)
             for key, value in fresh.items():
-                entry = describe_state(f"optimizer.state.{name}.{key}", value, owned[name])[1]
+                label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
+                entry = describe_state(label, value, one)[1]
                 if entry is not None:
-                    entries[f"optimizer.state.{name}.{key}"] = entry
-    return entries
+                    add_entry(entries, label, entry if at is None else at.lift(entry))
+    return entries, mains
+
+
+def _fresh_state(
+    optimizer: Optimizer,
+    owned: Owned,
+    states: dict[str, dict[str, Any]],
+    weight: dict[str, Any],
+    on_device: bool,
+) -> dict[str, Any]:
+    """Give a parameter the described state, with memory that is still to be filled."""
+    parameter, whole = owned.parameter, owned.info().original_shape
+    expected = _expected_dtypes(optimizer, parameter, states)
+    _initialize_fused_adam(optimizer, parameter)
+    present = optimizer.state[parameter]
+    fresh = {}
+    for key, described in states.items():
+        if key not in expected:
+            continue
+        wanted: dict[str, Any] = {**described, "dtype": expected[key] or described.get("dtype")}
+        if tuple(wanted.get("shape", ())) == whole:
+            if expected[key] is None and described["dtype"] == weight["dtype"]:
+                # torch's optimizers keep state in the weight's dtype, so a new one follows the weight here.
+                wanted["dtype"] = dtype_name(parameter.dtype)
+            wanted["shape"] = tuple(parameter.shape)
+        fresh[key] = _slot(wanted, parameter, present.get(key), on_device, chunk_in(optimizer, parameter))
+    kept = {k: v for k, v in present.items() if k == _MAIN and k not in fresh and k not in states}
+    present.clear()
+    present.update(fresh | kept)
+    return fresh
 
 
 def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
@@ -176,20 +218,17 @@ def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
 
 def _initialize_fused_adam(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
     """TE's FusedAdam keeps more about a state than the state itself."""
-    if not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
+    stand_ins = stand_ins_of(optimizer)
+    if stand_ins is not None:
+        stand_ins.initialize(optimizer, parameter)
+    elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
         low = parameter.dtype == torch.bfloat16
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
 
 
-def _follow_weight(described: dict[str, Any], weight: dict[str, Any], parameter: torch.Tensor) -> str | None:
-    """Dtype of a new state tensor: torch's optimizers keep state in the weight's dtype, so it follows that one."""
-    dtype = described.get("dtype")
-    if dtype == weight["dtype"] and described["shape"] == weight["shape"]:
-        return dtype_name(parameter.dtype)
-    return dtype
-
-
-def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, on_device: bool) -> Any:
+def _slot(
+    described: dict[str, Any], parameter: torch.Tensor, present: Any, on_device: bool, chunk: Chunk | None
+) -> Any:
     """The value that is there if it fits, else a new one of the described kind."""
     if described["dtype"] is None:
         return decode(described["value"], {})
@@ -199,6 +238,8 @@ def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, on_d
     if shape != tuple(parameter.shape):
         # torch's rule for "step": on the host unless the optimizer is capturable or fused.
         return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if chunk is not None:
+        return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
     local = torch.zeros(_torch.local_of(parameter).shape, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return local
@@ -207,6 +248,25 @@ def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, on_d
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def shared_numbers(
+    saved: dict[str, Any], members: dict[str, list[Owned]], leave: set[str]
+) -> dict[str, tuple[torch.Tensor, list[int]]]:
+    """Numbers that the files have for each expert, and parameters here for all experts together. Local operation.
+
+    Returns:
+        By file key: memory for the numbers, and the experts that have one.
+    """
+    found = {}
+    for name, states in saved["state"].items():
+        if name in leave or name not in members or members[name][0].expert is not None:
+            continue
+        for key, described in states.items():
+            if described.get("scalar"):
+                memory = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
+                found[f"optimizer.state.{name}.{key}"] = memory, described["experts"]
+    return found
 
 
 def restore_groups(
@@ -218,13 +278,13 @@ def restore_groups(
         optimizer: Its groups are changed in place.
         saved: The manifest's ``optimizer``.
         owned: The model's parameters by name.
-        loaded: Parameters whose state was loaded.
+        loaded: Tensors whose state was loaded.
 
     Returns:
         Groups whose options were left: their loaded parameters come from several saved groups, or from none, so that
         no saved options are theirs.
     """
-    names = {id(o.parameter): n for n, o in owned.items()}
+    names = {id(o.parameter): o.key for o in owned.values()}
     where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
     same_number = len(saved["groups"]) == len(optimizer.param_groups)
     left = []
@@ -255,6 +315,8 @@ def main_weight(
     optimizer: Optimizer | None, parameter: torch.nn.Parameter, *, make: bool = False
 ) -> torch.Tensor | None:
     """The local main weight of a parameter, ``None`` where there is none. Local operation.
+
+    Of an optimizer given to ``shard_optimizer`` this rank's rows.
 
     Args:
         optimizer: Any optimizer.

@@ -7,22 +7,25 @@ through copies and casts. State that is missing at load is allocated, by no step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.checkpoint.entries import Entry, Owned, cut_entry, whole_entry
+from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
+from te_fsdp.checkpoint.experts import join_experts
 from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.layout.boxes import cut_boxes
+from te_fsdp.sharding.outer_chunks import rows_of_state
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["OptimizerState", "check_scaled_state", "describe_state", "optimizer_state"]
+__all__ = ["OptimizerState", "check_scaled_state", "describe_state", "join_ranks_experts", "optimizer_state"]
 
 
 @dataclass
@@ -30,12 +33,60 @@ class OptimizerState:
     """What an optimizer contributes to a checkpoint.
 
     Attributes:
-        described: The manifest's ``optimizer``.
+        described: The manifest's ``optimizer``, without the states in ``experts``.
         entries: Tensors by key.
+        experts: States of parameters of single experts, by the name of the tensor of all. Each rank has its own
+            experts, and some of these may have no state.
     """
 
     described: dict[str, Any]
     entries: dict[str, Entry]
+    experts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def complete(
+        self, experts: dict[str, dict[str, dict[str, Any]]], members: dict[str, list[Owned]]
+    ) -> None:
+        """Take the states of all ranks' experts; what an expert here lacks becomes zeros. Local operation.
+
+        Args:
+            experts: From :func:`join_ranks_experts`.
+            members: This rank's parameters by the name of the files' tensor.
+        """
+        self.described["state"] |= experts
+        for name, states in experts.items():
+            for owned in members.get(name, []):
+                place = owned.expert
+                for key, described in states.items():
+                    if place is None or "dtype" not in described or place.index in described["experts"]:
+                        continue
+                    add_entry(
+                        self.entries, f"optimizer.state.{name}.{key}", place.lift(_zeros(described, owned))
+                    )
+
+
+def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
+    """Entry of a state that an expert does not have."""
+    shape, dtype = described["shape"][1:], getattr(torch, described["dtype"])
+    if described["scalar"]:
+        return whole_entry(torch.zeros(shape, dtype=dtype))
+    info = owned.info()
+    local = torch.zeros(info.local_shape, dtype=dtype, device=owned.local.device)
+    return cut_entry(local, info.original_shape, info.boxes)
+
+
+def join_ranks_experts(
+    seen: list[dict[str, dict[str, dict[str, Any]]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The states of the experts of all ranks, from each rank's :attr:`OptimizerState.experts`.
+
+    Raises:
+        CheckpointError: Experts of one layer with states of different kinds.
+    """
+    joined: dict[str, dict[str, dict[str, Any]]] = {}
+    for experts in seen:
+        for name, states in experts.items():
+            join_experts(joined.setdefault(name, {}), states, name)
+    return {name: joined[name] for name in sorted(joined)}
 
 
 def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerState:
@@ -48,24 +99,55 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
     Raises:
         CheckpointError: State that has no place in the original parameter, or options that cannot be stored.
     """
-    names = {id(o.parameter): name for name, o in owned.items()}
-    entries: dict[str, Entry] = {}
+    by_id = {id(o.parameter): o for o in owned.values()}
+    found = OptimizerState({}, {})
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
-        name = names[id(parameter)]
+        one = by_id[id(parameter)]
         for key, value in state.items():
             if value is None:
                 continue
-            described, entry = describe_state(f"optimizer.state.{name}.{key}", value, owned[name])
-            states.setdefault(name, {})[key] = described
+            label = f"optimizer.state.{one.key}.{key}"
+            described, entry = describe_state(label, value, one)
+            if one.expert is None:
+                states.setdefault(one.key, {})[key] = described
+            else:
+                shape = described.get("shape", ())
+                if entry is not None:
+                    described = {**described, "shape": [one.expert.total, *shape]}
+                    described["scalar"] = tuple(shape) != one.info().original_shape
+                described["experts"] = [one.expert.index]
+                join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
-                entries[f"optimizer.state.{name}.{key}"] = entry
-    groups = []
+                add_entry(found.entries, label, one.entry(entry))
+    found.described = {
+        "class": type(optimizer).__name__,
+        "groups": _groups(optimizer, by_id),
+        "state": states,
+    }
+    return found
+
+
+def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any]]:
+    """Names and options of the groups; the experts of a layer are one name."""
+    groups: list[dict[str, Any]] = []
+    where: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         encoded, _ = encode(options, f"optimizer.param_groups[{index}]")
-        groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": encoded})
-    return OptimizerState({"class": type(optimizer).__name__, "groups": groups, "state": states}, entries)
+        names = list(dict.fromkeys(by_id[id(p)].key for p in group["params"]))
+        torn = [name for name in names if where.setdefault(name, index) != index]
+        if torn:
+            raise CheckpointError(
+                message(
+                    f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
+                    expected="all experts of a layer in one group",
+                    why="A checkpoint holds the weights of all experts as one tensor",
+                    fix="give them one group",
+                )
+            )
+        groups.append({"parameters": names, "options": encoded})
+    return groups
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +161,7 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
     Args:
         key: File key.
         value: The value: a tensor, or a plain one, which goes into the manifest and has no entry.
-        owned: The parameter that it belongs to.
+        owned: The parameter that it belongs to; shape and entry are those of its own tensor.
 
     Raises:
         CheckpointError: It has no known place in the original parameter.
@@ -88,7 +170,7 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
         encoded, _ = encode(value, key)
         return {"value": encoded}, None
     local = _torch.local_of(value)
-    described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+    described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     if value.numel() == 1 and value.ndim <= 1 and tuple(value.shape) != tuple(owned.parameter.shape):
         return described, whole_entry(local)
     if tuple(value.shape) != tuple(owned.parameter.shape) or _te.is_quantized(local):
@@ -104,18 +186,23 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
             )
         )
     info = owned.info()
-    if tuple(local.shape) != info.local_shape:
+    shape, boxes = info.local_shape, info.boxes
+    rows = rows_of_state(value, owned.parameter)
+    if rows is not None:  # shard_optimizer has cut it further
+        shape, boxes = (rows[1] - rows[0], *shape[1:]), cut_boxes(boxes, 0, *rows)
+    if tuple(local.shape) != shape:
         raise CheckpointError(
             message(
                 f"{key}: local shape",
-                expected=info.local_shape,
+                expected=shape,
                 got=tuple(local.shape),
                 fix="shard it as the parameter",
             )
         )
-    if not isinstance(owned.parameter, DTensor):
+    described["shape"] = list(info.original_shape)
+    if shape == info.original_shape:
         return described, whole_entry(local)
-    return described, cut_entry(local, info.original_shape, info.boxes)
+    return described, cut_entry(local, info.original_shape, boxes)
 
 
 def check_scaled_state(optimizer: Optimizer) -> None:

@@ -57,11 +57,10 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return _piece(self.entries, index)
-
-
-def _piece(entries: Entries, index: MetadataIndex) -> torch.Tensor:
-    return next(p.tensor for p in entries[index.fqn].pieces if p.offsets == tuple(index.offset or ()))
+        # DCP numbers the pieces in the order in which it was given them. Several may have one place.
+        piece = self.entries[index.fqn].pieces[index.index or 0]
+        assert piece.offsets == tuple(index.offset or ()), index
+        return piece.tensor
 
 
 def read_entries(path: Path, entries: Entries) -> None:

@@ -19,19 +19,23 @@ from te_fsdp import _te
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background
 from te_fsdp.checkpoint.collective import Ranks, mesh_sizes, own_ranks, rank
+from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
-    delayed_state,
     model_state,
     modules_with_extra_state,
-    share_newest_amax,
     shorten,
     tied_names,
 )
-from te_fsdp.checkpoint.optimizer_state import OptimizerState, check_scaled_state, optimizer_state
+from te_fsdp.checkpoint.optimizer_state import (
+    OptimizerState,
+    check_scaled_state,
+    join_ranks_experts,
+    optimizer_state,
+)
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.retention import check_keep_last, hide_old, remove
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
@@ -117,6 +121,10 @@ def _copy(writing: Writing) -> Exception | None:
     return None
 
 
+#: What rank 0 hears of a rank: digests, values per rank, states of experts.
+_Seen = tuple[dict[str, bytes], dict[str, Any], dict[str, dict[str, dict[str, Any]]]]
+
+
 @dataclass
 class _Collected:
     """What one rank contributes: its tensors, and what the manifest says of them."""
@@ -160,19 +168,23 @@ def _prepare(
     """
     found: list[_Collected] = []
 
-    def mine() -> tuple[dict[str, bytes], dict[str, Any]]:
+    def mine() -> _Seen:
         background().raise_unasked()
         check_keep_last(keep_last)
         found.append(_collect(model, optimizer, extra))
-        return found[0].digests(), found[0].own.encoded
+        optimized = found[0].optimized
+        return found[0].digests(), found[0].own.encoded, optimized.experts if optimized else {}
 
-    def begin(seen: list[tuple[dict[str, bytes], dict[str, Any]]]) -> list[Path]:
-        _check_same_model([digests for digests, _ in seen])
-        found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded in seen])
-        return [directories.begin(target)] * len(seen)
+    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, Any]]]:
+        _check_same_model([digests for digests, _, _ in seen])
+        found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded, _ in seen])
+        experts = join_ranks_experts([own for _, _, own in seen])
+        return [(directories.begin(target), experts)] * len(seen)
 
-    temporary = ranks.round(mine, begin)
+    temporary, experts = ranks.round(mine, begin)
     collected = found[0]
+    if collected.optimized is not None:
+        collected.optimized.complete(experts, collected.state.members)
     share_newest_amax(collected.delayed[1])
     manifest = Manifest(
         versions=_versions(),

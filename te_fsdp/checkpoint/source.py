@@ -10,7 +10,7 @@ from te_fsdp.checkpoint.collective import all_agree
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.planner import read_entries
-from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.checkpoint.portable.lazy import Lazy, Stack
 
 __all__ = ["Source"]
 
@@ -49,13 +49,18 @@ class Source:
 def _fill(tensors: Mapping[str, Lazy], entries: dict[str, Entry]) -> None:
     for key, entry in entries.items():
         for piece in entry.pieces:
-            if piece.tensor.numel():
-                _fill_piece(tensors[key], piece)
+            _fill_piece(tensors[key], piece)
 
 
 def _fill_piece(tensor: Lazy, piece: Piece) -> None:
     """Copy the rows of a piece, a block at a time."""
     target = piece.tensor
+    if not target.numel():
+        return
+    if isinstance(tensor, Stack):  # no expert's rows are read for another's
+        for index, part in enumerate(target, piece.offsets[0]):
+            _fill_piece(tensor.select(index), Piece(piece.offsets[1:], part))
+        return
     if not target.ndim:
         target.copy_(tensor.whole().reshape(()))
         return

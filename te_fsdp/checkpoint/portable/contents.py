@@ -16,10 +16,11 @@ import torch
 import te_fsdp
 from te_fsdp.checkpoint.compare import check_metadata
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
+from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
 from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.portable.dcp import open_dcp
-from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
 from te_fsdp.checkpoint.portable.quantized import Dequantized
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, message
@@ -82,7 +83,12 @@ class Contents:
             return self.tensors[f"model.{name}"]
         described = self.manifest.parameters[name]
         shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
-        return Dequantized(name, shape, dtype, described["format"], parts)
+        if described["layout"] != GROUPED:
+            return Dequantized(name, shape, dtype, described["format"], parts)
+        experts = [
+            {part: tensor.select(index) for part, tensor in parts.items()} for index in range(shape[0])
+        ]
+        return Stack([Dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
 
     @property
     def bytes(self) -> int:

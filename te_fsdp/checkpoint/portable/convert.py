@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.manifest import checksum, write_manifest
+from te_fsdp.checkpoint.manifest import FORMAT_VERSION, STACKS_EXPERTS, checksum, write_manifest
 from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
@@ -23,6 +23,7 @@ from te_fsdp.checkpoint.portable.contents import (
     resolve,
 )
 from te_fsdp.checkpoint.portable.dcp import write_dcp
+from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy
 from te_fsdp.checkpoint.portable.main_weights import best_value
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
@@ -54,7 +55,10 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     """
     where, kind = resolve(path)
     if kind == CHECKPOINT:
-        return open_checkpoint_contents(where)
+        contents = open_checkpoint_contents(where)
+        if contents.manifest.format_version < STACKS_EXPERTS:
+            stack_experts(contents)
+        return contents
     if kind == "safetensors":
         return open_safetensors_contents(where)
     if kind == "DCP":
@@ -137,7 +141,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
         write_dcp(folder, contents.tensors, tick)
         names = sorted(path.name for path in folder.iterdir())
         files = {name: [(folder / name).stat().st_size, checksum(folder / name)] for name in names}
-        write_manifest(folder, replace(contents.manifest, files=files))
+        write_manifest(folder, replace(contents.manifest, files=files, format_version=FORMAT_VERSION))
     return names
 
 
@@ -164,12 +168,14 @@ def write_pt(
 ) -> list[str]:
     """Write a file with ``torch.save``: a state dict, or a dict with it, the optimizer's, and the rest.
 
-    The state dict has the entries ``_extra_state`` that stock modules want, empty. With ``everything`` the file
-    is ``{"model": ..., "optimizer": ..., "te_fsdp": ...}``; the last is what te_fsdp needs to read it back.
+    The state dict has the entries ``_extra_state`` that stock modules want, empty, and a weight for each expert.
+    With ``everything`` the file is ``{"model": ..., "optimizer": ..., "te_fsdp": ...}``; the last is what te_fsdp
+    needs to read it back.
 
     Raises:
         CheckpointError: See :func:`write_checkpoint`.
     """
+    contents = split_experts(contents)
     objects: dict[str, Any] = _state_dict(contents)
     if everything:
         rest = {

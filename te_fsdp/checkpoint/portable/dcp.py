@@ -87,6 +87,10 @@ class Piece(Lazy):
             self.found = stored(tensor, self.file, self.key, self.offset)
         return self.found
 
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return self.header().select(index)
+
     def window(self) -> Window:
         """The ``torch.save`` file."""
         return Window(self.file, self.offset, self.length, self.key)

@@ -12,8 +12,8 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.collective import all_agree
-from te_fsdp.checkpoint.entries import clean_name
 from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
+from te_fsdp.checkpoint.owned import clean_name
 from te_fsdp.checkpoint.portable.atomic import new_directory
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
 from te_fsdp.checkpoint.portable.huggingface_layers import layer_differences

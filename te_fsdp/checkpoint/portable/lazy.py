@@ -15,7 +15,18 @@ import torch
 
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["BLOCK_BYTES", "Cast", "Chunked", "InMemory", "Lazy", "Reshaped", "Stored", "pages", "read_bytes"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Cast",
+    "Chunked",
+    "InMemory",
+    "Lazy",
+    "Reshaped",
+    "Stack",
+    "Stored",
+    "pages",
+    "read_bytes",
+]
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
@@ -45,6 +56,10 @@ class Lazy:
     def whole(self) -> torch.Tensor:
         """All of it."""
         return self.rows(0, self.height)
+
+    def select(self, index: int) -> Lazy:
+        """One entry of the first dim as a tensor by itself."""
+        return Selected(self, index)
 
     @property
     def height(self) -> int:
@@ -123,6 +138,12 @@ class Stored(Lazy):
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         flat = torch.frombuffer(read_bytes(self.file, begin, span * item, self.key), dtype=self.dtype)
         return flat.as_strided(shape, stride).contiguous()
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        step, *stride = self._strides()
+        start = self.start + index * step
+        return Stored(self.key, self.file, self.offset, self.shape[1:], self.dtype, tuple(stride), start)
 
     def _strides(self) -> tuple[int, ...]:
         if self.stride is not None:
@@ -228,6 +249,53 @@ class Chunked(Lazy):
                 result[tuple(place)] = piece.rows(begin - offsets[0], end - offsets[0])
         return result
 
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        parts = [
+            (offsets[1:], piece.select(index - offsets[0]))
+            for offsets, piece in self.chunks
+            if offsets[0] <= index < offsets[0] + piece.shape[0]
+        ]
+        return Chunked(self.key, self.shape[1:], self.dtype, parts)
+
+
+@dataclass
+class Selected(Lazy):
+    """One entry of a tensor's first dim; read whole."""
+
+    base: Lazy
+    index: int
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.base.shape[1:], self.base.dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        whole = self.base.rows(self.index, self.index + 1)[0]
+        return whole[first:last] if self.shape else whole
+
+
+@dataclass
+class Stack(Lazy):
+    """Tensors of one shape and dtype as one, along a new first dim."""
+
+    parts: Sequence[Lazy]
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = (len(self.parts), *self.parts[0].shape), self.parts[0].dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        return torch.stack([part.whole() for part in self.parts[first:last]])
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return self.parts[index]
+
 
 @dataclass
 class Cast(Lazy):
@@ -243,6 +311,10 @@ class Cast(Lazy):
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
         return self.base.rows(first, last).to(self.dtype)
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return Cast(self.base.select(index), self.dtype)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from te_fsdp.checkpoint.experts import stacked_name
 from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.portable.contents import Contents
@@ -77,6 +78,7 @@ def _read(
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
         raise _NotTaken("no torch optimizer's state_dict()")
     groups = state["param_groups"]
+    groups = _with_other_experts(contents, groups, state.get("state", {}))
     names = _names(contents, groups)
     tensors: dict[str, Lazy] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -104,6 +106,19 @@ def _read(
     if kind is None:
         raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
     return {"class": kind, "groups": described, "state": states}, tensors
+
+
+def _with_other_experts(contents: Contents, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
+    """The groups with the experts of all ranks: DCP writes lists of names as rank 0 has them."""
+    held = {name for group in groups for name in group["params"]}
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    for name in [n for n in contents.manifest.parameters if n in states and n not in held]:
+        if stacked_name(name) == name:
+            continue
+        homes = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
+        if len(homes) == 1:
+            homes[0]["params"].append(name)
+    return groups
 
 
 def _plain(value: Any, what: str) -> Any:

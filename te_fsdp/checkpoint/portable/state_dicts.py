@@ -25,6 +25,7 @@ from te_fsdp.checkpoint.portable.contents import (
     portable_name,
 )
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
+from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.extra_state import read_extra_state
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
@@ -181,7 +182,9 @@ def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
     for number, values in optimizer["state"].items():
         found = {k: v for k, v in values.items() if isinstance(v, Lazy)}
         tensors |= {portable_name(f"optimizer.state.{names[number]}.{k}"): v for k, v in found.items()}
-    return from_portable(path, "torch.save", tensors, own["manifest"])
+    contents = from_portable(path, "torch.save", tensors, own["manifest"])
+    stack_experts(contents)
+    return contents
 
 
 def _is_extra(name: str) -> bool:
@@ -200,6 +203,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
         contents.notes.append(f"weights: taken from {where!r}")
     if left:
         contents.notes.append(f"left: {', '.join(sorted(left))}")
+    stack_experts(contents)
     return contents
 
 

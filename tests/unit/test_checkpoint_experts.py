@@ -1,0 +1,201 @@
+"""Layers of experts in one process: one tensor for all in the files, whatever the format and the kind of file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from te_fsdp import checkpoint, emulation
+from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import owned, saving
+from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+
+EXPERTS, HIDDEN, FFN = 4, 64, 128
+
+
+def recipe_of(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return {
+        "none": lambda: None,
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=4),
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }[name]()
+
+
+class Run:
+    """A layer of experts and a linear one, with an optimizer; expert 2 gets no token, and expert 1 no gradient."""
+
+    def __init__(self, te: Any, recipe: str, *, seed: int, experts: int = EXPERTS) -> None:
+        torch.manual_seed(seed)
+        self.te, self.recipe, self.experts = te, recipe_of(recipe), experts
+        dtype = torch.float32 if recipe == "none" else torch.bfloat16
+        quantized = te.quantized_model_init(recipe=self.recipe) if self.recipe else contextlib.nullcontext()
+        with quantized:
+            layer = te.GroupedLinear(experts, HIDDEN, FFN, params_dtype=dtype, device="cpu")
+        self.model = nn.Sequential()
+        self.model.add_module("experts", layer)
+        self.model.add_module("out", nn.Linear(FFN, 32, dtype=dtype))
+        if recipe == "none":
+            self.optimizer: Any = torch.optim.AdamW(self.model.named_parameters(), lr=1e-2)
+        else:
+            self.optimizer = te.optimizers.FusedAdam(self.model.parameters(), lr=1e-2, master_weights=True)
+
+    def output(self) -> torch.Tensor:
+        x = torch.randn(96, HIDDEN, generator=torch.Generator().manual_seed(3)).to(
+            self.model.out.weight.dtype
+        )
+        splits = [32, 32, 0, 32] + [0] * (self.experts - EXPERTS)
+        with self.te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.model.out(self.model.experts(x, splits))
+
+    def step(self) -> Run:
+        self.output().float().pow(2).mean().backward()
+        self.model.experts.weight1.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = parameter.dequantize().detach()
+            states = self.optimizer.state.get(parameter, {}).items()
+            found |= {f"{name}.{key}": value for key, value in states}
+        return {name: value.clone() for name, value in found.items()}
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    return sorted((a.keys() ^ b.keys()) | {n for n in a.keys() & b.keys() if not torch.equal(a[n], b[n])})
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest, te: Any) -> Any:
+    """Name of a recipe, on an architecture that has it."""
+    emulation.switch_arch("9.0" if request.param == "block" else "10.0")
+    yield request.param
+    emulation.switch_arch("10.0")
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8"], indirect=True)
+def test_one_tensor_for_all_experts(te: Any, recipe: str, tmp_path: Path) -> None:
+    """Weights, optimizer state of some experts alone, delayed-scaling state: back to the bit; the next output too."""
+    run = Run(te, recipe, seed=0).step().step()
+    checkpoint.save(tmp_path / "c", run.model, run.optimizer)
+    manifest = json.loads((tmp_path / "c" / "te_fsdp.json").read_text())
+    described = manifest["parameters"]
+    assert sorted(described) == ["experts.bias", "experts.weight", "out.bias", "out.weight"]
+    assert described["experts.weight"]["shape"] == [EXPERTS, FFN, HIDDEN]
+    assert described["experts.bias"]["shape"] == [EXPERTS, FFN]
+    assert {described[f"experts.{name}"]["layout"] for name in ("weight", "bias")} == {"grouped"}
+    if recipe == "none":
+        states = manifest["optimizer"]["state"]["experts.weight"]
+        assert states["step"] == {"shape": [4], "dtype": "float32", "scalar": True, "experts": [0, 2, 3]}
+        assert states["exp_avg"]["experts"] == [0, 2, 3] and states["exp_avg"]["shape"] == [4, FFN, HIDDEN]
+    other = Run(te, recipe, seed=1)
+    assert len(differing(run.state(), other.state())) >= 10, "the control: before the load they differ"
+    loaded = checkpoint.load(tmp_path / "c", other.model, other.optimizer)
+    assert loaded.is_complete and not loaded.converted and not loaded.notes
+    assert differing(run.state(), other.state()) == []
+    assert torch.equal(run.output(), other.output())
+    whole = open_any(tmp_path / "c").value("experts.weight").whole()
+    assert torch.equal(whole, torch.stack([run.state()[f"experts.weight{i}"] for i in range(EXPERTS)]))
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"], indirect=True)
+def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TE's weight0, weight1, ... in torch.save files and plain DCP directories become one tensor, and come back."""
+    run = Run(te, recipe, seed=0).step().step()
+    checkpoint.save(tmp_path / "ours", run.model, run.optimizer)
+    optimizer = run.optimizer.state_dict()
+    optimizer["param_groups"][0]["param_names"] = [name for name, _ in run.model.named_parameters()]
+    torch.save({"model": run.model.state_dict(), "optimizer": optimizer}, tmp_path / "te.pt")
+    assert (
+        main(["ckpt", "convert", str(tmp_path / "te.pt"), str(tmp_path / "converted"), "--to", "checkpoint"])
+        == 0
+    )
+    assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "converted"), "--strict"]) == 0
+    if recipe != "delayed":  # DCP's own code cannot flatten its state
+        model, states = get_state_dict(run.model, run.optimizer)
+        dcp.save({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        other = Run(te, recipe, seed=1)
+        loaded = checkpoint.load(tmp_path / "dcp", other.model, other.optimizer)
+        assert differing(run.state(), other.state()) == []
+        assert "experts: the weights of 1 layer(s) taken as one tensor each" in loaded.notes
+
+    assert main(["ckpt", "convert", str(tmp_path / "ours"), str(tmp_path / "back.pt"), "--everything"]) == 0
+    written = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert [n for n in written["model"] if n.startswith("experts.w")] == [
+        f"experts.weight{i}" for i in range(4)
+    ]
+    if recipe == "none":
+        other = Run(te, recipe, seed=1)
+        other.model.load_state_dict(written["model"])
+        other.optimizer.load_state_dict(written["optimizer"])
+        assert differing(run.state(), other.state()) == [], "torch loads an optimizer by position"
+    assert (
+        main(["ckpt", "convert", str(tmp_path / "back.pt"), str(tmp_path / "again"), "--to", "checkpoint"])
+        == 0
+    )
+    weights = ["--weights-only"] if recipe == "delayed" else []
+    assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "again"), *weights]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"], indirect=True)
+def test_checkpoints_of_the_first_format(
+    te: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints in which every expert's weight is a tensor of its own load as the others do."""
+    run = Run(te, recipe, seed=0).step().step()
+    checkpoint.save(tmp_path / "new", run.model, run.optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(owned, "place_of", lambda module, name: None)
+        write = manifests.write_manifest
+
+        def write_first(directory: Path, manifest: Any) -> None:
+            manifest.format_version = 1
+            write(directory, manifest)
+
+        patch.setattr(saving, "write_manifest", write_first)
+        checkpoint.save(tmp_path / "old", run.model, run.optimizer)
+    assert "experts.weight3" in json.loads((tmp_path / "old" / "te_fsdp.json").read_text())["parameters"]
+    other = Run(te, recipe, seed=1)
+    loaded = checkpoint.load(tmp_path / "old", other.model, other.optimizer, verify=True)
+    assert loaded.is_complete and differing(run.state(), other.state()) == []
+    assert torch.equal(run.output(), other.output())
+    assert main(["ckpt", "diff", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    capsys.readouterr()
+
+
+def test_differences(te: Any, tmp_path: Path) -> None:
+    """Another number of experts, experts in several groups, and experts that are not alike are named."""
+    run = Run(te, "none", seed=0).step()
+    checkpoint.save(tmp_path / "c", run.model, run.optimizer)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.weight: saved \(4, 128, 64\) of 4 experts, model has"
+    ) as e:
+        checkpoint.load(tmp_path / "c", Run(te, "none", seed=0, experts=6).model)
+    assert "(6, 128, 64) of 6 experts" in str(e.value)
+    parts = [p for n, p in run.model.named_parameters() if n == "experts.weight2"]
+    rest = [p for n, p in run.model.named_parameters() if n != "experts.weight2"]
+    split = torch.optim.AdamW([{"params": rest}, {"params": parts, "lr": 1.0}])
+    with pytest.raises(CheckpointError, match=r"experts of experts\.weight in the groups 0 and 1"):
+        checkpoint.save(tmp_path / "d", run.model, split)
+    run.model.experts.weight3 = nn.Parameter(run.model.experts.weight3.detach().half())
+    with pytest.raises(
+        CheckpointError, match=r"experts\.weight3 is no tensor like those of the other experts"
+    ):
+        checkpoint.save(tmp_path / "d", run.model)
