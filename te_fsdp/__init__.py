@@ -23,15 +23,28 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.modules.copies import broadcast_params as broadcast_params
-    from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
+    from te_fsdp.sharding.comm import grad_comm as grad_comm
+    from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
+    from te_fsdp.sharding.gathers import finish_param_gather as finish_param_gather
+    from te_fsdp.sharding.gathers import release_params as release_params
+    from te_fsdp.sharding.gathers import start_param_gather as start_param_gather
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
+    from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
+    from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
+    from te_fsdp.sharding.reductions import start_grad_reduce as start_grad_reduce
+    from te_fsdp.sharding.reductions import zero_grad as zero_grad
+    from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.report import report as report
+    from te_fsdp.sharding.schedule import microbatch as microbatch
+    from te_fsdp.sharding.schedule import no_sync as no_sync
+    from te_fsdp.sharding.schedule import set_auto_sync as set_auto_sync
+    from te_fsdp.sharding.schedule import sync as sync
 
 # Where each public name lives, by role.
 _HOMES = {
@@ -47,6 +60,20 @@ _HOMES = {
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
     "broadcast_params": "te_fsdp.modules.copies",
     "check_optimizer": "te_fsdp.sharding.optimizer",
+    # training
+    "microbatch": "te_fsdp.sharding.schedule",
+    "no_sync": "te_fsdp.sharding.schedule",
+    "sync": "te_fsdp.sharding.schedule",
+    "set_auto_sync": "te_fsdp.sharding.schedule",
+    "start_grad_reduce": "te_fsdp.sharding.reductions",
+    "finish_grad_reduce": "te_fsdp.sharding.reductions",
+    "scale_gradients": "te_fsdp.sharding.reductions",
+    "zero_grad": "te_fsdp.sharding.reductions",
+    "start_param_gather": "te_fsdp.sharding.gathers",
+    "finish_param_gather": "te_fsdp.sharding.gathers",
+    "release_params": "te_fsdp.sharding.gathers",
+    "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
+    "grad_comm": "te_fsdp.sharding.comm",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
     # errors

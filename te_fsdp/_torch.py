@@ -26,6 +26,7 @@ __all__ = [
     "ReduceScatter",
     "at_end_of_backward",
     "attributes_of",
+    "concatenated_meshes",
     "backward_id",
     "divide_factor",
     "dtensor",
@@ -57,6 +58,11 @@ __all__ = [
     "with_local",
     "without_data",
 ]
+
+
+def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The axes of two submeshes of one mesh, one after the other (``DeviceMesh._concatenate``)."""
+    return type(first)._concatenate([first, second])
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch, errors
+from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, MeshError, TeFsdpError, message
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["check_replicas", "check_same_model", "raised_on_all_ranks"]
+__all__ = ["check_replicas", "check_same_model", "check_whole", "raised_on_all_ranks"]
 
 # Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
 _MULTIPLIER = 6364136223846793005
@@ -154,6 +155,26 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
                 held[id(module) in experts].append(_Held(label, _checksum(local), whole))
     bad = _differing(held[False], meshes.device_mesh)
     with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        _check_none(bad, sum(map(len, held.values())))
+
+
+def check_whole(parameters: Iterable[tuple[str, nn.Module, str]], meshes: Meshes) -> None:
+    """:func:`check_replicas` of some parameters of a bound model that data parallelism does not cut.
+
+    Args:
+        parameters: Label, owner and name in the owner of each; those on meta are left out.
+        meshes: The job's meshes.
+    """
+    held: dict[bool, list[_Held]] = {False: [], True: []}
+    for label, module, name in parameters:
+        binding, local = binding_of(module), _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
+        if not local.is_meta:
+            rule = binding.rules.get(name) if binding is not None else None
+            item = _Held(label, _checksum(local), rule is None or rule.shard_dim is None)
+            held[binding is not None and binding.ep_mesh is not None].append(item)
+    with raised_on_all_ranks(meshes.device_mesh, "materialize"):
+        bad = _differing(held[False], meshes.device_mesh)
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
         _check_none(bad, sum(map(len, held.values())))
 

@@ -116,11 +116,13 @@ class Exempt:
         label: Name in the model.
         module: Owner; for tied parameters the first one.
         name: Name in the owner.
+        cut_state: Whether its optimizer state shall be cut nevertheless: that of its unit is.
     """
 
     label: str
     module: nn.Module
     name: str
+    cut_state: bool
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -215,7 +217,11 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
     keys = frozenset((id(module), name) for several in found for _, module, name, _ in several)
     whole = frozenset(id(module) for module in names.values() if _is_whole(module, keys))
     first = sorted((several[0][:3] for several in found), key=lambda place: place[0])
-    return NoShard(model, tuple(Exempt(*place) for place in first), keys, whole)
+    parameters = tuple(
+        Exempt(label, module, name, units[inside[label.rpartition(".")[0]]].shards)
+        for label, module, name in first
+    )
+    return NoShard(model, parameters, keys, whole)
 
 
 def _is_whole(module: nn.Module, keys: frozenset[Key]) -> bool:

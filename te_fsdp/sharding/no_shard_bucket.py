@@ -30,32 +30,38 @@ class Ranks:
     """Over whom gradients are added up.
 
     Attributes:
-        group: The ranks that hold the same parameters and see other data; ``None`` for one rank.
+        mesh: 1-D mesh of the ranks that hold the same parameters and see other data; ``None`` for one rank.
         divisor: What the sum is divided by.
     """
 
-    group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
     divisor: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The mesh's process group."""
+        return self.mesh.get_group() if self.mesh is not None else None
 
     @classmethod
     def dense(cls, meshes: Meshes) -> Ranks:
         """Data parallelism. Collective over the world where it has two axes: a process group is made."""
-        return cls(_group(meshes.fsdp, "data"), meshes.size("dp_replicate") * meshes.size("dp_shard"))
+        return cls(_flat(meshes.fsdp, "data"), meshes.size("dp_replicate") * meshes.size("dp_shard"))
 
     @classmethod
     def experts(cls, meshes: Meshes) -> Ranks:
         """The ranks with the same experts; but an expert's loss is the mean over the data of all ranks."""
         if meshes.expert_mesh is None:
             return cls.dense(meshes)
-        return cls(_group(meshes.expert_fsdp, "expert_data"), cls.dense(meshes).divisor)
+        return cls(_flat(meshes.expert_fsdp, "expert_data"), cls.dense(meshes).divisor)
 
 
-def _group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
-    """The process group over all axes of a mesh."""
+def _flat(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
+    """A mesh as one axis, ``None`` for one rank."""
     if mesh is None or mesh.size() == 1:
         return None
-    large = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    return mesh.get_group(large[0]) if len(large) == 1 else _torch.flatten_mesh(mesh, name).get_group()
+    axes = mesh.mesh_dim_names or ()
+    large = [axis for axis in axes if mesh[axis].size() > 1]
+    return mesh[large[0]] if len(large) == 1 else _torch.flatten_mesh(mesh, name)
 
 
 @dataclass(eq=False)

@@ -25,11 +25,14 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.agree import check_whole
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.no_shard_bucket import Part, Ranks, pack
+from te_fsdp.sharding.outer_chunks import set_copies
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.no_shard import Exempt, NoShard
@@ -86,7 +89,7 @@ class ReplicatedGradients:
             is_expert = getattr(binding, "ep_mesh", None) is not None
             partial = rule is not None and rule.partial_grad and meshes.size("tp") > 1
             self._slots.append(_Slot(exempt, experts if is_expert else dense, partial))
-        self._model, self._tp, self._grads_dtype = weakref.ref(model), meshes.tp, grads_dtype
+        self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
         self._sync = True
         self._inside: list[_Slot] = []
         self._running = False
@@ -112,6 +115,11 @@ class ReplicatedGradients:
             slot.exempt.label for slot in self._slots if slot.unreduced is not None or slot in self._inside
         ]
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward has raised before its end; what it gave is dropped by the next forward."""
+        return self._running and not _torch.in_backward()
+
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
         self._sync = enabled
@@ -126,7 +134,7 @@ class ReplicatedGradients:
         model = self._model()
         comm = comm_of(model) if model is not None else None
         trained = [slot for slot in self._slots if slot.exempt.parameter.requires_grad]
-        buckets = pack([self._part(slot) for slot in trained], self._tp)
+        buckets = pack([self._part(slot) for slot in trained], self._meshes.tp)
         for slot in trained:
             slot.unreduced = None  # the buckets have them, and free them one by one
         for bucket in buckets:
@@ -153,15 +161,30 @@ class ReplicatedGradients:
             for handle in slot.handles:
                 handle.remove()
             slot.hooked = weakref.ref(parameter)
+            if slot.exempt.cut_state and slot.ranks.mesh is not None:
+                set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
             slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
                 parameter.grad_dtype = self._grads_dtype
+
+    def renewed(self) -> None:
+        """Take note of parameters that initialisation has replaced, and check that all ranks hold the same.
+
+        Collective over the world.
+
+        Raises:
+            InitError: They do not.
+        """
+        self.attach()
+        check_whole(
+            ((e.label, e.module, e.name) for e in (slot.exempt for slot in self._slots)), self._meshes
+        )
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.attach()
-        if self._running and not _torch.in_backward():  # the last backward raised
+        if self.interrupted:
             self._leave()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -205,6 +228,13 @@ class ReplicatedGradients:
         waiting = None if slot.unreduced is None else _torch.local_of(slot.unreduced)
         dtype = self._grads_dtype or parameter.dtype
         return Part(slot, waiting, local.shape, local.device, dtype, slot.ranks, slot.partial)
+
+
+def _holders(parameter: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of a parameter's optimizer state that is cut over data parallel: that axis, then the parameter's own."""
+    if not isinstance(parameter, DTensor):
+        return mesh
+    return _torch.concatenated_meshes(mesh, parameter.device_mesh)
 
 
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
