@@ -53,6 +53,8 @@ class Coordinates:
         fsdp_size: Ranks that FSDP2 shards over.
         fsdp_rank: This rank's place there.
         fsdp_dim: Tensor dim that FSDP2 cuts.
+        ep_size: Ranks on the expert-parallel axis, which cuts dim 0 of what ``tp`` leaves, before FSDP2 does.
+        ep_rank: This rank's place there.
     """
 
     tp_size: int = 1
@@ -60,6 +62,8 @@ class Coordinates:
     fsdp_size: int = 1
     fsdp_rank: int = 0
     fsdp_dim: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
 
 
 def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
@@ -86,12 +90,12 @@ def shard_boxes(
         PlacementError: The cut dim, or a stacked block, does not divide by the tensor-parallel size.
     """
     tp_shape, boxes = _tp_boxes(tuple(original_shape), rule, at, name)
-    if at.fsdp_size == 1 or not tp_shape:
-        return tp_shape, [b for b in boxes if 0 not in b.sizes]
-    dim = at.fsdp_dim
-    low, high = chunk_range(tp_shape[dim], at.fsdp_size, at.fsdp_rank)
-    local_shape = (*tp_shape[:dim], high - low, *tp_shape[dim + 1 :])
-    return local_shape, [cut for box in boxes if (cut := _cut(box, dim, low, high)) is not None]
+    local_shape, found = tp_shape, tuple(boxes)
+    for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
+        if size > 1 and local_shape:
+            low, high = chunk_range(local_shape[dim], size, rank)
+            local_shape, found = _put(local_shape, dim, high - low), cut_boxes(found, dim, low, high)
+    return local_shape, [box for box in found if 0 not in box.sizes]
 
 
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.mesh import Meshes
 
-__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "set_copies"]
+__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "rows_of_state", "set_copies"]
 
 #: The outer axis.
 OUTER = "dp_replicate"
@@ -133,6 +133,15 @@ class Chunk:
             )
             spec = self._specs[rows.dtype] = _torch.spec_of(made)
         return _torch.dtensor(rows, spec)
+
+
+def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int] | None:
+    """The rows of a parameter's local tensor that a state of it covers; ``None`` if it is not cut. Local operation."""
+    own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+    if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
+        return None
+    mesh = value.device_mesh
+    return chunk_range(_torch.local_of(parameter).shape[0], mesh.size(0), mesh.get_local_rank(0))
 
 
 def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.binding import CUT, LABEL
 from te_fsdp.errors import OrderError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import copies_of
 
 if TYPE_CHECKING:
@@ -120,9 +121,12 @@ def check_step(optimizer: Optimizer) -> None:
     Raises:
         OrderError: The optimizer was not given to ``shard_optimizer``.
     """
+    keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if keeper is not None and keeper.cuts:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if gradient_of(parameter) is not None and _stand_ins(parameter) is None:
+            if gradient_of(parameter) is not None:
                 check_sharded(parameter, f"{type(optimizer).__name__}.step()")
 
 

@@ -20,7 +20,7 @@ from te_fsdp.sharding.state import state_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["shard_optimizer", "stand_ins_of"]
+__all__ = ["chunk_in", "shard_optimizer", "stand_ins_of"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
 
@@ -29,6 +29,12 @@ def stand_ins_of(optimizer: Optimizer) -> StandIns | None:
     """The stand-ins of an optimizer that cuts its state, ``None`` for any other."""
     found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     return found if found is not None and found.cuts else None
+
+
+def chunk_in(optimizer: Optimizer, parameter: torch.Tensor) -> Chunk | None:
+    """The rows of a parameter that this rank keeps state for; ``None`` if the optimizer does not cut it."""
+    stand_ins = stand_ins_of(optimizer)
+    return stand_ins.chunk(parameter) if stand_ins is not None else None
 
 
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:

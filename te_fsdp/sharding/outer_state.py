@@ -71,6 +71,7 @@ class StandIns:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
         self._chunks: dict[int, Chunk] = {}
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self.loading = False
         self._own_main_weights: bool | None = None
@@ -126,33 +127,60 @@ class StandIns:
                 if parameter.requires_grad:
                     self.make(optimizer, parameter)
 
-    def stand_in(self, optimizer: Optimizer, *, keep_main: bool = False) -> None:
+    def initialize(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Make what FusedAdam keeps for a parameter before its first step; nothing for other optimizers."""
+        if not hasattr(optimizer, "initialize_state") or set(optimizer.state.get(parameter, {})) - {MAIN}:
+            return
+        main, fused = self.make(optimizer, parameter), optimizer
+        keeps = fused.master_weights  # type: ignore[missing-attribute]
+        fused.master_weights = keeps and main is None  # type: ignore[missing-attribute]
+        try:
+            fused.initialize_state(parameter if main is None else main, False)  # type: ignore[missing-attribute]
+        finally:
+            fused.master_weights = keeps  # type: ignore[missing-attribute]
+        if main is not None:
+            optimizer.state[parameter] |= optimizer.state.pop(main)
+            _move_scales(optimizer, main, parameter)
+
+    def stand_in(self, optimizer: Optimizer, *, stepping: bool = False, keep_main: bool = False) -> None:
         """Put stand-ins into the groups, and the state under their names.
 
         Args:
             optimizer: The optimizer.
+            stepping: Leave frozen parameters out: FusedAdam makes states for all that it sees.
             keep_main: Leave main weights in the state as well, as state dicts show them.
         """
         self._put_back(optimizer)  # a step that raised has left them in
         for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if not parameter.requires_grad and not optimizer.state.get(parameter):
-                    continue  # frozen: nothing is kept for it
-                known = self.ready.get(id(parameter))
-                main = known[0] if known is not None else self.make(optimizer, parameter)
-                if main is None:
+            held = list(group["params"])
+            self._groups.append((group["params"], held))
+            group["params"].clear()
+            for parameter in held:
+                frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
+                if frozen and stepping and self.chunk(parameter) is not None:
                     continue
-                state = optimizer.state.pop(parameter, {})
-                if not is_low(parameter) or not keep_main:
-                    state.pop(MAIN, None)
-                if state:
-                    optimizer.state[main] = state
-                _move_scales(optimizer, parameter, main)
-                group["params"][index] = main
-                self.pairs.append((parameter, main))
+                main = None if frozen else self._stand_in(optimizer, parameter, keep_main)
+                group["params"].append(parameter if main is None else main)
         if self.cuts and _te.is_fused_adam(optimizer):
             # Stand-ins are the main weights: it shall make none of them.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
+
+    def _stand_in(
+        self, optimizer: Optimizer, parameter: torch.Tensor, keep_main: bool
+    ) -> torch.Tensor | None:
+        """The stand-in of a parameter, with its state; ``None`` for one that needs none."""
+        known = self.ready.get(id(parameter))
+        main = known[0] if known is not None else self.make(optimizer, parameter)
+        if main is None:
+            return None
+        state = optimizer.state.pop(parameter, {})
+        if not is_low(parameter) or not keep_main:
+            state.pop(MAIN, None)
+        if state:
+            optimizer.state[main] = state
+        _move_scales(optimizer, parameter, main)
+        self.pairs.append((parameter, main))
+        return main
 
     def stand_down(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
@@ -162,9 +190,8 @@ class StandIns:
         self.ready = {}
 
     def _put_back(self, optimizer: Optimizer) -> None:
-        back = {id(main): parameter for parameter, main in self.pairs}
-        for group in optimizer.param_groups:
-            group["params"][:] = [back.get(id(p), p) for p in group["params"]]
+        for live, held in self._groups:
+            live[:] = held
         for parameter, main in self.pairs:
             state = optimizer.state.pop(main, {})
             if is_low(parameter):
@@ -172,7 +199,7 @@ class StandIns:
             if state:
                 optimizer.state[parameter] = state
             _move_scales(optimizer, main, parameter)
-        self.pairs = []
+        self.pairs, self._groups = [], []
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
 
@@ -267,7 +294,7 @@ class StandIns:
             )
         self._put_back(optimizer)
         self.reduce(optimizer)
-        self.stand_in(optimizer)
+        self.stand_in(optimizer, stepping=True)
         for parameter, main in self.pairs:
             if self.chunk(parameter) is None:
                 gradient = gradient_of(parameter)
@@ -316,7 +343,7 @@ class StandIns:
                     fix="use te_fsdp.checkpoint.load, which makes the missing state",
                 )
             )
-        if not self.pairs:
+        if not self.loading:
             self.stand_in(optimizer)
 
     @torch.no_grad()

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from hfsdp import bodies
+import torch
+from hfsdp import bodies, checkpoints
 
 #: Axes of each mesh -> cases that run on it one after the other.
 PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
@@ -40,3 +41,96 @@ def test_equals_one_process(pool, mesh):
     axes, cases = PARITY[mesh]
     results = pool.run(bodies.parity, math.prod(axes.values()), axes=axes, cases=cases)
     assert all(len(result) == len(cases) for result in results)
+
+
+@pytest.mark.ranks(2)
+def test_summed_gradients_would_show(pool):
+    """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
+    axes = {"dp_replicate": 2, "dp_shard": 1}
+    for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
+        assert "relative error" in seen
+
+
+@pytest.mark.ranks(2)
+def test_holders_without_gradients(pool):
+    pool.run(bodies.some_lack_gradients, 2)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_collectives_and_memory(pool, dtype):
+    """Memory of HFSDP: opt/(in x out) + (grad + weight)/in; one collective each way."""
+    for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="optim"):
+        n, low = cost["elements"], dtype == torch.bfloat16
+        size = 2 if low else 4
+        kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
+        assert kinds == [("reduce_scatter", "torch.float32"), ("all_gather", str(dtype))]
+        # Inputs: all gradients of the shard, and the rows of this rank; parts begin on multiples of 16 elements.
+        assert [elements for _, _, elements in cost["sent"]] == pytest.approx([n / 2, n / 4], rel=0.01)
+        # Two moments; low-precision weights have an fp32 main weight, fp32 ones are their own.
+        assert cost["state"] == pytest.approx((12 if low else 8) * n / 4, rel=0.01)
+        assert cost["weights"] == pytest.approx(size * n / 2, rel=0.01)
+        assert cost["gradients"] == pytest.approx(size * n / 2, rel=0.01)
+    # Negative control: the same accounting of HSDP sees twice the state.
+    for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="no_shard"):
+        assert cost["state"] == pytest.approx((12 if low else 8) * cost["elements"] / 2, rel=0.01)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "tp"), [("current", "adamw", 2), ("delayed", "adamw", 1), ("mxfp8", "te", 1)]
+)
+def test_quantized_once(pool, recipe, optimizer, tp):
+    counts = pool.run(checkpoints.quantized, 4, recipe=recipe, optimizer=optimizer, tp=tp)
+    assert min(counts) >= 2 * 3
+
+
+#: Where checkpoints go: HFSDP, HSDP, plain FSDP, one process.
+HFSDP, HFSDP_4X1 = (
+    ({"dp_replicate": 2, "dp_shard": 2}, "optim"),
+    ({"dp_replicate": 4, "dp_shard": 1}, "optim"),
+)
+HSDP, FSDP = ({"dp_replicate": 2, "dp_shard": 2}, "no_shard"), ({"dp_shard": 4}, "no_shard")
+ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "optim")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("case", "saved", "others"),
+    [
+        ({"optimizer": "adamw"}, HFSDP, [HFSDP, HSDP, HFSDP_4X1, TP, ALONE]),
+        ({"optimizer": "sgd"}, FSDP, [HFSDP]),
+        ({"optimizer": "te", "dtype": torch.bfloat16}, HFSDP, [HFSDP_4X1, FSDP, ALONE]),
+        ({"optimizer": "foreach", "dtype": torch.bfloat16}, TP, [HFSDP, HSDP]),
+    ],
+    ids=["adamw", "sgd", "te-bf16", "adamw-bf16"],
+)
+def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
+    arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}
+    assert all(len(counts) == len(others) for counts in pool.run(checkpoints.elsewhere, 4, **arguments))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "case", [{"optimizer": "adamw"}, {"optimizer": "te", "dtype": torch.bfloat16}], ids=["adamw", "te-bf16"]
+)
+def test_state_dict_of_the_optimizer(pool, case):
+    pool.run(bodies.state_dict_round_trip, 2, case=case, axes={"dp_replicate": 2, "dp_shard": 1})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("step unsharded", "OrderError", "te_fsdp.shard_optimizer(optimizer)"),
+        ("clip unsharded", "OrderError", "te_fsdp.shard_optimizer(optimizer)"),
+        ("two optimizers", "OrderError", "AdamW.step()"),
+        ("closure", "OrderError", "step(closure)"),
+        ("backward after clip", "OrderError", "changed since they were averaged"),
+        ("too late", "OrderError", "after its first step"),
+        ("other order", "MeshError", "the same parameters in the same order"),
+    ],
+)
+def test_refused(pool, case, kind, words):
+    for error in pool.run_expect_error(bodies.refused, 2, case=case):
+        assert error.type_name == kind and words in error.message, error

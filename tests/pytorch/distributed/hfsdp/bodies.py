@@ -1,12 +1,19 @@
-"""Bodies: HFSDP against one process."""
+"""Bodies: HFSDP against one process, what it keeps and sends, and what it refuses."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterator
 from typing import Any
 
 import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from hfsdp.models import Case, Run
+from hfsdp.models import ADAM, Case, Run
 
 STEPS = 3
 #: fp32 sums in another order over 24 x 8 tokens, through three optimizer steps (Adam with eps 1e-3).
@@ -24,9 +31,242 @@ def parity(axes: dict[str, int], cases: list[dict[str, Any]], outer: str = "opti
             norms, expected = run.steps(1), oracle.steps(1)
             for ours, theirs in zip(norms, expected, strict=True):
                 assert abs(ours - theirs) <= 1e-5 * theirs, f"{case}: norm {ours}, one process {theirs}"
-            for (name, ours), theirs in zip(
-                run.model.named_parameters(), oracle.model.parameters(), strict=True
-            ):
-                checks.close(f"{case} step {step} {name}", ours, theirs, **CLOSE)
+            same_parameters(checks, run, oracle, f"{case} step {step}")
         counts.append(checks.require(STEPS))
     return counts
+
+
+def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: str) -> None:
+    """Parameters of two runs are close, whatever mesh they are on. Collective."""
+    named = zip(run.model.named_parameters(), other.model.parameters(), strict=True)
+    for (name, ours), theirs in named:
+        checks.close(f"{label} {name}", ours, theirs, **CLOSE)
+
+
+def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
+    """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
+    from te_fsdp.sharding import outer_flat
+
+    stock = outer_flat.reduce_scatter_gradients
+
+    def added(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **{**kwargs, "op": dist.ReduceOp.SUM})
+
+    outer_flat.reduce_scatter_gradients = added
+    try:
+        parity(axes, [case])
+    except AssertionError as error:
+        return str(error)
+    finally:
+        outer_flat.reduce_scatter_gradients = stock
+    return ""
+
+
+# --- what a step sends, what lies in memory
+
+
+class Even(nn.Module):
+    """An MLP whose every dim divides by the ranks; bf16 or fp32."""
+
+    def __init__(self, dtype: torch.dtype, device: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.mlp = te.LayerNormMLP(64, 128, params_dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+def costs(dtype: torch.dtype, outer: str) -> dict[str, Any]:
+    """Collectives of one optimizer step, and bytes that lie in memory after it, on 2 x 2 ranks.
+
+    Returns:
+        ``sent``: name, dtype and elements of each collective of the step; ``state``, ``weights``, ``gradients``: bytes;
+        ``elements``: of the model.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, device_type=harness.device_type())
+    model = te_fsdp.fully_shard(Even(dtype, "meta"), meshes, outer_strategy=outer)
+    te_fsdp.materialize(model, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    (te_fsdp.shard_optimizer(optimizer) if outer == "optim" else te_fsdp.main_weights(model, optimizer))
+    x = torch.randn(4, 2, 64, device=harness.device(), dtype=dtype)
+    model(x).float().square().mean().backward()
+    with counted() as sent:
+        optimizer.step()
+    parameters = list(model.parameters())
+    states = [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"]
+    return {
+        "sent": [entry for entry in sent if entry[2] > 8],  # not the amaxes
+        "state": stored(states),
+        "weights": stored(parameters),
+        "gradients": stored([p.grad for p in parameters]),
+        "elements": sum(p.numel() for p in parameters),
+    }
+
+
+def stored(tensors: list[Any]) -> int:
+    """Bytes of the memory behind tensors, each piece once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[tuple[str, str, int]]]:
+    """Collectives called inside: name, dtype, elements of the input."""
+    found: list[tuple[str, str, int]] = []
+    kinds = {
+        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+        "all_reduce": ("all_reduce",),
+        "broadcast": ("broadcast",),
+    }
+    stock = {name: getattr(dist, name) for names in kinds.values() for name in names if hasattr(dist, name)}
+
+    def wrap(kind: str, call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[1] if kind in ("reduce_scatter", "all_gather") else args[0]
+            found.append((kind, str(tensor.dtype), tensor.numel()))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for kind, names in kinds.items():
+        for name in names:
+            if name in stock:
+                setattr(dist, name, wrap(kind, stock[name]))
+    try:
+        yield found
+    finally:
+        for name, call in stock.items():
+            setattr(dist, name, call)
+
+
+# --- gradients that not all holders have
+
+
+def some_lack_gradients() -> int:
+    """Forward reaches a parameter on the first holder alone, and another one nowhere: as one process with zeros."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
+    torch.manual_seed(3)
+    device = harness.device()
+    model = nn.ModuleDict({name: nn.Linear(6, 5, bias=False, device=device) for name in ("both", "first")})
+    model.add_module("third", nn.Linear(3, 7, device=device))
+    model = Wrapped(model)
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
+    optimizer = te_fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    first = meshes.device_mesh.get_local_rank("dp_replicate") == 0
+    checks = harness.Comparisons()
+    momentum = {name: torch.zeros_like(value) for name, value in plain.items()}
+    for step in range(2):
+        inputs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step)).to(device)
+        model(inputs[0 if first else 1], first).sum().backward()
+        if step:
+            te_fsdp.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        gradients = {"both": inputs.sum((0, 1)) / 2, "first": inputs[0].sum(0) / 2}
+        for name in ("both", "first"):
+            key = f"parts.{name}.weight"
+            momentum[key].mul_(0.9).add_(gradients[name].expand(5, 6))
+            plain[key] -= 0.5 * momentum[key]
+        for name, parameter in model.named_parameters():
+            checks.close(f"step {step} {name}", parameter, plain[name], **CLOSE)
+    return checks.require(6)
+
+
+class Wrapped(nn.Module):
+    """Its parts, one of them used on demand, one never."""
+
+    def __init__(self, parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, more: bool) -> torch.Tensor:
+        y = self.parts["both"](x)
+        return y + self.parts["first"](x) if more else y
+
+
+# --- state dicts of the optimizer
+
+
+def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
+    """Two more steps after ``state_dict``, ``torch.save``, ``torch.load`` and ``load_state_dict``: the same bits."""
+    run, other = Run(Case(**case), axes), Run(Case(**case), axes, seed=9)
+    run.steps(2)
+    groups = [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
+    stream = io.BytesIO()
+    torch.save(run.optimizer.state_dict(), stream)
+    assert groups == [[id(p) for p in group["params"]] for group in run.optimizer.param_groups]
+    stream.seek(0)
+    other.model.load_state_dict(run.model.state_dict())
+    other.optimizer.load_state_dict(torch.load(stream, weights_only=False))
+    other.position = run.position
+    run.steps(2)
+    other.steps(2)
+    checks = harness.Comparisons()
+    for (name, ours), theirs in zip(
+        run.model.named_parameters(), other.model.named_parameters(), strict=True
+    ):
+        checks.same_bits(name, theirs[1], ours)
+        for key, value in run.optimizer.state[ours].items():
+            if isinstance(value, torch.Tensor):
+                checks.same_bits(f"{name} {key}", other.optimizer.state[theirs[1]][key], value)
+    return checks.require(10)
+
+
+# --- refused
+
+
+def refused(case: str) -> None:
+    """One thing that would train wrong, on two copies of a model."""
+    import te_fsdp
+
+    axes = {"dp_replicate": 2, "dp_shard": 1}
+    run = Run(Case("sgd"), axes)
+    before = [harness.full(p) for p in run.model.parameters()]
+    try:
+        if case == "two optimizers":
+            # One sharded, another over the same model not.
+            other = torch.optim.AdamW(run.model.parameters(), **ADAM)
+            run.backward()
+            other.step()
+        elif case == "closure":
+            run.optimizer.step(lambda: 0.0)
+        elif case == "backward after clip":
+            run.backward()
+            te_fsdp.clip_grad_norm_(run.model.parameters(), 1.0)
+            run.backward()
+            run.optimizer.step()
+        elif case == "too late":
+            optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+            optimizer.state[next(run.model.parameters())]["momentum_buffer"] = torch.zeros(())
+            te_fsdp.shard_optimizer(optimizer)
+        elif case == "other order":
+            parameters = list(run.model.parameters())
+            optimizer = torch.optim.SGD(parameters if dist.get_rank() else parameters[::-1], lr=0.1)
+            te_fsdp.shard_optimizer(optimizer)
+        else:
+            fresh = te_fsdp.fully_shard(Even(torch.float32, "meta"), run.meshes, outer_strategy="optim")
+            te_fsdp.materialize(fresh, seed=0)
+            parameters, run.model = list(fresh.parameters()), fresh
+            before = [harness.full(p) for p in parameters]
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            fresh(torch.randn(4, 2, 64, device=harness.device())).sum().backward()
+            if case == "clip unsharded":
+                te_fsdp.clip_grad_norm_(fresh, 1.0)
+            elif case == "step unsharded":
+                optimizer.step()
+    finally:
+        after = [harness.full(p) for p in run.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            "changed before it was refused"
+        )

@@ -115,6 +115,8 @@ class Run:
         self.optimizer = make_optimizer(case.optimizer, self.model)
         if axes is not None and outer == "optim":
             te_fsdp.shard_optimizer(self.optimizer)
+        elif case.dtype != torch.float32:
+            te_fsdp.main_weights(self.model, self.optimizer)
 
     @property
     def copies(self) -> tuple[int, int]:
