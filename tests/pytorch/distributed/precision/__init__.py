@@ -1,0 +1,1 @@
+"""Bodies of the precision policy's tests."""

@@ -1,0 +1,133 @@
+"""The precision policy: sums exact in its dtypes, values of one process, bytes on the wire, a wire for a while."""
+
+from __future__ import annotations
+
+import pytest
+from precision import bodies
+from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
+
+#: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
+AT_ONCE = {"first": 256}
+BF16_WIRE = {"grad_comm_dtype": "bfloat16"}
+#: Bytes of scales that travel per 32 elements of a weight.
+SCALES = {"current": 0, "mxfp8": 1}
+WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Elements of the model: norm, two weights, two biases; every dim 0 divides by the ranks.
+ELEMENTS = 2 * HIDDEN + 2 * HIDDEN * MIDDLE + HIDDEN + MIDDLE
+#: 300 * 2^-8 as the mean over ranks that bring once and twice as much.
+EXACT = 1.5 * bodies.MANY * bodies.SMALL
+
+VALUES = {
+    "default": {"policy": {}},
+    "from meta, delayed": {"policy": {}, "meta": True, "each": False},
+    "bf16 weights": {"policy": {"main_params_dtype": None}},
+    "bf16 weights, delayed": {"policy": {"main_params_dtype": None}, "each": False},
+    "bf16 gradients": {"policy": {"main_grads_dtype": None}},
+    "bf16 wire": {"policy": BF16_WIRE},
+    "bf16 wire, delayed": {"policy": BF16_WIRE, "each": False},
+    "bf16 wire, fp32 sum": {"policy": {**BF16_WIRE, "grad_reduce_dtype": "float32"}},
+    "fp16 wire": {"policy": {"grad_comm_dtype": "float16"}},
+    "fp32 model": {"policy": {"param_dtype": "bfloat16"}, "model": "float32"},
+}
+HSDP = {
+    "default, all-reduce at the end": {"policy": {}, "outer_last": True},
+    "bf16 wire": {"policy": BF16_WIRE},
+    "bf16 wire, all-reduce at the end": {"policy": BF16_WIRE, "outer_last": True},
+    "bf16 wire, delayed": {"policy": BF16_WIRE, "each": False},
+}
+
+
+def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
+    """Bytes of one step by collective and dtype: units gathered twice per microbatch, reduced as the case says."""
+    arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
+    wire, compute = (str(d).removeprefix("torch.") for d in (arithmetic.wire, arithmetic.compute))
+    reductions = MICROBATCHES if case.get("each", True) else 1
+    shards = world // axes.get("dp_replicate", 1)
+    expected = {}
+    if shards > 1:
+        expected[f"all_gather {compute}"] = 2 * MICROBATCHES * ELEMENTS * WIDTH[compute]
+        kind = "all_to_all" if arithmetic.fp32_sum else "reduce_scatter"
+        expected[f"{kind} {wire}"] = reductions * ELEMENTS * WIDTH[wire]
+    if "dp_replicate" in axes:
+        outer = 1 if case.get("outer_last") else reductions
+        expected[f"all_reduce {wire}"] = outer * ELEMENTS // shards * WIDTH[wire]
+    return expected
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("cases", "axes", "ranks"),
+    [(VALUES, {}, 2), (HSDP, {"dp_replicate": 2}, 4), (HSDP, {"dp_replicate": 2}, 2)],
+    ids=["dp2", "hsdp2x2", "replicate2"],
+)
+def test_values_and_bytes(pool, cases, axes, ranks):
+    for outcome in pool.run(bodies.values, ranks, cases=cases, axes=axes):
+        for name, case in cases.items():
+            arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
+            found = outcome[name]
+            assert found["gradients"] == [str(arithmetic.grads)], name
+            assert found["weights"] == [str(arithmetic.main)], name
+            expected = _bytes(case, axes, ranks)
+            if not case.get("each", True):  # FSDP2 gathers ahead of a backward that is not to come
+                gathered = [key for key in expected if key.startswith("all_gather")]
+                assert all(found["bytes"].pop(key) >= expected.pop(key) for key in gathered), name
+            assert found["bytes"] == expected, name
+
+
+@pytest.mark.ranks(2)
+def test_accumulation_is_exact(pool):
+    cases = {
+        "fp32 weights": {"policy": {}},
+        "bf16 weights": {"policy": {"main_params_dtype": None}},
+        "bf16 wire": {"policy": BF16_WIRE, **AT_ONCE},
+        "fp32 weights, delayed": {"policy": {}, "each": False, **AT_ONCE},
+        "bf16 weights, delayed": {"policy": {"main_params_dtype": None}, "each": False, **AT_ONCE},
+    }
+    controls = {
+        "bf16 sum": {"policy": {"main_grads_dtype": "bfloat16"}},
+        "bf16 sum, delayed": {"policy": {"main_grads_dtype": None}, "each": False, **AT_ONCE},
+        "bf16 sum, bf16 weights": {
+            "policy": {"main_params_dtype": None, "main_grads_dtype": None},
+            **AT_ONCE,
+        },
+    }
+    for found in pool.run(bodies.accumulated, 2, cases=cases | controls, axes={}):
+        assert {name: found[name] for name in cases} == {name: [EXACT] for name in cases}
+        assert all(found[name] != [EXACT] for name in controls), found
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("recipe", "axes", "ranks"), [("mxfp8", {"tp": 2}, 4), ("current", {}, 2), ("delayed", {}, 2)]
+)
+def test_accumulation_is_exact_under_quantized_weights(pool, recipe, axes, ranks):
+    cases = {
+        "each": {"policy": {}, "recipe": recipe, **AT_ONCE},
+        "delayed": {"policy": {}, "recipe": recipe, "each": False, **AT_ONCE},
+        "bf16 sum": {"policy": {"main_grads_dtype": None}, "recipe": recipe, **AT_ONCE},
+    }
+    for found in pool.run(bodies.accumulated, ranks, cases=cases, axes=axes):
+        control = found.pop("bf16 sum")
+        assert found == {"each": [EXACT], "delayed": [EXACT]} and control != [EXACT]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_quantized_weights_travel_as_bytes(pool, recipe):
+    for found in pool.run(bodies.quantized_bytes, 2, recipe=recipe, policy=BF16_WIRE):
+        weight, bias = found["weight"], found["bias"]
+        # Forward and backward: one byte per element, one per block of 32 or none (one scale per weight), bf16 biases.
+        gathered = 2 * (weight + SCALES[recipe] * weight // 32 + 2 * bias)
+        assert found["bytes"] == {
+            "all_gather uint8": gathered,
+            "reduce_scatter bfloat16": 2 * (weight + bias),
+        }
+        assert found["gradients"] == ["torch.float32"]
+
+
+@pytest.mark.ranks(2)
+def test_grad_comm_holds_for_a_while(pool):
+    fp32, bf16 = ["float32"], ["bfloat16"]
+    expected = {"before": fp32, "inside": bf16, "nested": fp32, "inside again": bf16, "after": fp32}
+    expected["gradients"] = ["torch.float32"]
+    assert pool.run(bodies.temporarily, 2, dtype="bfloat16") == [expected] * 2
