@@ -13,7 +13,6 @@ from te_fsdp import _te, _torch
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_gradients import check_step
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
@@ -73,15 +72,13 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
     _check_same(chunks)
-    _cut_main_weights(optimizer, chunks)
+    _keep_main_weights(optimizer, chunks)
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
     if _te.is_fused_adam(optimizer):
         optimizer.load_state_dict = _load_fused(optimizer, stand_ins)  # type: ignore[method-assign]
     stand_ins.start(optimizer)
     for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
         state.outer_optimizer = stand_ins
-        if check_step not in state.before_step:
-            state.before_step.append(check_step)
     return optimizer
 
 
@@ -136,13 +133,12 @@ def _check_same(chunks: list[Chunk]) -> None:
             )
 
 
-def _cut_main_weights(optimizer: Optimizer, chunks: list[Chunk]) -> None:
-    """Cut main weights that :func:`te_fsdp.main_weights` has made of whole shards."""
+def _keep_main_weights(optimizer: Optimizer, chunks: list[Chunk]) -> None:
+    """Of the state that :func:`te_fsdp.main_weights` has made of whole shards keep what is not zero."""
     for chunk in chunks:
         state = optimizer.state.pop(chunk.parameter, {})
         if MAIN in state:
-            rows = chunk.of(_torch.local_of(state[MAIN])).clone()
-            optimizer.state[chunk.parameter][MAIN] = chunk.distributed(rows)
+            optimizer.state[chunk.parameter][MAIN] = state[MAIN]
 
 
 def _load_fused(optimizer: Any, stand_ins: StandIns) -> Callable[[dict[str, Any]], None]:

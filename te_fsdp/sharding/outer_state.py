@@ -24,7 +24,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import CheckpointError, OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
-from te_fsdp.sharding.outer_chunks import Chunk, copies_of
+from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_flat import average, by_group, gather, unpack
 from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
 
@@ -111,6 +111,9 @@ class StandIns:
                     _like(whole, parameter) if chunk is None else chunk.distributed(chunk.of(whole).clone())
                 )
                 optimizer.state[parameter][MAIN] = main
+            elif chunk is not None and rows_of_state(main, parameter) is None:  # of main_weights
+                rows = chunk.of(_torch.local_of(main)).clone()
+                main = optimizer.state[parameter][MAIN] = chunk.distributed(rows)
             _te.forget_high_precision_value(local)
         elif chunk is not None:
             main = chunk.distributed(chunk.of(local.detach()))

@@ -29,6 +29,16 @@ PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
         {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
         [{"optimizer": "adamw", "microbatches": 3, "clip": 0.5}],
     ),
+    # Replicated parameters, of 11 rows, with state cut over data parallel; beside HFSDP, and in plain FSDP.
+    "exempt 2x2": (
+        {"dp_replicate": 2, "dp_shard": 2},
+        [{"optimizer": "te", "microbatches": 3, "clip": 0.5, "exempt": ("head", "embedding")}],
+    ),
+    "exempt 4": ({"dp_shard": 4}, [{"optimizer": "foreach", "clip": 0.5, "exempt": ("head",)}]),
+    "exempt dp2xtp2": (
+        {"dp_shard": 2, "tp": 2},
+        [{"optimizer": "sgd", "exempt": ("mlp",), "strategy": "optim"}],
+    ),
 }
 
 
@@ -41,6 +51,12 @@ def test_equals_one_process(pool, mesh):
     axes, cases = PARITY[mesh]
     results = pool.run(bodies.parity, math.prod(axes.values()), axes=axes, cases=cases)
     assert all(len(result) == len(cases) for result in results)
+
+
+@pytest.mark.ranks(4)
+def test_state_of_exempt_parameters_is_cut(pool):
+    """11 rows over 4 ranks: 3, 3, 3, 2."""
+    assert pool.run(bodies.exempt_rows, 4, axes={"dp_replicate": 2, "dp_shard": 2}) == [3, 3, 3, 2]
 
 
 @pytest.mark.ranks(2)
@@ -102,8 +118,9 @@ ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "o
         ({"optimizer": "sgd"}, FSDP, [HFSDP]),
         ({"optimizer": "te", "dtype": torch.bfloat16}, HFSDP, [HFSDP_4X1, FSDP, ALONE]),
         ({"optimizer": "foreach", "dtype": torch.bfloat16}, TP, [HFSDP, HSDP]),
+        ({"optimizer": "adamw", "exempt": ("head",)}, HFSDP, [HFSDP_4X1, FSDP]),
     ],
-    ids=["adamw", "sgd", "te-bf16", "adamw-bf16"],
+    ids=["adamw", "sgd", "te-bf16", "adamw-bf16", "exempt"],
 )
 def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
     arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}

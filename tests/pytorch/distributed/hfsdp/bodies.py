@@ -147,6 +147,17 @@ def counted() -> Iterator[list[tuple[str, str, int]]]:
             setattr(dist, name, call)
 
 
+def exempt_rows(axes: dict[str, int]) -> int:
+    """Rows of a moment that this rank keeps for a parameter which ``fsdp_no_shard`` keeps whole."""
+    run = Run(Case("adamw", exempt=("head",)), axes)
+    run.steps(1)
+    weight = run.model.head.weight
+    assert not isinstance(weight, DTensor)
+    state = run.optimizer.state[weight]["exp_avg"]
+    assert state.shape == weight.shape
+    return len(state.to_local())
+
+
 # --- gradients that not all holders have
 
 

@@ -22,6 +22,7 @@ class Case:
         clip: Largest norm of the gradients, 0 for no clipping.
         dtype: Of the parameters.
         strategy: Over ``dp_shard``.
+        exempt: Modules given to ``fsdp_no_shard``.
     """
 
     optimizer: str = "adamw"
@@ -29,6 +30,7 @@ class Case:
     clip: float = 0.0
     dtype: torch.dtype = torch.float32
     strategy: str = "optim_grads_params"
+    exempt: tuple[str, ...] = ()
 
 
 # eps: large enough that Adam does not blow the rounding of gradients near zero up to whole steps.
@@ -108,6 +110,7 @@ class Run:
         else:
             self.meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
             self.model = Model(case.dtype, "meta", **self.meshes.te_kwargs())
+            te_fsdp.fsdp_no_shard([self.model.get_submodule(name) for name in case.exempt])
             te_fsdp.fully_shard(
                 self.model, self.meshes, units="mlp", strategy=case.strategy, outer_strategy=outer
             )
