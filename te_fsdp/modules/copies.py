@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import COPY, CUT
+from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.quantized.components import components_of, finish_writing
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def watch_copies() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = (p for group in optimizer.param_groups for p in group["params"])
-    # What is cut further is averaged after this, and taken over then.
-    take_over_gradients(p for p in held if CUT not in p.__dict__)
+    # What is cut further is averaged after this, and taken over then; models of fully_shard have an order of their own.
+    take_over_gradients(p for p in held if CUT not in p.__dict__ and STATE not in p.__dict__)
 
 
 @torch.no_grad()

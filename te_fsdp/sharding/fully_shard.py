@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
@@ -13,27 +12,23 @@ from torch.distributed.tensor import Shard
 
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.modules.apply import set_device_mesh
 from te_fsdp.modules.experts import Selection
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
-from te_fsdp.sharding.agree import check_replicas, check_same_model, raised_on_all_ranks
-from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh, plan_parameters, with_expert_units
-from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
+from te_fsdp.sharding.agree import check_replicas, check_same_model
+from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
-from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
-from te_fsdp.sharding.state import KEY, ShardingState, mark
-from te_fsdp.sharding.strategies import DEFAULT, STRATEGIES, Strategy, check_outer
-from te_fsdp.sharding.ties import check_ties
-from te_fsdp.sharding.units import check_accepted, check_order, find_units
+from te_fsdp.sharding.sharding_plan import Plan, Request, Wish, plan_sharding
+from te_fsdp.sharding.state import KEY, mark
+from te_fsdp.sharding.steps import watch_forward, watch_steps
+from te_fsdp.sharding.units import Wanted
 from te_fsdp.sharding.unused import reduce_unused
 
 if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import Planned
 
 __all__ = ["fully_shard"]
 
@@ -44,8 +39,8 @@ def fully_shard(
     model: nn.Module,
     meshes: Meshes,
     *,
-    units: Iterable[type | str] | type | str | None = None,
-    strategy: str | Strategy | Mapping[type | str, str | Strategy] | None = None,
+    units: Wanted | None = None,
+    strategy: Wish | None = None,
     outer_strategy: str = "no_shard",
     precision: MixedPrecisionPolicy | None = None,
     mp_policy: Fsdp2Policy | None = None,
@@ -89,98 +84,36 @@ def fully_shard(
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not.
     """
-    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-        check_order(model)
-        _check_policy(precision, mp_policy)
-        rows = find_units(model, units, _strategy(strategy, reshard_after_forward))
-        state = ShardingState(model, meshes, rows, check_outer(outer_strategy), precision)
-        exempt = _plan_units(state, experts)
-        state.precision_plan = _plan_precision(state, exempt)
-    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-        parameters, cuts = plan_parameters(model, meshes, exempt.keys, experts)
-        plan = _Plan(parameters, cuts, exempt, mp_policy or Fsdp2Policy())
-    check_same_model(model, meshes, parameters)
-    check_replicas(model, parameters, meshes)
+    request = Request(units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, experts)
+    plan = plan_sharding(model, meshes, request)
+    check_same_model(model, meshes, plan.parameters)
+    check_replicas(model, plan.parameters, meshes)
     plan.exempt.commit(meshes.device)
+    _bind(plan)
+    _apply_fsdp2(plan)
+    _finish(plan)
+    _log.debug("fully_shard: %d units over %s", len(plan.state.units), meshes)
+    return model
+
+
+def _bind(plan: Plan) -> None:
+    """``set_device_mesh`` on the model."""
+    state, meshes = plan.state, plan.state.meshes
     set_device_mesh(
-        model,
+        state.model,
         meshes.tp,
         meshes.weight,
         ep_mesh=meshes.ep,
         expert_weight_mesh=meshes.expert_weight,
-        experts=experts,
+        experts=plan.experts,
     )
-    _apply_fsdp2(state, plan)
-    _finish(state, plan)
-    _log.debug("fully_shard: %d units over %s", len(rows), meshes)
-    return model
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is known before anything changes: where each parameter goes, along which dim it is cut, in which dtypes."""
-
-    parameters: list[Planned]
-    cuts: dict[Key, int]
-    exempt: NoShard
-    mp_policy: Fsdp2Policy
-
-
-def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
-    """Settle the units, and what none of them takes. Changes nothing in the model; a rank may fail alone."""
-    state.units = with_expert_units(state.model, state.meshes, state.units, experts)
-    exempt = plan_no_shard(state.model, state.units)
-    state.units = exempt.without_units(state.units)
-    check_ties(state.model, state.units, exempt.keys)
-    check_accepted(state.model, state.units)
-    return exempt
-
-
-def _plan_precision(state: ShardingState, exempt: NoShard) -> PrecisionPlan | None:
-    """What the precision policy means for the units that FSDP2 cuts. Changes nothing; a rank may fail alone."""
-    if state.precision is None:
-        return None
-    all_reduces = state.outer == "no_shard" and state.meshes.size("dp_replicate") > 1
-    units = [name for name in state.units if id(state.model.get_submodule(name)) not in exempt.whole]
-    return plan_precision(state.model, units, state.precision, skip=exempt.keys, all_reduces=all_reduces)
-
-
-def _strategy(
-    strategy: str | Strategy | Mapping[type | str, str | Strategy] | None, reshard_after_forward: bool | None
-) -> str | Strategy | Mapping[type | str, str | Strategy]:
-    """What is meant by ``strategy`` and FSDP2's word for it together."""
-    if reshard_after_forward is None:
-        return DEFAULT if strategy is None else strategy
-    meant = STRATEGIES["optim_grads_params" if reshard_after_forward else "optim_grads"]
-    if isinstance(reshard_after_forward, bool) and strategy in (None, meant, meant.name):
-        return meant
-    raise PlacementError(
-        message(
-            f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
-            expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
-            fix="leave reshard_after_forward out",
-        )
-    )
-
-
-def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:
-    if precision is not None and mp_policy is not None:
-        raise PrecisionError(
-            message(
-                "fully_shard: precision and mp_policy",
-                expected="one of them",
-                got="both",
-                why="Each says in which dtypes to compute and to reduce",
-                fix="leave mp_policy out",
-            )
-        )
-
-
-def _apply_fsdp2(state: ShardingState, plan: _Plan) -> None:
-    """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
-    model = state.model
-    for binding in filter(None, map(binding_of, model.modules())):
+    for binding in filter(None, map(binding_of, state.model.modules())):
         binding.weight_mesh_agreed = True  # one object gives both meshes
+
+
+def _apply_fsdp2(plan: Plan) -> None:
+    """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
+    state, model = plan.state, plan.state.model
     options: dict[str, Any] = {"mp_policy": plan.mp_policy}
     stash, precision = stash_quantized(model), state.precision_plan
     if precision is not None:
@@ -219,11 +152,12 @@ def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
                 _torch.keep_no_flat_shard(managed)
 
 
-def _finish(state: ShardingState, plan: _Plan) -> None:
+def _finish(plan: Plan) -> None:
     """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
 
     And what it shall not keep: flat copies of quantized shards.
     """
+    state = plan.state
     _drop_flat_shards(state.model, plan.cuts)
     for module in state.model.modules():
         binding = binding_of(module)
@@ -245,3 +179,5 @@ def _finish(state: ShardingState, plan: _Plan) -> None:
         )
     state.model.__dict__[KEY] = state
     mark(state)
+    watch_forward(state)
+    watch_steps()

@@ -17,8 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
+from te_fsdp.binding import EP
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.sharding.outer_gradients import averaged
+from te_fsdp.sharding.reductions import require_reduced
+from te_fsdp.sharding.state import shard_of, state_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -62,7 +65,7 @@ def clip_grad_norm_(
     """
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
-    chosen = averaged(_parameters(parameters))
+    chosen = _averaged(_parameters(parameters))
     total = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
@@ -89,7 +92,7 @@ def grad_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
-    chosen = averaged(_parameters(parameters))
+    chosen = _averaged(_parameters(parameters))
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     for parameter in chosen:
@@ -114,25 +117,44 @@ def grad_norm(
 
 
 def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Each trainable parameter once."""
+    """Each trainable parameter once, as the optimizer has it; raises if gradients still wait for their reduction."""
     if isinstance(given, nn.Module):
         given = given.parameters()
     elif isinstance(given, torch.Tensor):
         given = [given]
-    return list({id(p): p for p in given if p.requires_grad or p.grad is not None}.values())
+    chosen = [shard_of(parameter) for parameter in given]
+    states = {id(state): state for state in map(state_of, chosen) if state is not None}
+    for state in states.values():
+        require_reduced(state, "grad_norm", chosen)
+    return list({id(p): p for p in chosen if p.requires_grad or p.grad is not None}.values())
+
+
+def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each parameter, or what stands for it and its averaged gradient; an expert's stays one."""
+    found = averaged(parameters)
+    for parameter, stand_in in zip(parameters, found, strict=True):
+        if EP in parameter.__dict__:
+            setattr(stand_in, EP, parameter.__dict__[EP])
+    return found
 
 
 def _axes_of(parameter: torch.Tensor, groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
-    """The axes of a parameter's mesh, those that copy it included; adds their process groups to ``groups``."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    axes = []
-    for axis in range(parameter.device_mesh.ndim):
-        if parameter.device_mesh.size(axis) > 1:
-            group = parameter.device_mesh.get_group(axis)
-            ranks = tuple(dist.get_process_group_ranks(group))
-            groups.setdefault(ranks, group)
-            axes.append(ranks)
+    """The axes over which a parameter is spread: those of its mesh, those that copy it included, and ``ep``.
+
+    Adds their process groups to ``groups``.
+    """
+    experts = parameter.__dict__.get(EP)
+    meshes = [parameter.device_mesh] if isinstance(parameter, DTensor) else []
+    meshes += [] if experts is None or experts.mesh is None else [experts.mesh]
+    axes: list[_Axis] = []
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                group = mesh.get_group(axis)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                groups.setdefault(ranks, group)
+                # The one parameter of all experts lies on ep itself.
+                axes += [ranks] if ranks not in axes else []
     return tuple(axes)
 
 

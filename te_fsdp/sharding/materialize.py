@@ -16,9 +16,11 @@ from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.sharding.agree import raised_on_all_ranks
+from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["materialize"]
 
@@ -51,14 +53,25 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
             states.
     """
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
-    mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+    mesh = _mesh_of(model)
     with raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
         unset = _initialize_all(pending, _owners(model))
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if unset or left:
             raise InitError(_never_initialised(sorted({*unset, *left})))
+    state = sharding_state(model)
+    if state is not None and state.replicated is not None:
+        state.replicated.renewed()
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh on which errors are told: of the whole model where ``fully_shard`` knows it, or of a parameter."""
+    state = sharding_state(model)
+    if state is not None:
+        return state.meshes.device_mesh
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def _initialize_all(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +71,7 @@ class ReplicatedGradients:
         plan: What is exempt.
         meshes: The job's meshes.
         grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
+        average: Divide gradients by the number of data-parallel ranks; otherwise they are sums.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class ReplicatedGradients:
         meshes: Meshes,
         *,
         grads_dtype: torch.dtype | None = None,
+        average: bool = True,
     ) -> None:
         dense, experts = Ranks.dense(meshes), Ranks.experts(meshes)
+        if not average:
+            dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
         self._slots = []
         for exempt in plan.parameters:
             binding = binding_of(exempt.module)
@@ -119,6 +123,11 @@ class ReplicatedGradients:
     def interrupted(self) -> bool:
         """Whether a backward has raised before its end; what it gave is dropped by the next forward."""
         return self._running and not _torch.in_backward()
+
+    def recover(self) -> None:
+        """Drop what a backward that has raised gave; ``.grad`` is what it was before."""
+        if self.interrupted:
+            self._leave()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
@@ -184,8 +193,7 @@ class ReplicatedGradients:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.attach()
-        if self.interrupted:
-            self._leave()
+        self.recover()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Every rank that runs backward shall come to the reduction, those without any such gradient included."""

@@ -6,12 +6,16 @@ see parameters alone.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.binding import STATE
+from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +25,26 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.strategies import Strategy
 
-__all__ = ["Replicated", "ShardingState", "mark", "sharding_state", "state_of"]
+__all__ = [
+    "Replicated",
+    "ShardingState",
+    "mark",
+    "mark_gathered",
+    "recover",
+    "refuse_in_backward",
+    "required_state",
+    "shard_of",
+    "sharding_state",
+    "state_of",
+    "versions_of",
+]
+
+_log = logging.getLogger("te_fsdp")
 
 #: Key in the root model's ``__dict__``.
 KEY = "_te_fsdp_sharding"
+#: Attribute of a gathered parameter: a reference to FSDP2's record, which knows the sharded one.
+RECORD = "_te_fsdp_record"
 
 
 class Replicated(Protocol):
@@ -47,6 +67,19 @@ class Replicated(Protocol):
         """Forget all gradients, pending ones included."""
         ...
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward has raised before its end."""
+        ...
+
+    def recover(self) -> None:
+        """Drop what such a backward gave."""
+        ...
+
+    def renewed(self) -> None:
+        """Take note of parameters that initialisation has replaced. Collective over the world."""
+        ...
+
 
 @dataclass(eq=False)
 class ShardingState:
@@ -66,6 +99,13 @@ class ShardingState:
             the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
         after_step: Called with the optimizer after each step, when ``precision_plan.after_step`` has run and before
             kept weights are released.
+        pace: How the backwards to come count.
+        unfinished: Whether reductions may be under way that nobody has waited for.
+        failed: Whether a backward has raised since gradients were last cleared, so that they are worth nothing.
+        gathers: Gathers that were started and not waited for.
+        versions: Name of a unit -> :func:`versions_of` it when it was gathered.
+        marked: Whether :func:`state_of` knows the parameters that there are when training begins.
+        recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
 
     model: nn.Module
@@ -79,13 +119,51 @@ class ShardingState:
     outer_optimizer: Any = None
     before_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     after_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
+    pace: Pace = Pace.LAST
+    unfinished: bool = False
+    failed: bool = False
+    gathers: list[Any] = field(default_factory=list)
+    versions: dict[str, dict[int, int]] = field(default_factory=dict)
+    marked: bool = False
+    recognised: set[str] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
+        raise OrderError(
+            message(
+                "deepcopy of a model after fully_shard",
+                why="FSDP2 cannot copy the units it manages",
+                fix="copy the model before te_fsdp.fully_shard",
+            )
+        )
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
+        return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
+
+    def pending(self) -> dict[int, str]:
+        """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
+        records = [record for unit in self.modules.values() for record in _fsdp2.unreduced(unit)]
+        waiting = self.replicated.pending if self.replicated is not None else ()
+        if not records and not waiting:
+            return {}
+        names = {id(parameter): name for name, parameter in self.parameters().items()}
+        found = {id(record.sharded_param): names[id(record.sharded_param)] for record in records}
+        return found | {key: name for key, name in names.items() if name in waiting}
+
+    def roots(self) -> list[nn.Module]:
+        """The units that FSDP2 takes for roots: one, after the first forward, unless the model itself is no unit."""
+        return [unit for unit in self.modules.values() if _fsdp2.is_root(unit)]
+
+    def gathered(self) -> list[tuple[str, nn.Module]]:
+        """The units that are gathered now."""
+        return [(name, unit) for name, unit in self.modules.items() if _fsdp2.is_gathered(unit)]
 
 
 class _Reference:
-    """Weak reference to a state, as an attribute of parameters: copies and pickles of a parameter leave it behind."""
+    """Weak reference, as an attribute of parameters: copies and pickles of a parameter leave it behind."""
 
-    def __init__(self, state: ShardingState | None = None) -> None:
-        self.state = weakref.ref(state) if state is not None else lambda: None
+    def __init__(self, target: Any = None) -> None:
+        self.target = weakref.ref(target) if target is not None else lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
         return _Reference()
@@ -102,11 +180,88 @@ def sharding_state(model: nn.Module) -> ShardingState | None:
 def state_of(parameter: torch.Tensor) -> ShardingState | None:
     """The state of the model that a parameter belongs to, ``None`` if it has none."""
     reference = parameter.__dict__.get(STATE)
-    return reference.state() if reference is not None else None
+    return reference.target() if reference is not None else None
+
+
+def required_state(model: nn.Module, where: str) -> ShardingState:
+    """The state of a model.
+
+    Raises:
+        OrderError: It has none.
+    """
+    state = sharding_state(model)
+    if state is None:
+        raise OrderError(
+            message(
+                f"{where}({type(model).__name__})",
+                expected="the model that te_fsdp.fully_shard was called on",
+                got="another module",
+                fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
+            )
+        )
+    return state
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter of a gathered one that :func:`mark_gathered` has seen; any other is returned as it is."""
+    reference = parameter.__dict__.get(RECORD)
+    record = reference.target() if reference is not None else None
+    return parameter if record is None else record.sharded_param
+
+
+def mark_gathered(unit: nn.Module) -> None:
+    """Let :func:`shard_of` know the gathered parameters of a unit. Local operation."""
+    for parameter, record in _fsdp2.gathered_parameters(unit):
+        if RECORD not in parameter.__dict__:
+            setattr(parameter, RECORD, _Reference(record))
+
+
+def versions_of(unit: nn.Module) -> dict[int, int]:
+    """``id`` of a shard -> how often it was written to in place.
+
+    Quantized ones do not count: kernels write them behind torch's back.
+    """
+    shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
+    return {id(p): _torch.version_of(local) for p, local in shards if not _te.is_quantized(local)}
+
+
+def recover(state: ShardingState) -> None:
+    """Mend what an exception has left half done in a forward or backward. Local operation.
+
+    After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
+    microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
+    """
+    phases = {root: _fsdp2.interrupted(root) for root in state.roots()}
+    lost = "backward" in phases.values()
+    for root, phase in phases.items():
+        if phase:
+            _log.warning(
+                "a %s was interrupted by an exception: FSDP2 is made ready for the next forward", phase
+            )
+            _fsdp2.reset_iteration(root)
+            state.gathers.clear()
+    if state.replicated is not None and state.replicated.interrupted:
+        state.replicated.recover()
+        lost = True
+    if lost:
+        waiting = bool(state.pending())
+        for unit in state.modules.values():
+            _fsdp2.forget_unreduced(unit)
+        state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
+
+
+def refuse_in_backward(where: str) -> None:
+    """Raise if autograd is running a backward."""
+    if _torch.in_backward():
+        raise OrderError(
+            message(
+                f"{where} from inside of backward", fix="call it before or after backward, or in a context"
+            )
+        )
 
 
 def mark(state: ShardingState) -> None:
     """Let :func:`state_of` find ``state`` from each parameter that the model has now. Local operation."""
     reference = _Reference(state)
-    for parameter in state.model.parameters():
+    for parameter in state.parameters().values():
         setattr(parameter, STATE, reference)

@@ -16,12 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 from te_fsdp.errors import PlacementError, message
 
-__all__ = ["DEFAULT", "OUTER_STRATEGIES", "STRATEGIES", "Strategy", "check_outer", "strategy_of"]
+__all__ = ["DEFAULT", "OUTER_STRATEGIES", "STRATEGIES", "Pace", "Strategy", "check_outer", "strategy_of"]
+
+
+class Pace(Enum):
+    """How a backward counts.
+
+    Attributes:
+        LAST: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
+        MORE: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
+        LOCAL: Others follow, and none of this one's gradients is reduced.
+    """
+
+    LAST = "last"
+    MORE = "more"
+    LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,14 @@ class Strategy:
     release_after_forward: bool
     keep_between: bool
     reduce_each: bool
+
+    def reduces(self, pace: Pace) -> bool:
+        """Whether a backward ends with gradients reduced over ``dp_shard``."""
+        return pace is Pace.LAST or (pace is Pace.MORE and self.reduce_each)
+
+    def releases(self, pace: Pace) -> bool:
+        """Whether a backward ends with weights released."""
+        return pace is Pace.LAST or not self.keep_between
 
     def __str__(self) -> str:
         return self.name

@@ -1,0 +1,203 @@
+"""Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.13, read on 2.11 and 2.15.
+
+FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
+2.13 to recover from an exception, and none before 2.15 to reduce outside of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp._torch import fill_unused, fsdp_parameter_groups, managed_by
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "forget_unreduced",
+    "gathered_parameters",
+    "interrupted",
+    "is_gathered",
+    "is_root",
+    "reduce_outside_backward",
+    "reset_iteration",
+    "sharded_parameters",
+    "unreduced",
+    "wait_for_reductions",
+]
+
+
+def is_gathered(unit: nn.Module) -> bool:
+    """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
+    return any(group.is_unsharded for group in fsdp_parameter_groups(unit))
+
+
+def is_root(unit: nn.Module) -> bool:
+    """Whether a unit is the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
+    return bool(unit._get_fsdp_state()._is_root)  # type: ignore[operator]
+
+
+def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
+    """The sharded parameters of a unit, gathered or not (``FSDPParam.sharded_param``)."""
+    return [managed.sharded_param for managed in managed_by(unit)]
+
+
+def gathered_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:
+    """Gathered parameter and FSDP2's record of each parameter that was gathered at least once."""
+    found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_by(unit))
+    return [(parameter, managed) for parameter, managed in found if parameter is not None]
+
+
+def _waits(managed: Any) -> bool:
+    """Whether a record holds a gradient that was not reduced. On 2.15 both names are one gradient."""
+    gathered = getattr(managed, "_unsharded_param", None)
+    if gathered is None:
+        return False
+    return gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+
+
+def unreduced(unit: nn.Module) -> Iterator[Any]:
+    """Records of a unit's parameters whose gradients were not reduced over all axes yet.
+
+    Either whole ones that wait for their reduce-scatter, or parts that wait for the all-reduce of HSDP
+    (``FSDPParamGroup._partial_reduce_output``).
+    """
+    for group in fsdp_parameter_groups(unit):
+        part = group._partial_reduce_output is not None
+        for managed in group.fsdp_params:
+            if _waits(managed) or (part and managed.sharded_param.requires_grad):
+                yield managed
+
+
+def forget_unreduced(unit: nn.Module) -> None:
+    """Drop all gradients that wait for their reduction."""
+    for group in fsdp_parameter_groups(unit):
+        group._partial_reduce_output = None
+        for managed in group.fsdp_params:
+            if getattr(managed, "_unsharded_param", None) is not None:
+                managed._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(managed):
+                managed.unsharded_accumulated_grad = None
+
+
+def _states(root: nn.Module) -> list[Any]:
+    """FSDP2's states of the tree under a root (``FSDPStateContext.all_states``); none before its first forward."""
+    return list(root._get_fsdp_state()._state_ctx.all_states)  # type: ignore[operator]
+
+
+def _comm(root: nn.Module) -> Any:
+    return root._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+
+
+def interrupted(root: nn.Module) -> str:
+    """What an exception has left half done under a root: ``"forward"``, ``"backward"``, or ``""`` for nothing.
+
+    Call it when neither runs.
+    """
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    phases = set()
+    for state in context.all_states:
+        phases.add(state._training_state.name)
+        phases.update(group._training_state.name for group in fsdp_parameter_groups(state._modules[0]))
+    if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
+        return "backward"
+    return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""
+
+
+def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
+    """Make a tree ready for the next forward after an exception; gradients are left as they are.
+
+    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13), which would also drop what HSDP has reduced in
+    part; else the same by hand.
+
+    Args:
+        root: A root.
+        stock: Whether to use torch's own where it exists.
+    """
+    groups = [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
+    parts = [group._partial_reduce_output for group in groups]
+    if stock and hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()  # type: ignore[operator]
+    else:
+        _reset(root, groups)
+    for group, part in zip(groups, parts, strict=True):
+        group._partial_reduce_output = part
+
+
+def _reset(root: nn.Module, groups: list[Any]) -> None:
+    """``reset_iter_state`` for torch before 2.13. Waits for the device: exceptions are rare."""
+    if groups and groups[0].device.type != "cpu":
+        torch.accelerator.synchronize(groups[0].device)
+    comm, context = _comm(root), root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    comm.all_gather_state = None
+    _forget_reductions(comm)
+    for group in groups:
+        result = group._all_gather_result
+        if result is not None and result.all_gather_work is not None:
+            result.all_gather_work.wait()
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = None
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+        group._to_sharded()
+    for state in _states(root):
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def _forget_reductions(comm: Any) -> None:
+    """What FSDP2 keeps of reductions until they have ended: one on 2.11, a list on 2.13."""
+    comm.post_forward_order.clear()
+    if hasattr(comm, "reduce_scatter_states"):
+        comm.reduce_scatter_states.clear()
+    else:
+        comm.reduce_scatter_state = None
+
+
+def reduce_outside_backward(root: nn.Module) -> None:
+    """Start the reduction of all gradients that wait for it (``FSDPParamGroup.post_backward``).
+
+    Collective over data parallel, the units in the order of a backward. Every trained parameter that was gathered at
+    least once takes part, with zeros where it has no gradient, so that ranks agree, and so that the parts that HSDP has
+    kept are reduced too. Call :func:`wait_for_reductions` before gradients are read.
+    """
+    for state in reversed(_states(root)):
+        for group in reversed(fsdp_parameter_groups(state._modules[0])):
+            trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
+            if not any(getattr(managed, "_unsharded_param", None) is not None for managed in trained):
+                continue
+            before = group.reduce_grads, group.all_reduce_grads
+            group.reduce_grads = group.all_reduce_grads = True
+            unused = getattr(group, "reduce_scatter_unused_params", None)
+            if unused is None:
+                fill_unused(group)
+            else:
+                group.reduce_scatter_unused_params = True
+            try:
+                group.post_backward()
+            finally:
+                group._training_state = type(group._training_state).IDLE
+                group.reduce_grads, group.all_reduce_grads = before
+                if unused is not None:
+                    group.reduce_scatter_unused_params = unused
+
+
+def wait_for_reductions(root: nn.Module) -> None:
+    """Let the current stream wait for reductions that were started (``FSDPParamGroup.finalize_backward``).
+
+    What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to.
+    """
+    comm = _comm(root)
+    for state in _states(root):
+        for group in fsdp_parameter_groups(state._modules[0]):
+            group.finalize_backward()
+    kept = getattr(comm, "reduce_scatter_states", None)
+    for reduction in kept if kept is not None else [comm.reduce_scatter_state]:
+        if reduction is not None and reduction.event is not None:
+            torch.accelerator.current_stream().wait_event(reduction.event)
+    _forget_reductions(comm)

@@ -1,0 +1,181 @@
+"""Reductions outside of backward, and what loops do with all gradients: wait, check, scale, forget.
+
+A gradient is complete when ``.grad`` of the sharded parameter holds the mean over all ranks and microbatches so far.
+Until then FSDP2 (or ``no_shard_reduce``) holds what waits apart from ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp import _fsdp2, _torch
+from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.outer_gradients import current
+from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
+from te_fsdp.sharding.strategies import Pace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "finish_grad_reduce",
+    "require_reduced",
+    "scale_gradients",
+    "start_grad_reduce",
+    "wait_for_reductions",
+    "zero_grad",
+]
+
+
+def start_grad_reduce(model: nn.Module) -> None:
+    """Start the reduction of all gradients that wait for it, outside of backward.
+
+    For loops that reduce at a place of their own: run all backwards in :func:`no_sync`, or with
+    :func:`set_auto_sync` off. Gradients are complete after :func:`finish_grad_reduce`. Does nothing where nothing
+    waits. FSDP2 has no public call for it: uses its private one, on each supported torch version.
+
+    Collective over data parallel: a reduce-scatter for each unit (and an all-reduce with HSDP), one all-reduce per
+    dtype for ``no_shard`` parameters. Call it on all ranks.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on.
+
+    Raises:
+        OrderError: A model without sharding state; a call from inside of backward; gradients of a failed backward.
+    """
+    state = required_state(model, "start_grad_reduce")
+    refuse_in_backward("start_grad_reduce")
+    require_sound(state, "start_grad_reduce")
+    if not state.pending():
+        return
+    for root in state.roots():
+        _fsdp2.reduce_outside_backward(root)
+    if state.replicated is not None and state.replicated.pending:
+        state.replicated.reduce()
+    state.unfinished = True
+
+
+def finish_grad_reduce(model: nn.Module) -> None:
+    """Complete all gradients: starts what :func:`start_grad_reduce` has not started, and waits on the device.
+
+    Collective over data parallel if gradients wait for their reduction. Weights that were kept stay gathered until the
+    optimizer's step.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on.
+
+    Raises:
+        OrderError: As :func:`start_grad_reduce`.
+    """
+    start_grad_reduce(model)
+    wait_for_reductions(required_state(model, "finish_grad_reduce"))
+
+
+def wait_for_reductions(state: ShardingState) -> None:
+    """Let the current stream wait for all reductions under way; costs nothing if none is. Local operation."""
+    if state.unfinished:
+        for root in state.roots():
+            _fsdp2.wait_for_reductions(root)
+        state.unfinished = state.pace is not Pace.LAST
+
+
+def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tensor] | None = None) -> None:
+    """Wait for reductions under way, and raise if a gradient still waits for one. Local operation.
+
+    Args:
+        state: The model's state.
+        where: The caller, for the message.
+        only: The parameters that matter; ``None``: all.
+
+    Raises:
+        OrderError: Names a parameter.
+    """
+    wait_for_reductions(state)
+    require_sound(state, where)
+    pending = state.pending()
+    if pending and only is not None:
+        pending = {key: pending[key] for key in map(id, only) if key in pending}
+    if pending:
+        raise OrderError(
+            message(
+                f"{where}: gradients of {len(pending)} parameter(s) were not reduced, such as "
+                f"{next(iter(pending.values()))}",
+                expected="a last backward that reduces what has added up",
+                got="backwards in te_fsdp.no_sync, or microbatches with is_last=False, alone",
+                why="Each rank has the gradient of its own microbatches only",
+                fix="run the last backward with is_last=True or outside of the context, or call "
+                "te_fsdp.finish_grad_reduce(model)",
+            )
+        )
+
+
+def require_sound(state: ShardingState, where: str) -> None:
+    """Raise if a backward has failed since gradients were last cleared.
+
+    Raises:
+        OrderError: Names what to do.
+    """
+    if not state.failed:
+        return
+    if all(p.grad is None for p in state.parameters().values()):
+        state.failed = False
+        return
+    raise OrderError(
+        message(
+            f"{where}: a backward has raised in this optimizer step",
+            expected="gradients of whole microbatches",
+            got="those of some units with the failed microbatch, those of others without",
+            fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
+        )
+    )
+
+
+def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
+    """Forget all gradients, those that wait for their reduction included. Local operation.
+
+    ``optimizer.zero_grad()`` does it too after a step; this one also after an exception, and in the middle of a step.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on.
+        set_to_none: Drop the gradients; otherwise those that are complete are filled with zeros.
+
+    Raises:
+        OrderError: A model without sharding state; a call from inside of backward.
+    """
+    state = required_state(model, "zero_grad")
+    refuse_in_backward("zero_grad")
+    recover(state)
+    wait_for_reductions(state)
+    for unit in state.modules.values():
+        _fsdp2.forget_unreduced(unit)
+    if state.replicated is not None:
+        state.replicated.zero_grad(set_to_none)
+    for parameter in state.parameters().values():
+        if getattr(parameter, "decoupled_grad", None) is not None:
+            parameter.decoupled_grad = None  # type: ignore[attr-defined]
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach_().zero_()
+    state.failed = False
+
+
+@torch.no_grad()
+def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
+    """Multiply all gradients in place, for example by the inverse of a number of tokens. Local operation.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on.
+        factor: The same on all ranks; a tensor must have one element.
+
+    Raises:
+        OrderError: A model without sharding state; gradients that wait for their reduction.
+    """
+    state = required_state(model, "scale_gradients")
+    require_reduced(state, "scale_gradients")
+    found = [current(parameter) for parameter in state.parameters().values()]
+    gradients = [_torch.local_of(gradient) for gradient in found if gradient is not None]
+    _torch.multiply_all_(gradients, torch.as_tensor(factor, dtype=torch.float32).reshape(()))

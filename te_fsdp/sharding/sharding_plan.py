@@ -1,0 +1,124 @@
+"""What ``fully_shard`` decides before it changes anything: units, strategies, dtypes, where each parameter goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+
+from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.modules.experts import Selection
+from te_fsdp.quantized.shards import Key
+from te_fsdp.sharding.agree import raised_on_all_ranks
+from te_fsdp.sharding.experts import plan_parameters, with_expert_units
+from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
+from te_fsdp.sharding.precision import MixedPrecisionPolicy
+from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
+from te_fsdp.sharding.state import ShardingState
+from te_fsdp.sharding.strategies import DEFAULT, STRATEGIES, Strategy, check_outer
+from te_fsdp.sharding.ties import check_ties
+from te_fsdp.sharding.units import Wanted, check_accepted, check_order, find_units
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.plan import Planned
+
+__all__ = ["Plan", "Request", "Wish", "plan_sharding"]
+
+#: How users name strategies: one, or one for each class or name.
+Wish = str | Strategy | Mapping[type | str, str | Strategy]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``fully_shard``."""
+
+    units: Wanted | None
+    strategy: Wish | None
+    reshard_after_forward: bool | None
+    outer_strategy: str
+    precision: MixedPrecisionPolicy | None
+    mp_policy: Fsdp2Policy | None
+    experts: Selection
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before anything changes: where each parameter goes, along which dim it is cut, in which dtypes."""
+
+    state: ShardingState
+    parameters: list[Planned]
+    cuts: dict[Key, int]
+    exempt: NoShard
+    mp_policy: Fsdp2Policy
+    experts: Selection
+
+
+def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
+    """Check all that can be checked, and decide the rest. Changes nothing.
+
+    Collective over the world: what one rank refuses, all do.
+    """
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        check_order(model)
+        _check_policy(request.precision, request.mp_policy)
+        rows = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
+        state = ShardingState(model, meshes, rows, check_outer(request.outer_strategy), request.precision)
+        exempt = _plan_units(state, request.experts)
+        state.precision_plan = _plan_precision(state, exempt)
+    # A context of its own: it gathers over ep, where every rank must arrive.
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        parameters, cuts = plan_parameters(model, meshes, exempt.keys, request.experts)
+    return Plan(state, parameters, cuts, exempt, request.mp_policy or Fsdp2Policy(), request.experts)
+
+
+def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
+    """Settle the units, and what none of them takes. Changes nothing in the model; a rank may fail alone."""
+    state.units = with_expert_units(state.model, state.meshes, state.units, experts)
+    exempt = plan_no_shard(state.model, state.units)
+    state.units = exempt.without_units(state.units)
+    check_ties(state.model, state.units, exempt.keys)
+    check_accepted(state.model, state.units)
+    return exempt
+
+
+def _plan_precision(state: ShardingState, exempt: NoShard) -> PrecisionPlan | None:
+    """What the precision policy means for the units that FSDP2 cuts. Changes nothing; a rank may fail alone."""
+    if state.precision is None:
+        return None
+    all_reduces = state.outer == "no_shard" and state.meshes.size("dp_replicate") > 1
+    units = [name for name in state.units if id(state.model.get_submodule(name)) not in exempt.whole]
+    return plan_precision(state.model, units, state.precision, skip=exempt.keys, all_reduces=all_reduces)
+
+
+def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish:
+    """What is meant by ``strategy`` and FSDP2's word for it together."""
+    if reshard_after_forward is None:
+        return DEFAULT if strategy is None else strategy
+    meant = STRATEGIES["optim_grads_params" if reshard_after_forward else "optim_grads"]
+    if isinstance(reshard_after_forward, bool) and strategy in (None, meant, meant.name):
+        return meant
+    raise PlacementError(
+        message(
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
+            expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
+            fix="leave reshard_after_forward out",
+        )
+    )
+
+
+def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:
+    if precision is not None and mp_policy is not None:
+        raise PrecisionError(
+            message(
+                "fully_shard: precision and mp_policy",
+                expected="one of them",
+                got="both",
+                why="Each says in which dtypes to compute and to reduce",
+                fix="leave mp_policy out",
+            )
+        )

@@ -1,0 +1,160 @@
+"""What happens by itself around forward and ``optimizer.step()``, for models of ``fully_shard``.
+
+    before a forward   what an exception has left half done is mended; stale gathered weights are refused
+    before a step      gradients are complete, or it raises; outer reductions; copies over tp made equal; main gradients
+    after a step       main weights installed; kept weights released, so that the next forward gathers the new ones
+
+The hooks of optimizers are torch's global ones, and look only at parameters that ``fully_shard`` has marked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from te_fsdp import _fsdp2, _torch
+from te_fsdp.binding import CUT
+from te_fsdp.errors import OrderError, message
+from te_fsdp.modules import copies
+from te_fsdp.sharding.outer_gradients import check_step
+from te_fsdp.sharding.reductions import require_reduced
+from te_fsdp.sharding.state import (
+    ShardingState,
+    mark,
+    mark_gathered,
+    recover,
+    shard_of,
+    state_of,
+    versions_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["watch_forward", "watch_steps"]
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Take part in every optimizer step from now on; later calls do nothing."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def watch_forward(state: ShardingState) -> None:
+    """Look after the weights of a model before each forward of it and of its units."""
+    for name, unit in state.modules.items():
+        # Before FSDP2's own hook, which gathers.
+        unit.register_forward_pre_hook(functools.partial(_before_unit, state, name), prepend=True)
+    state.model.register_forward_pre_hook(functools.partial(_before_forward, state), prepend=True)
+    state.model.register_forward_hook(functools.partial(_after_forward, state))
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+
+
+def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
+    if not _torch.in_backward():
+        recover(state)
+        if not state.marked:
+            mark(state)
+            state.marked = True
+
+
+def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
+    """Raise if the unit would run with weights that were changed since they were gathered."""
+    if _torch.in_backward():  # recomputed activations
+        return
+    if not _fsdp2.is_gathered(unit):
+        # Released again in each forward and backward: only start_param_gather can make these stale.
+        if state.units[name].release_after_forward:
+            state.versions.pop(name, None)
+        else:
+            state.versions[name] = versions_of(unit)
+        return
+    gathered_at = state.versions.get(name)
+    if gathered_at is None:
+        return
+    now = versions_of(unit)
+    changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
+    if changed:
+        names = {id(parameter): own for own, parameter in state.parameters().items()}
+        raise OrderError(
+            message(
+                f"{names[changed[0]]}: forward with a gathered weight from before the last update",
+                expected="weights gathered after the optimizer's step",
+                got="a shard that was written to while the whole weight was kept",
+                why="Only the steps of torch.optim.Optimizer's subclasses release kept weights by themselves",
+                fix="call te_fsdp.release_params(model) after the update",
+            )
+        )
+
+
+def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: Any) -> None:
+    """Gathered parameters that are kept are those that ``model.parameters()`` gives: let them be recognised."""
+    for name, unit in state.modules.items():
+        kept = not state.units[name].release_after_forward
+        if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
+            mark_gathered(unit)
+            state.recognised.add(name)
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+def _states(optimizer: Optimizer) -> tuple[list[ShardingState], list[torch.Tensor]]:
+    """The models that an optimizer works on, and its parameters of them."""
+    states: dict[int, ShardingState] = {}
+    parameters = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _refuse_gathered(optimizer, parameter)
+            state = state_of(parameter)
+            if state is not None:
+                states[id(state)] = state
+                parameters.append(parameter)
+    return list(states.values()), parameters
+
+
+def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    if shard_of(parameter) is not parameter:
+        raise OrderError(
+            message(
+                f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
+                expected="sharded parameters",
+                got="one of those that the model has while its weights are kept between microbatches",
+                why="Its update would be lost",
+                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
+            )
+        )
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    states, parameters = _states(optimizer)
+    where = f"{type(optimizer).__name__}.step"
+    for state in states:
+        require_reduced(state, where, parameters)
+        for prepare in state.before_step:
+            prepare(optimizer)
+    check_step(optimizer)
+    # What is cut over further axes is averaged in the optimizer's own hook, after this one, and taken over then.
+    copies.take_over_gradients(p for p in parameters if CUT not in p.__dict__)
+    for state in states:
+        if state.precision_plan is not None:
+            state.precision_plan.before_step(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in _states(optimizer)[0]:
+        if state.precision_plan is not None:
+            state.precision_plan.after_step(optimizer)
+        for finish in state.after_step:
+            finish(optimizer)
+        state.gathers.clear()
+        state.versions.clear()
+        for _, unit in state.gathered():
+            unit.reshard()  # type: ignore[operator]
