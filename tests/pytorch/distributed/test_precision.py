@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from precision import bodies
+from precision import bodies, quantized
 from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
@@ -131,3 +131,11 @@ def test_grad_comm_holds_for_a_while(pool):
     expected = {"before": fp32, "inside": bf16, "nested": fp32, "inside again": bf16, "after": fp32}
     expected["gradients"] = ["torch.float32"]
     assert pool.run(bodies.temporarily, 2, dtype="bfloat16") == [expected] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "policy", "meta"), [("current", {}, True), ("mxfp8", BF16_WIRE, False)])
+def test_quantized_training(pool, recipe, policy, meta):
+    results = pool.run(quantized.training, 2, recipe=recipe, policy=policy, meta=meta)
+    # fc1 and fc2 at the beginning and after each step; every gradient and their main weights in each step.
+    assert all(found["buffers"] >= 3 * 2 * 2 and found["values"] == 2 * (6 + 2) for found in results), results
