@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hfsdp import bodies, checkpoints
+from hfsdp import bodies, checkpoints, experts
+from parity.runs import ENVIRONMENT
 
 #: Axes of each mesh -> cases that run on it one after the other.
 PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
@@ -19,9 +20,9 @@ PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
     "2x2": (
         {"dp_replicate": 2, "dp_shard": 2},
         [
-            {"optimizer": "sgd", "microbatches": 3, "clip": 0.5},
+            {"optimizer": "sgd", "microbatches": 3, "clip": 0.5, "strategy": "optim"},
             {"optimizer": "adamw", "clip": 0.5},
-            {"optimizer": "foreach", "microbatches": 3},
+            {"optimizer": "foreach", "microbatches": 3, "strategy": "optim_grads"},
             {"optimizer": "te", "microbatches": 3, "clip": 0.5},
         ],
     ),
@@ -151,3 +152,14 @@ def test_state_dict_of_the_optimizer(pool, case):
 def test_refused(pool, case, kind, words):
     for error in pool.run_expect_error(bodies.refused, 2, case=case):
         assert error.type_name == kind and words in error.message, error
+
+
+@pytest.mark.ranks(4)
+def test_experts(pool):
+    """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
+    axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
+    results = pool.run(experts.training, 4, env=ENVIRONMENT, axes=axes, experts=7, route="uneven")
+    for shares in results:
+        assert max(shares["shares"].values()) <= 1 and {"norm", "update"} <= shares["shares"].keys()
+    for rows in pool.run(experts.rows_of_states, 4, axes=axes, experts=4):
+        assert len(rows) == 4 and all(whole == 2 * cut for whole, cut in rows.values())
