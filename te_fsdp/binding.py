@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["COPY", "CUT", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
+__all__ = ["COPY", "CUT", "EP", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
@@ -25,11 +25,26 @@ LABEL = "_te_fsdp_label"
 COPY = "_te_fsdp_copy"
 #: Attribute of a parameter whose optimizer state te_fsdp cuts over the ranks that hold it alike: who does it.
 CUT = "_te_fsdp_cut"
+#: Attribute of an expert module's parameters: the expert-parallel mesh, whose ranks hold other experts (:class:`Held`).
+EP = "_te_fsdp_ep"
 #: Attribute of a parameter of a model that ``fully_shard`` was called on: a reference to its sharding state.
 STATE = "_te_fsdp_state"
 #: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all own parameters, or a frozenset of their names.
 #: Also an attribute of parameters that no module owned when they were marked.
 NO_SHARD = "_te_fsdp_no_shard"
+
+
+class Held:
+    """A mesh as an attribute of parameters: copies of a parameter share it, pickles leave it behind."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[Held], tuple[()]]:
+        return (Held, ())
 
 
 @dataclass
@@ -53,6 +68,7 @@ class Binding:
         amax_group: Ranks over which delayed scaling reduces the amax of an expert module: those that hold the same
             experts. ``None``: those of the weight mesh.
         divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
+        experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
     name: str
@@ -69,10 +85,16 @@ class Binding:
     experts: ExpertRange | None = None
     amax_group: ProcessGroup | None = None
     divided: bool = False
+    experts_mesh: DeviceMesh | None = None
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
+
+    def whole_mesh(self, name: str) -> DeviceMesh | None:
+        """Mesh that an own parameter lies on when FSDP2 does not shard it; ``None`` for an ordinary tensor."""
+        grouped = name in self.rules and self.rules[name].layout.is_grouped
+        return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
         """Give ``parameter`` the attributes known for ``name`` that it lacks, and its label."""
@@ -81,6 +103,8 @@ class Binding:
             setattr(parameter, LABEL, self.label(name))
         if self.tp_mesh is not None and name in self.rules and self.rules[name].shard_dim is None:
             setattr(parameter, COPY, True)
+        if self.ep_mesh is not None:
+            setattr(parameter, EP, Held(self.ep_mesh))
         for key, value in self.attributes.get(name, {}).items():
             if key not in have:
                 setattr(parameter, key, value)
@@ -92,6 +116,7 @@ class Binding:
             self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.under_fsdp
         )
         copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
+        copied.experts_mesh = self.experts_mesh
         return copied
 
 

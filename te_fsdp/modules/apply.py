@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import KEY, Binding, binding_of
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
-from te_fsdp.modules.single import adopt_single
+from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
@@ -25,8 +25,8 @@ from te_fsdp.quantized.optimizer_steps import watch_steps
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.layout.rules import ParameterRule
     from te_fsdp.modules.plan import Planned
 
 __all__ = ["set_device_mesh"]
@@ -87,6 +87,9 @@ def set_device_mesh(
         for mesh in (weight_mesh, expert_weight_mesh)
     )
     plan_all_cuts(planned, dense, own)
+    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
+        if binding_of(item.module) is None:
+            adopt_single(item.module)
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         if item.experts is None:
@@ -116,12 +119,14 @@ def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter
     if item.kind is None and any(isinstance(p, DTensor) for p in module._parameters.values()):
         _log.debug("%s: left alone, its parameters are DTensors already", item.name)
         return
-    adopt_single(module)
     binding = Binding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     if item.experts is not None:
         binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
         binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
         register_globally(module, item.experts)
+        if single_names(module):
+            assert meshes.ep_mesh is not None
+            binding.experts_mesh = _experts_mesh(meshes.ep_mesh, tp_mesh, item.name)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             binding.attributes[name] = _python_attributes(parameter)
@@ -137,7 +142,8 @@ def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter
         if parameter is None:
             continue
         if id(parameter) not in replaced:
-            new = _place(parameter, binding.rules[name], binding) if tp_mesh is not None else parameter
+            placed = binding.whole_mesh(name) is not None
+            new = _place(parameter, name, binding) if placed else parameter
             local = _torch.local_of(new)
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
@@ -148,16 +154,22 @@ def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter
         module._parameters[name] = replaced[id(parameter)]
 
 
-def _place(parameter: torch.nn.Parameter, rule: ParameterRule, binding: Binding) -> torch.nn.Parameter:
-    """The parameter as a DTensor on the tp mesh; data, quantized buffers and ``requires_grad`` stay as they are."""
-    mesh = binding.tp_mesh
+def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.nn.Parameter:
+    """The parameter as a DTensor on the tp mesh; data, quantized buffers and ``requires_grad`` stay as they are.
+
+    A parameter of all experts also lies on ``ep``.
+    """
+    mesh, rule = binding.whole_mesh(name), binding.rules[name]
     assert mesh is not None
     local = parameter.detach()
     kept = _te.high_precision_value(parameter)
     if kept is not None:
         _te.attach_high_precision_value(local, kept)
-    shape, placement = list(local.shape), Replicate()
-    if rule.shard_dim is not None:
+    shape = list(local.shape)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if binding.experts is not None and rule.layout.is_grouped:
+        shape[0], placements[0] = binding.experts.total, Shard(0)
+    if rule.shard_dim is not None and binding.tp_mesh is not None:
         if rule.shard_dim >= local.ndim:
             raise PlacementError(
                 message(
@@ -166,17 +178,35 @@ def _place(parameter: torch.nn.Parameter, rule: ParameterRule, binding: Binding)
                     got=tuple(shape),
                 )
             )
-        shape[rule.shard_dim] *= mesh.size()
-        placement = Shard(rule.shard_dim)
+        shape[rule.shard_dim] *= binding.tp_mesh.size()
+        placements[-1] = Shard(rule.shard_dim)
     like = DTensor.from_local(
         local,
         mesh,
-        [placement],
+        placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+
+
+def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
+    """The mesh of parameters of all experts. Local operation."""
+    if tp_mesh is None:
+        return ep_mesh
+    try:
+        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
+    except RuntimeError as error:
+        raise MeshError(
+            message(
+                f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
+                expected="axes of one mesh",
+                got=f"{ep_mesh} and {tp_mesh}",
+                why=str(error),
+                fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
+            )
+        ) from error
 
 
 def _python_attributes(parameter: torch.Tensor) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class MeshModule(torch.nn.Module):
             if isinstance(old, DTensor):  # attributes that it got after it was bound
                 for key, attribute in _torch.attributes_of(old).items():
                     value.__dict__.setdefault(key, attribute)
-            if isinstance(value, DTensor) and value.device_mesh != binding.tp_mesh:
+            if isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name):
                 if not release_gathered(old, value, binding):
                     check_cut(self, binding, name, value)
                     _check_still_quantized(self, binding, name, old, value)

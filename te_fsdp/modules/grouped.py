@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import OrderError, message
-from te_fsdp.layout.experts import ExpertRange
+from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.modules.single import SingleModule
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class GroupedModule(SingleModule):
         if experts is not None and (isinstance(value, torch.nn.Parameter) or value is None):
             parameters, registered = self.__dict__["_parameters"], experts.registered_name(name)
             name = registered if name not in parameters and registered in parameters else name
+            if expert_index(name) is not None and isinstance(value, DTensor):
+                _check_apart(self, name, value)
         super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +69,28 @@ class GroupedModule(SingleModule):
 def _experts_of(module: GroupedModule) -> ExpertRange | None:
     binding = binding_of(module)
     return None if binding is None else binding.experts
+
+
+def _check_apart(module: GroupedModule, name: str, parameter: DTensor) -> None:
+    """FSDP2 must not cut an expert over ranks that hold other experts. Every rank sees the same.
+
+    Raises:
+        PlacementError: It does; torch's ``fully_shard`` was given the mesh of dense parameters, or none.
+    """
+    binding = binding_of(module)
+    assert binding is not None and binding.ep_mesh is not None
+    both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())
+    if len(both) > 1:
+        raise PlacementError(
+            message(
+                f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
+                expected="ranks that hold the same experts",
+                got="ranks along ep, which hold others",
+                why="Shards of different experts would be gathered as one weight",
+                fix="use te_fsdp.fully_shard, or call torch's on each expert module first, with mesh="
+                "meshes.expert_fsdp_with_size_one",
+            )
+        )
 
 
 def _amax_group(binding: Binding) -> contextlib.AbstractContextManager[object]:

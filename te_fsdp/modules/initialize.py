@@ -75,7 +75,7 @@ def initialize_te_parameters(module: nn.Module) -> None:
 def _in_order(module: nn.Module, binding: Binding) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Name, parameter, and whether another rank holds it, in the order in which one process initialises them.
 
-    For the parameters of another rank's experts those of an own expert stand, which have the same shape and initialiser.
+    For the parameters of another rank's experts those of an own expert stand: same shape, same initialiser.
     """
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if binding.experts is None:

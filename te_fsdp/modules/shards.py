@@ -57,7 +57,8 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     binding = binding_of(module)
     rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
     has_tp = binding is not None and binding.tp_mesh is not None
-    at = _coordinates(parameter, has_tp, label) if isinstance(parameter, DTensor) else Coordinates()
+    has_ep = binding is not None and binding.experts_mesh is not None and rule.layout.is_grouped
+    at = _coordinates(parameter, has_tp, has_ep, label) if isinstance(parameter, DTensor) else Coordinates()
     original = tuple(parameter.shape)
     local_shape, boxes = shard_boxes(original, rule, at, name=label)
     have = tuple(_torch.local_of(parameter).shape)
@@ -73,14 +74,19 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))
 
 
-def _coordinates(parameter: DTensor, has_tp: bool, label: str) -> Coordinates:
-    """Coordinates from a DTensor's placements: tp is the last axis of a bound parameter, FSDP2's come before."""
+def _coordinates(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
+    """Coordinates from a DTensor's placements: tp is the last axis of a bound parameter, ep and FSDP2's come before."""
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
     tp_axis = mesh.ndim - 1 if has_tp else None
-    cuts = [i for i, p in enumerate(placements) if i != tp_axis and _torch.shard_dim_of(p) is not None]
+    ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
+    cuts = [
+        i
+        for i, p in enumerate(placements)
+        if i not in (tp_axis, ep_axis) and _torch.shard_dim_of(p) is not None
+    ]
     if len(cuts) > 1:
         raise PlacementError(
             message(
@@ -90,9 +96,10 @@ def _coordinates(parameter: DTensor, has_tp: bool, label: str) -> Coordinates:
             )
         )
     tp = (mesh.size(tp_axis), coordinate[tp_axis]) if tp_axis is not None else (1, 0)
+    ep = (mesh.size(ep_axis), coordinate[ep_axis]) if ep_axis is not None else (1, 0)
     if not cuts:
-        return Coordinates(tp_size=tp[0], tp_rank=tp[1])
+        return Coordinates(tp_size=tp[0], tp_rank=tp[1], ep_size=ep[0], ep_rank=ep[1])
     axis = cuts[0]
     dim = _torch.shard_dim_of(placements[axis])
     assert dim is not None
-    return Coordinates(tp[0], tp[1], mesh.size(axis), coordinate[axis], dim)
+    return Coordinates(*tp, mesh.size(axis), coordinate[axis], dim, *ep)

@@ -148,7 +148,8 @@ def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -
 
 def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
     """Between FSDP2's gathers parameters lie on the (data parallel, tp) mesh; kernels must never see such a shard."""
-    if binding.tp_mesh is not None and parameter.device_mesh.ndim == 1 and not _foreign(binding, parameter):
+    whole = binding.whole_mesh(name)
+    if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
         return
     raise OrderError(
         message(
@@ -159,9 +160,3 @@ def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
             fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
         )
     )
-
-
-def _foreign(binding: Binding, parameter: DTensor) -> bool:
-    """Whether a 1-D DTensor lies on another mesh than the module's tp mesh (FSDP2 without tensor parallelism)."""
-    mesh, tp = parameter.device_mesh, binding.tp_mesh
-    return mesh is not tp and mesh != tp

@@ -1,0 +1,206 @@
+"""Bodies: both forms of ``GroupedLinear`` side by side on the same meshes, from the same values, on the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SEED = 21
+STEPS = 3
+HIDDEN = 128
+ROWS = 128  # tokens of an expert come in multiples of it: the grouped MXFP8 kernels insist
+
+
+def recipe_of(name: str) -> Any:
+    """TE's recipe object of a name, ``None`` for bf16."""
+    from quantization.models import recipe_of as quantized
+
+    return None if name == "none" else quantized(name)
+
+
+class Block(nn.Module):
+    """Column-parallel then row-parallel grouped linear, as an expert MLP has them."""
+
+    def __init__(self, experts: int, device: Any, *, single: bool, bias: bool, **te_kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        options = {"params_dtype": torch.bfloat16, "device": device, "bias": bias, "use_grouped_tensor": True}
+        options |= {"single_grouped_weight": single, "single_grouped_bias": single and bias, **te_kwargs}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # experimental, says TE
+            self.fc1 = te.GroupedLinear(experts, HIDDEN, 2 * HIDDEN, parallel_mode="column", **options)
+            self.fc2 = te.GroupedLinear(experts, 2 * HIDDEN, HIDDEN, parallel_mode="row", **options)
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(x, splits)), splits)
+
+
+class _SumOverTp(torch.autograd.Function):
+    """Sum of row-parallel outputs; every rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+@contextlib.contextmanager
+def single_parameters() -> Any:
+    """The environment switch of TE's single parameter."""
+    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"]
+
+
+def build(
+    experts: int, device: Any, *, recipe: str, quantized: bool, single: bool, bias: bool, **te_kwargs: Any
+) -> Block:
+    """One of the two forms, of bf16 or quantized weights."""
+    import transformer_engine.pytorch as te
+
+    init = (
+        te.quantized_model_init(enabled=True, recipe=recipe_of(recipe))
+        if quantized
+        else contextlib.nullcontext()
+    )
+    with single_parameters(), init:
+        return Block(experts, device, single=single, bias=bias, **te_kwargs)
+
+
+def meshes_of(mesh: dict[str, int]) -> Any:
+    import te_fsdp
+
+    return te_fsdp.Meshes.build(**mesh, device_type=harness.device_type())
+
+
+def sharded(
+    meshes: Any, experts: int, *, meta: bool = True, fsdp: dict[str, Any] | None = None, **form: Any
+) -> Block:
+    """A model on meshes; with ``ep``, this rank's part of ``experts``."""
+    import te_fsdp
+
+    bias = form.pop("bias", False) and meshes.tp is None
+    if meshes.tp is not None:
+        form |= {"tp_size": meshes.tp.size(), "tp_group": meshes.tp.get_group()}
+    local = len(meshes.experts(experts))
+    device = "meta" if meta else harness.device()
+    if not meta:
+        torch.manual_seed(SEED)
+    model = build(local, device, bias=bias, **form)
+    te_fsdp.fully_shard(model, meshes, units=type(model.fc1).__mro__[0], **(fsdp or {}))
+    if meta:
+        te_fsdp.materialize(model, seed=SEED)
+    return model
+
+
+def tokens(rank: int, splits: tuple[int, ...], experts: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of a data-parallel rank for its experts, and their numbers; unlike on each rank."""
+    turn = rank % len(splits)
+    counts = [ROWS * n for n in (*splits[turn:], *splits[:turn])][:experts]
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(sum(counts), HIDDEN, generator=generator).bfloat16()
+    return x.to(harness.device()), torch.tensor(counts, device=harness.device())
+
+
+def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    import transformer_engine.pytorch as te
+
+    context = (
+        te.autocast(enabled=True, recipe=recipe_of(recipe)) if recipe != "none" else contextlib.nullcontext()
+    )
+    with context:
+        y = model(*batch)
+    if meshes is not None and meshes.tp is not None:
+        y = _SumOverTp.apply(y, meshes.tp.get_group())
+    return y.float().square().mean()
+
+
+def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
+    """Values or gradients of this rank's experts, whole, ``fc1.weight`` (experts, out, in) and so on, for both forms."""
+    from te_fsdp.binding import binding_of
+
+    experts = binding_of(model.fc1).experts
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter if what == "value" else parameter.grad
+        assert tensor is not None, f"{name} has no gradient"
+        whole = harness.full(tensor)
+        stem = name.rstrip("0123456789")
+        if stem == name and experts is not None:  # the one parameter has the experts of all ranks
+            assert len(whole) == experts.total, name
+            whole = whole[experts.first : experts.first + experts.count]
+        found.setdefault(stem, []).append(whole)
+        assert (whole.dim() == (3 if "weight" in name else 2)) == (stem == name), name
+    return {
+        stem: parts[0] if parts[0].dim() > 1 + ("weight" in stem) else torch.stack(parts)
+        for stem, parts in found.items()
+    }
+
+
+def both_forms(
+    mesh: dict[str, int],
+    experts: int,
+    splits: tuple[int, ...],
+    *,
+    recipe: str = "none",
+    quantized: bool = False,
+    bias: bool = True,
+    optimizer: str = "adamw",
+    fsdp: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Three steps of both forms: every loss, gradient and value is the same to the bit."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = meshes_of(mesh)
+    checks = harness.Comparisons()
+    options = {"recipe": recipe, "quantized": quantized, "bias": bias, "fsdp": fsdp}
+    models = [sharded(meshes, experts, single=single, **options) for single in (True, False)]
+    optimizers = []
+    for model in models:
+        if optimizer == "fused":
+            optimizers.append(te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True))
+        else:
+            optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if quantized:
+            te_fsdp.main_weights(model, optimizers[-1])
+    placements = {n: [str(p) for p in parameter.placements] for n, parameter in models[0].named_parameters()}
+    _compare(checks, "initial", *(by_expert(model) for model in models))
+    rank = 0 if meshes.fsdp is None else meshes.fsdp.get_local_rank("dp_shard")
+    for step in range(STEPS):
+        batch = tokens(rank, splits, len(meshes.experts(experts)), step)
+        losses = [loss_of(model, meshes, recipe, batch) for model in models]
+        for loss in losses:
+            loss.backward()
+        checks.same_bits(f"loss {step}", losses[0].detach(), losses[1].detach())
+        _compare(checks, f"gradient {step}", *(by_expert(model, "gradient") for model in models))
+        norms = [te_fsdp.clip_grad_norm_(model.parameters(), 1e9) for model in models]  # scales nothing
+        # fp32 sums of at most 2^17 squares, in at least 64 lanes: 2^11 roundings of 2^-24 each, halved by the root.
+        checks.close(f"norm {step}", *norms, rtol=2**-14, why="fp32 sums in another order")
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        _compare(checks, f"value {step}", *(by_expert(model) for model in models))
+    return {"checked": checks.require(3 * STEPS), "placements": placements}
+
+
+def _compare(checks: Any, when: str, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys(), (one.keys(), other.keys())
+    for name, value in one.items():
+        checks.same_bits(f"{name}, {when}", value, other[name])
