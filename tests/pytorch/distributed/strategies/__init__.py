@@ -1,0 +1,1 @@
+"""Bodies of the tests of sharding strategies and of gradient accumulation."""

@@ -1,0 +1,75 @@
+"""A small model with units, and a root with parameters of its own: uneven, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+HIDDEN, FFN, CLASSES, BLOCKS, ROWS = 16, 32, 7, 2, 4
+SEED = 7
+
+
+class Model(nn.Module):
+    """Two blocks of TE, and a head whose 7 rows no mesh divides."""
+
+    def __init__(self, device: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        options = {"device": device, "params_dtype": dtype, **kwargs}
+        self.blocks = nn.ModuleList(te.LayerNormMLP(HIDDEN, FFN, **options) for _ in range(BLOCKS))
+        self.head = nn.Linear(HIDDEN, CLASSES, device=device, dtype=dtype)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def sharded(
+    meshes: Any, strategy: str | Mapping[Any, str], outer: str = "no_shard", **options: Any
+) -> nn.Module:
+    """The model on its meshes."""
+    import te_fsdp
+
+    kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
+    model = Model("meta", **kwargs)
+    te_fsdp.fully_shard(
+        model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer, **options
+    )
+    return te_fsdp.materialize(model, seed=SEED)
+
+
+def whole() -> nn.Module:
+    """The same in one process."""
+    torch.manual_seed(SEED)
+    return Model(harness.device())
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """In two groups.
+
+    Adam divides by the gradient's own size, which makes rounding of a gradient near zero as large as the gradient of
+    others: a large eps keeps what is compared proportional to gradients.
+    """
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": held[:3], "lr": 2e-2}, {"params": held[3:], "lr": 1e-2}]
+    if name == "SGD":
+        return torch.optim.SGD(groups, momentum=0.9)
+    if name == "AdamW":
+        return torch.optim.AdamW(groups, eps=1e-3)
+    return FusedAdam(groups, eps=1e-3, weight_decay=0.01)
+
+
+def batch(step: int, copies: int, microbatches: int) -> torch.Tensor:
+    """Inputs: microbatches x data-parallel ranks x rows x hidden."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (microbatches, copies, ROWS, HIDDEN)
+    return torch.randn(shape, generator=generator).to(harness.device())
