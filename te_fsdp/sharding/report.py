@@ -7,34 +7,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.layout.experts import expert_index
 from te_fsdp.modules.shards import shard_info
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["Report", "Row", "report"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter on this rank.
+    """One parameter on this rank, or the weights (or biases) of all its experts of one ``GroupedLinear``.
 
     Attributes:
-        name: Name in the model.
-        shape: Logical (original) shape.
-        layout: ``plain`` or ``stacked(...)``.
+        name: Name in the model; of experts ``<module>.weight``, whichever way the module holds them.
+        shape: Logical (original) shape; of experts (experts, ...), those of other ranks included.
+        layout: ``plain``, ``stacked(...)`` or ``grouped``.
         placements: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain
             tensor.
         local_shape: Shape of this rank's part.
         dtype: Format of a quantized weight with its nominal dtype, or the dtype.
         bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.
-        note: How FSDP2 was told to cut a quantized weight that its default cut does not fit; empty otherwise.
+        note: How FSDP2 was told to cut a quantized weight that its default cut does not fit; which experts this rank
+            holds; empty otherwise.
     """
 
     name: str
@@ -100,11 +103,38 @@ def report(model: nn.Module) -> Report:
     """
     rows, seen = [], set()
     for prefix, module in model.named_modules():
+        experts: dict[str, list[Row]] = {}
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                rows.append(_row(f"{prefix}.{name}" if prefix else name, module, name, parameter))
+                label = f"{prefix}.{name}" if prefix else name
+                row = _row(label, module, name, parameter)
+                if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
+                    experts.setdefault(label.rstrip("0123456789"), []).append(row)
+                else:
+                    rows.append(row)
+        rows += [_together(label, module, parts) for label, parts in experts.items()]
     return Report(tuple(rows))
+
+
+def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:
+    """Parameters of several experts as the one tensor that a checkpoint holds: their rows, with one dim more."""
+    binding = binding_of(module)
+    held = binding.experts if binding is not None else None
+    first = parts[0]
+    parameter = module._parameters[first.name.rpartition(".")[2]]
+    assert parameter is not None
+    notes = [f"experts {held.first} to {held.first + held.count - 1}"] if held is not None else []
+    return Row(
+        label,
+        (held.total if held is not None else len(parts), *first.shape),
+        "grouped",
+        _placements(parameter, ep=held is not None, shift=1),
+        (len(parts), *first.local_shape),
+        ", ".join(dict.fromkeys(part.dtype for part in parts)),
+        sum(part.bytes for part in parts),
+        ", ".join([*notes, *dict.fromkeys(part.note for part in parts if part.note)]),
+    )
 
 
 def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> Row:
@@ -148,12 +178,25 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: str | None
     return f"uneven rows: {counts}"
 
 
-def _placements(parameter: torch.Tensor) -> str:
-    if not isinstance(parameter, DTensor):
-        return "-"
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-    return " ".join(f"{axis}:{p}" for axis, p in zip(names, parameter.placements, strict=True))
+def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) -> str:
+    """Placement on each axis, of a tensor with ``shift`` dims more, the first of which ``ep`` cuts."""
+    found: list[tuple[str, str]] = []
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+        found = [(axis, str(_shifted(p, shift))) for axis, p in zip(names, parameter.placements, strict=True)]
+    if ep:
+        found.insert(len(found) - any(axis == "tp" for axis, _ in found), ("ep", str(Shard(0))))
+    return " ".join(f"{axis}:{placement}" for axis, placement in found) or "-"
+
+
+def _shifted(placement: Placement, dims: int) -> Placement:
+    """The same cut of a tensor with more leading dims."""
+    dim = _torch.shard_dim_of(placement)
+    if dim is None or not dims:
+        return placement
+    factor = getattr(placement, "split_factor", None)
+    return Shard(dim + dims) if factor is None else _torch.strided_shard(dim + dims, factor)
 
 
 def _bytes(local: torch.Tensor) -> int:

@@ -1,0 +1,1 @@
+"""Expert parallelism by value: a small mixture of experts, trained next to one process that holds all of them."""

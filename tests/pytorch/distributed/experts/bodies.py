@@ -1,0 +1,184 @@
+"""Bodies: train a mixture of experts on a mesh, and compare with stock TE in one process that holds all experts.
+
+`matrix.bodies` says how: the reference first, then each rank compares what it holds; parameters of experts go by
+global names. `matrix.tolerances` says how close is close enough: two GEMMs in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from matrix.bodies import SEED, STEPS, Check, Seen, _dense, _main, _optimizer
+from parity.runs import check_full_precision, shards
+from torch import nn
+
+from experts import breaking
+from experts.model import ROUTES, TOKENS, build, routes, width_of
+
+CLIP = 1.0
+
+
+def training(
+    axes: dict[str, int],
+    recipe: str,
+    weights: str,
+    experts: int,
+    bias: bool,
+    route: str,
+    *,
+    single: bool = False,
+    broken: str = "",
+) -> dict[str, Any]:
+    """Body of one case.
+
+    Returns:
+        Per kind of value the largest error as a share of its bound; how many gradients were exactly zero, as they
+        must be for experts without tokens; the number of ranks.
+    """
+    import te_fsdp
+
+    assert route in ROUTES
+    if weights == "fp32":
+        check_full_precision()
+    expected, originals = _reference(recipe, weights, experts, bias, route, single)
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model = build(recipe, weights, experts, meshes, "meta", bias=bias, single=single)
+    with breaking.broken_piece(broken):
+        te_fsdp.fully_shard(model, meshes)
+        te_fsdp.materialize(model, seed=SEED)
+        breaking.silence(broken, model)
+        check = ExpertCheck(recipe, weights, "grouped", expected, originals)
+        return _train(check, model, meshes, (recipe, weights, experts, route))
+
+
+def _train(
+    check: ExpertCheck, model: nn.Module, meshes: Any, data: tuple[str, str, int, str]
+) -> dict[str, Any]:
+    """Three steps, with comparisons."""
+    import te_fsdp
+
+    expected = check.expected
+    check.initial(model)
+    before = {name: _dense(parameter).clone() for name, parameter, _ in shards(model)}
+    optimizer = _optimizer(model)
+    for step in range(STEPS):
+        x, target, chosen = (_part(t, meshes) for t in batch(*data, step))
+        output, loss, slope = _pass(model, x, target, chosen)
+        dp = meshes.size("dp_replicate") * meshes.size("dp_shard")
+        check.values(f"output {step}.0", output, _part(expected[f"output {step}.0"], meshes))
+        slopes = _part(expected[f"input gradient {step}.0"], meshes)
+        check.values(f"input gradient {step}.0", slope, slopes * dp)
+        total = loss.clone()
+        dist.all_reduce(total)
+        check.loss(f"{step}.0", float(total) / dist.get_world_size(), output.numel() * dp)
+        for name, parameter, info in shards(model):
+            assert parameter.grad is not None, f"{name} has no gradient"
+            check.shard(f"gradient {step}", name, parameter.grad, info)
+        check.norm(step, te_fsdp.clip_grad_norm_(model, CLIP), expected[f"norm {step}"])
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter, info in shards(model):
+        check.shard("update", name, _main(optimizer, parameter) - before[name], info)
+    return {**check.settle(dist.get_world_size()), "zeros": check.zeros}
+
+
+def batch(
+    recipe: str, weights: str, experts: int, route: str, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same global batch on every rank: input, target, and each token's expert."""
+    generator = torch.Generator().manual_seed(100 + step)
+    data = torch.randn((2, TOKENS, width_of(recipe, weights)), generator=generator).bfloat16()
+    return *data.to(harness.device()), routes(route, experts, step).to(harness.device())
+
+
+def _part(tensor: torch.Tensor, meshes: Any) -> torch.Tensor:
+    """This rank's tokens: data parallelism cuts them, tp does not."""
+    replica = meshes.device_mesh.get_local_rank("dp_replicate")
+    place = replica * meshes.size("dp_shard") + meshes.device_mesh.get_local_rank("dp_shard")
+    return tensor.chunk(meshes.size("dp_replicate") * meshes.size("dp_shard"))[place].contiguous()
+
+
+def _pass(
+    model: nn.Module, x: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Forward and backward: output, loss per token, gradient of the input."""
+    x = x.detach().to(next(model.parameters()).dtype).requires_grad_()
+    output = model(x, chosen)
+    loss = (output.float() - target.float()).square().mean() * output.shape[-1]
+    loss.backward()
+    return output.detach(), loss.detach(), x.grad
+
+
+def _reference(
+    recipe: str, weights: str, experts: int, bias: bool, route: str, single: bool
+) -> tuple[Seen, dict[str, torch.Tensor]]:
+    """What one process with stock TE sees, and the initial parameters. Collective over the world."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    from te_fsdp import _te
+
+    torch.manual_seed(SEED)
+    model = build(recipe, weights, experts, None, harness.device(), bias=bias, single=single)
+    model.recipe = _without_reduction(model.recipe)
+    before = {name: _dense(parameter).clone() for name, parameter in model.named_parameters()}
+    seen: dict[str, torch.Tensor] = {}
+    optimizer = _optimizer(model)
+    trains = dist.get_rank() == 0
+    for step in range(STEPS):
+        x, target, chosen = batch(recipe, weights, experts, route, step)
+        output = loss = slope = norm = None
+        if trains:
+            output, loss, slope = _pass(model, x, target, chosen)
+        for name, parameter in model.named_parameters():
+            seen[f"gradient {step} {name}"] = parameter.grad.clone() if trains else before[name]
+        if trains:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                _te.forget_transpose(parameter)  # FusedAdam leaves a stale one on Hopper
+        seen[f"output {step}.0"] = output if trains else x
+        seen[f"input gradient {step}.0"] = slope if trains else x
+        seen[f"loss {step}.0"] = loss if trains else x.new_zeros(())
+        seen[f"norm {step}"] = norm if trains else x.new_zeros(())
+    for name, parameter in model.named_parameters():
+        seen[f"update {name}"] = _main(optimizer, parameter) - before[name] if trains else before[name]
+    found = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
+    found.send()
+    FP8GlobalStateManager.reset()  # else each of the two models would roll the other's amax histories
+    return found, before
+
+
+def _without_reduction(recipe: Any) -> Any:
+    """The recipe for one rank alone: its amaxes are those of the whole batch already."""
+    import dataclasses
+
+    return (
+        dataclasses.replace(recipe, reduce_amax=False) if recipe is not None and recipe.delayed() else recipe
+    )
+
+
+class ExpertCheck(Check):
+    """Comparisons, with experts that had no token: their gradients are zero to the bit, and so are their updates."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.zeros = 0
+
+    def shard(self, what: str, name: str, actual: torch.Tensor, info: Any) -> None:
+        """A parameter's gradient or update, box by box."""
+        if float(self.expected[f"{what} {name}"].abs().max()) > 0:
+            super().shard(what, name, actual, info)
+            return
+        self.zeros += 1
+        left = float(_dense(actual).abs().sum())
+        if left != 0:
+            self.findings.failures.append(f"{what} {name}: {left} where one process has zeros")
+
+    def norm(self, step: int, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """The norm of all gradients: as close as the gradients are."""
+        difference = abs(float(actual) - float(expected)) / float(expected)
+        self._share(f"norm {step}", difference, self.gradient_bound)

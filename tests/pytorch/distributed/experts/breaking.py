@@ -1,0 +1,44 @@
+"""Negative controls: what goes wrong if one piece of expert parallelism is left out. Each must be found by a test."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+#: Name -> module and attribute that is replaced, and by what.
+PIECES: dict[str, tuple[str, str, Any]] = {
+    # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
+    "divide": ("te_fsdp.sharding.fully_shard", "divide_gradients", lambda *args: None),
+    # Experts of other ranks do not count in the norm.
+    "norm": ("te_fsdp.sharding.grad_norm", "EP", "no such mark"),
+}
+
+
+@contextmanager
+def broken_piece(name: str) -> Iterator[None]:
+    """Without the piece of that name; with all of them if it is empty."""
+    if not name:
+        yield
+        return
+    place, attribute, instead = PIECES[name]
+    module = importlib.import_module(place)
+    stock = getattr(module, attribute)
+    setattr(module, attribute, instead)
+    try:
+        yield
+    finally:
+        setattr(module, attribute, stock)
+
+
+def silence(name: str, sharded: nn.Module) -> None:
+    """Keep the model from raising at once because FSDP2 was not told by what to divide."""
+    from te_fsdp.binding import binding_of
+
+    for module in sharded.modules():
+        binding = binding_of(module)
+        if binding is not None and binding.experts is not None:
+            binding.divided = binding.divided or name == "divide"

@@ -1,0 +1,256 @@
+"""Expert parallelism by value: outputs, gradients, norms and updates of three steps equal those of one process.
+
+By default a few cases that cover what matters in pairs; `--matrix full` runs the product.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+from experts import binding, bodies
+from experts.model import ROUTES
+from harness import BodyFailed
+from matrix.covering import all_cases, covering
+from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
+
+MESHES: dict[str, dict[str, int]] = {
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "ep2_dp2": {"ep": 2, "dp_shard": 2},
+    "ep2_tp2": {"ep": 2, "tp": 2},
+    "dp4": {"dp_shard": 4},
+    "hsdp_ep2": {"dp_replicate": 2, "dp_shard": 1, "ep": 2},
+    "cp2_ep2": {"dp_shard": 1, "cp": 2, "ep": 2},
+    "ep2_dp2_tp2": {"ep": 2, "dp_shard": 2, "tp": 2},
+    "hsdp_ep2_dp2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+}
+FACTORS: dict[str, list[Any]] = {
+    "mesh": list(MESHES),
+    "form": [
+        ("none", "fp32"),
+        ("none", "bf16"),
+        ("delayed", "bf16"),
+        ("delayed", "quantized"),
+        ("block", "quantized"),
+        ("mxfp8", "quantized"),
+        ("current", "quantized"),
+    ],
+    "experts": [4, 7],  # seven: ranks of ep hold four and three, or two, two, two and one
+    "bias": [False, True],
+    "route": list(ROUTES),
+}
+
+
+def ranks(mesh: str) -> int:
+    return math.prod(MESHES[mesh].values())
+
+
+def _allowed(case: dict[str, Any]) -> bool:
+    (recipe, weights), mesh = case["form"], MESHES[case["mesh"]]
+    if mesh.get("tp", 1) > 1 and (case["bias"] or recipe == "current"):
+        return False  # TE refuses both
+    # Dense float8-block weights of the tests' width have whole blocks for two FSDP ranks.
+    dense = ranks(case["mesh"]) // mesh.get("tp", 1) // mesh.get("dp_replicate", 1)
+    return (recipe, weights) != ("block", "quantized") or dense == 2
+
+
+def _default(case: dict[str, Any]) -> bool:
+    """Every format on two ranks, one of each kind on four; the two meshes of eight have cases of their own."""
+    kinds = [("none", "fp32"), ("delayed", "quantized"), ("mxfp8", "quantized")]
+    wide = ranks(case["mesh"])
+    uneven = case["experts"] != 4
+    if wide > 4 or (wide == 4 and case["form"] not in kinds) or uneven != (case["route"] != "every"):
+        return False
+    return _allowed(case)
+
+
+LARGE = [
+    {"mesh": "ep2_dp2_tp2", "form": ("mxfp8", "quantized"), "experts": 7, "bias": False, "route": "some"},
+    {"mesh": "hsdp_ep2_dp2", "form": ("delayed", "quantized"), "experts": 7, "bias": True, "route": "uneven"},
+]
+
+
+def _name(case: dict[str, Any]) -> str:
+    form = "-".join(case["form"])
+    return f"{case['mesh']}-{form}-{case['experts']}-{'bias' if case['bias'] else 'no_bias'}-{case['route']}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.name != "test_training":
+        return
+    if metafunc.config.getoption("--matrix", "covering") == "full":
+        cases = list(all_cases(FACTORS, _allowed))
+    else:
+        cases = [*_pairs(), *LARGE]
+    metafunc.parametrize(
+        ("recipe", "case"),
+        [
+            pytest.param(case["form"][0], case, id=_name(case), marks=pytest.mark.ranks(ranks(case["mesh"])))
+            for case in cases
+        ],
+    )
+
+
+def _pairs() -> list[dict[str, Any]]:
+    return covering(FACTORS, _default, lambda case: ranks(case["mesh"]))
+
+
+def _train(pool, case: dict[str, Any], broken: str = "") -> list[dict[str, Any]]:
+    recipe, weights = case["form"]
+    options = {key: case[key] for key in ("experts", "bias", "route")}
+    return pool.run(
+        bodies.training,
+        ranks(case["mesh"]),
+        env=ENVIRONMENT,
+        axes=MESHES[case["mesh"]],
+        recipe=recipe,
+        weights=weights,
+        broken=broken,
+        **options,
+    )
+
+
+def test_training(pool, recipe, case):
+    outcomes = _train(pool, case)
+    for outcome in outcomes:
+        assert outcome["ranks"] == ranks(case["mesh"])
+        assert {"output", "input", "loss", "gradient", "norm", "update"} <= outcome["shares"].keys()
+        assert max(outcome["shares"].values()) <= 1
+    # Weights of idle experts: gradients of three steps and the update, at least where all experts of a rank idle.
+    assert (max(outcome["zeros"] for outcome in outcomes) > 0) == (case["route"] == "some")
+
+
+CONTROL = {"mesh": "ep2_dp2", "form": ("none", "fp32"), "experts": 4, "bias": True, "route": "every"}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [("divide", r"gradient 0 mixture.up.weight\d: difference"), ("norm", r"norm \d: difference")],
+)
+def test_a_missing_piece_is_found(pool, broken, found):
+    with pytest.raises(BodyFailed, match=rf"(?s)AssertionError.*{found}"):
+        _train(pool, CONTROL, broken)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_parameters_have_global_names(pool):
+    first, second = (outcome["names"] for outcome in pool.run(binding.names, 2))
+    assert [n for n in first if "mixture" in n and n in second] == []
+    assert [n for n in second if n.startswith("mixture.up.")] == [
+        f"mixture.up.{kind}{index}" for index in (3, 4) for kind in ("weight", "bias")
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_state_dicts_of_all_experts(pool):
+    _, second = pool.run(binding.state_dicts, 2)
+    assert "Missing key(s)" in second["refused"] and "mixture.up.weight3" in second["refused"]
+
+
+@pytest.mark.ranks(2)
+def test_local_names_lose_experts(pool):
+    """What stock TE's names do to whatever goes by names: 8 experts' weights, 4 names, each of two experts."""
+    for outcome in pool.run(binding.lost_by_local_names, 2):
+        assert outcome == {"stock": (4, 4), "bound": (8, 0)}
+
+
+# --- torch's fully_shard, called by the user ------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+def test_torch_fully_shard(pool):
+    pool.run(binding.torch_fully_shard, 4, divide=True, mesh="experts")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        (
+            {"divide": False, "mesh": "experts"},
+            "OrderError",
+            "set_gradient_divide_factor(number of data-parallel",
+        ),
+        (
+            {"divide": True, "mesh": "dense"},
+            "PlacementError",
+            "mixture.up.weight0: fully_shard of an expert over",
+        ),
+    ],
+    ids=["divide", "mesh"],
+)
+def test_torch_fully_shard_refuses(pool, how, kind, text):
+    errors = pool.run_expect_error(binding.torch_fully_shard, 4, **how)
+    assert {error.type_name for error in errors} == {kind}, errors
+    assert text in errors[0].message, errors[0]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mistake", "kind", "text"),
+    [
+        ("width", "MeshError", "expert module(s) 0 over ep=2: expected on rank 1 of ep as on the first"),
+        ("one fails", "PlacementError", "0 (GroupedLinear): delay_wgrad_compute=True is not supported"),
+        ("weight mesh", "MeshError", "expert_weight_mesh: expected one rank of ep_mesh at most"),
+        ("nobody", "PlacementError", "experts 'encoder'"),
+    ],
+)
+def test_refused_before_anything_changes(pool, mistake, kind, text):
+    for error in pool.run_expect_error(binding.refused, 4, mistake=mistake):
+        assert error.type_name == kind and text in error.message, error
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mistake", "kind", "text"),
+    [
+        ("unit", "PlacementError", "matches no module"),
+        ("no_shard", "PlacementError", "no_shard of an expert module with ep=2"),
+        ("differs", "MeshError", "the ranks of the mesh hold different models"),
+        ("values", "InitError", "mixture.down.weight0: values differ between ranks"),
+    ],
+)
+def test_fully_shard_refuses_on_all_ranks(pool, mistake, kind, text):
+    for error in pool.run_expect_error(binding.sharded_mistake, 4, mistake=mistake):
+        assert error.type_name == kind and text in error.message, error
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.recipe("current")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_current_scaling_with_tp(pool, quantized):
+    """TE's own refusal: when quantized weights are made, else before the first step."""
+    for error in pool.run_expect_error(binding.current_scaling, 4, quantized=quantized):
+        assert error.type_name == ("ValueError" if quantized else "PrecisionError"), error
+        assert "GroupedLinear" in error.message, error
+
+
+# --- what a rank holds ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(8)
+def test_memory(pool):
+    """Each rank holds the experts' bytes divided by ep x dp_shard x tp, and so does its optimizer (two states)."""
+    axes = MESHES["ep2_dp2_tp2"]
+    for rank, outcome in enumerate(pool.run(binding.memory, 8, axes=axes)):
+        share = outcome["whole"] / math.prod(axes.values())
+        assert outcome["weights"] == outcome["reported"] == share
+        assert outcome["states"] == 2 * share
+        held = "dp_shard:S(1) ep:S(0) tp:S(2)"
+        assert outcome["rows"] == [
+            ("mixture.up.weight", (8, 256, 128), (4, 64, 128), "dp_shard:_S(1, 2) ep:S(0) tp:S(1)"),
+            ("mixture.down.weight", (8, 128, 256), (4, 64, 128), held),
+        ], rank
