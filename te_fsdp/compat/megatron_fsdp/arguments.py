@@ -1,0 +1,195 @@
+"""What the arguments of Megatron-FSDP mean here: mapped ones, and those that have no meaning, with their equivalents.
+
+Source: the documentation of megatron-fsdp 0.6.1, and its behaviour where that says nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.sharding.precision import MixedPrecisionPolicy as NativePolicy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "WITHOUT_MEANING",
+    "MixedPrecisionPolicy",
+    "native_strategy",
+    "native_units",
+]
+
+_log = logging.getLogger("te_fsdp")
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_BUFFERS = (
+    "FSDP2 allocates its buffers itself; see set_allocate_memory_from_process_group_for_comm of its modules"
+)
+_SYMMETRIC = 'set_symm_mem_for_comm("NCCL") of FSDP2\'s modules (torch 2.13 and later)'
+_SEPARATE = "set_separate_reduce_scatter_group(True) of FSDP2's modules (torch 2.13 and later)"
+
+#: Argument -> equivalent. They are taken, and named in a warning when they are not at their default.
+WITHOUT_MEANING: Mapping[str, str] = {
+    "hybrid_fsdp_group": "the group is derived from dp_outer_dim and dp_shard_dim",
+    "hybrid_fsdp_expt_group": "the group is derived from expt_device_mesh",
+    "fsdp_group_ag": _SEPARATE,
+    "expt_fsdp_group_ag": _SEPARATE,
+    "overlap_grad_reduce": "FSDP2 always overlaps reductions with backward",
+    "overlap_param_gather": "FSDP2 always gathers ahead; see set_modules_to_forward_prefetch of its modules",
+    "preproc_state_dict_for_dcp_ckpt": "state dicts hold DTensors that DCP reads as they are; te_fsdp.checkpoint.save "
+    "and load move them onto any other mesh",
+    "average_in_collective": "FSDP2 averages in the collective wherever the transport can",
+    "disable_bucketing": "a unit is one bucket; choose units with fsdp_unit_modules",
+    "keep_fp8_transpose_cache": 'zero_dp_strategy="optim_grads" keeps gathered weights with their transposes',
+    "nccl_ub": _SYMMETRIC,
+    "fsdp_double_buffer": _BUFFERS,
+    "fsdp_db_use_persist_buf_on_alloc_fail": _BUFFERS,
+    "maxpool_double_buffer": _BUFFERS,
+    "disable_symmetric_registration": _SYMMETRIC,
+    "enable_fine_grained_param_gather": "name smaller modules in fsdp_unit_modules",
+    "use_decoupled_grad": "FusedAdam reads .grad, which has main_grads_dtype",
+    "cuda_graph_mode": "FSDP2 supports no graph of a whole iteration before torch 2.15",
+}
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Megatron-FSDP's policy; :meth:`native` is te_fsdp's.
+
+    Attributes:
+        main_params_dtype: Of the weights that the optimizer updates; ``None``: the model's own.
+        main_grads_dtype: Of gradients while they add up; ``None``: the model's own.
+        grad_comm_dtype: Of gradients on the wire; ``None``: ``main_grads_dtype``.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def native(self) -> NativePolicy:
+        """The same as :class:`te_fsdp.MixedPrecisionPolicy`.
+
+        Raises:
+            PrecisionError: A dtype that te_fsdp does not know.
+        """
+        return NativePolicy(self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of ``fully_shard_model`` after the module, in megatron-fsdp 0.6.1's order, with its defaults.
+
+    Attributes:
+        device_mesh: Mesh with the axes named below; ``None``: all ranks in one axis.
+        dp_shard_dim: Axis that shards; the name of a flattened one will do.
+        dp_outer_dim: Axis of HSDP or HFSDP.
+        tp_dim: Tensor-parallel axis.
+        expt_device_mesh: Mesh of expert parameters, with the same names of axes.
+        fsdp_unit_modules: Classes, or import paths of classes, whose instances are gathered as one; ``None``: every
+            ``te.TransformerLayer``.
+        zero_dp_strategy: 0 to 3, or ``no_shard``, ``optim``, ``optim_grads``, ``optim_grads_params``.
+        outer_dp_sharding_strategy: 0 or ``no_shard`` (HSDP), 1 or ``optim`` (HFSDP).
+        device: Where the model is moved before it is sharded; ``None``: the current device.
+        init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters``.
+        mixed_precision_policy: Dtypes of main weights, main gradients and the wire.
+        sync_model_each_microbatch: Whether each backward counts as the last one of its step.
+        report_nan_in_param_grad: Name parameter and rank of a gradient that is not finite.
+        calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
+
+    The others have no meaning here: :data:`WITHOUT_MEANING`.
+    """
+
+    device_mesh: DeviceMesh | None = None
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: ProcessGroup | None = None
+    hybrid_fsdp_expt_group: ProcessGroup | None = None
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: ProcessGroup | None = None
+    expt_fsdp_group_ag: ProcessGroup | None = None
+    fsdp_unit_modules: Sequence[type | str] | None = None
+    zero_dp_strategy: str | int = 3
+    outer_dp_sharding_strategy: str | int = 0
+    device: torch.device | None = None
+    init_model_with_meta_device: bool = False
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    sync_model_each_microbatch: bool = True
+    preproc_state_dict_for_dcp_ckpt: bool = True
+    report_nan_in_param_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    disable_symmetric_registration: bool = False
+    enable_fine_grained_param_gather: bool = False
+    use_decoupled_grad: bool = False
+    cuda_graph_mode: bool = False
+    maxpool_double_buffer: bool = False
+
+    def say_what_has_no_meaning(self) -> None:
+        """Warn of arguments that are not at their defaults and change nothing here, each with its equivalent."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in WITHOUT_MEANING and value is not field.default and value != field.default:
+                _log.warning(
+                    "megatron_fsdp: %s=%r has no effect: %s", field.name, value, WITHOUT_MEANING[field.name]
+                )
+
+
+def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STRATEGIES) -> str:
+    """Name of a strategy that was given by name or number.
+
+    Raises:
+        PlacementError: Neither.
+    """
+    if value in names:
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+        return names[value]
+    numbered = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
+    raise PlacementError(message(f"fully_shard: {argument}", expected=numbered, got=repr(value)))
+
+
+def native_units(units: Sequence[type | str] | None) -> list[type] | None:
+    """Classes of ``fsdp_unit_modules``, which may be given by import path; ``None`` stays ``None``.
+
+    Raises:
+        PlacementError: A path that leads to no class.
+    """
+    if units is None:
+        return None
+    return [unit if isinstance(unit, type) else _imported(unit) for unit in units]
+
+
+def _imported(path: str) -> type:
+    place, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlacementError(
+            message(
+                f"fully_shard: fsdp_unit_modules: {path!r}",
+                expected="a class, or the import path of one",
+                got=str(error),
+                fix='"package.module.Class"',
+            )
+        ) from error
+    if not isinstance(found, type):
+        raise PlacementError(
+            message(f"fully_shard: fsdp_unit_modules: {path!r}", expected="a class", got=type(found).__name__)
+        )
+    return found

@@ -1,0 +1,207 @@
+"""``fully_shard``, ``fully_shard_model`` and ``fully_shard_optimizer`` with Megatron-FSDP's arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    Arguments,
+    native_strategy,
+    native_units,
+)
+from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
+from te_fsdp.compat.megatron_fsdp.state import allocate_before_state_dict
+from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
+from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
+from te_fsdp.sharding.main_weights import main_weights
+from te_fsdp.sharding.materialize import materialize
+from te_fsdp.sharding.outer_optimizer import shard_optimizer
+from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
+from te_fsdp.sharding.state import ShardingState, state_of
+from te_fsdp.sharding.strategies import OUTER_STRATEGIES
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+
+_log = logging.getLogger("te_fsdp")
+_BRIDGED = "_te_fsdp_megatron"
+
+
+def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronFSDP:
+    """Shard a model: :func:`te_fsdp.fully_shard`, and a wrapper with Megatron-FSDP's methods around it.
+
+    Collective over the world.
+
+    Args:
+        module: The model, on the device, on the CPU or on meta. Changed in place.
+        *args: As :class:`Arguments` describes them.
+        **kwargs: As :class:`Arguments` describes them.
+
+    Returns:
+        The wrapper; ``.module`` is the model.
+
+    Raises:
+        TypeError: An argument that megatron-fsdp does not have.
+        MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
+            :func:`te_fsdp.materialize`.
+    """
+    given = Arguments(*args, **kwargs)
+    given.say_what_has_no_meaning()
+    strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
+    outer = native_strategy(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    units = native_units(given.fsdp_unit_modules)
+    policy = given.mixed_precision_policy.native()
+    axes = (given.dp_shard_dim, given.dp_outer_dim, given.tp_dim)
+    meshes = native_meshes(given.device_mesh, *axes, given.expt_device_mesh)
+    if not given.init_model_with_meta_device:
+        module.to(given.device or meshes.device)
+    further = {"average_gradients": False} if given.calculate_per_token_loss else {}
+    native_fully_shard(
+        module,
+        meshes,
+        units=units,
+        strategy=strategy,
+        outer_strategy=outer,
+        precision=policy,
+        **further,
+    )
+    if given.init_model_with_meta_device:
+        materialize(module)
+    return MegatronFSDP(module, given.mixed_precision_policy, auto_sync=given.sync_model_each_microbatch)
+
+
+def _show_arguments(function: Callable[..., Any], more: int) -> None:
+    """Let ``help`` and editors show what ``*args`` and ``**kwargs`` stand for, after ``more`` arguments."""
+    own = list(inspect.signature(function).parameters.values())[:more]
+    theirs = list(inspect.signature(Arguments).parameters.values())
+    function.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
+
+
+def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
+    """Prepare an optimizer over the parameters of a :class:`MegatronFSDP` model, in place.
+
+    Main weights for parameters that lack them (:func:`te_fsdp.main_weights`), state cut where the strategy says so
+    (:func:`te_fsdp.shard_optimizer`), and Megatron-FSDP's further arguments of ``step`` and ``zero_grad``. Parameter
+    groups and their options stay; no step is taken. Local operation, but for quantized weights.
+
+    Args:
+        optimizer: Over parameters of the sharded model.
+        preproc_state_dict_for_dcp_ckpt: Without meaning.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        OrderError: No parameter of a sharded model among its parameters.
+    """
+    Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt).say_what_has_no_meaning()
+    state = _state_of(optimizer)
+    main_weights(state.model, optimizer)
+    shard_optimizer(optimizer)
+    if not hasattr(optimizer, _BRIDGED):
+        setattr(optimizer, _BRIDGED, True)
+        allocate_before_state_dict(optimizer)
+        optimizer.step = _step(optimizer.step, state.model)  # type: ignore[method-assign]
+        optimizer.zero_grad = _zero_grad(optimizer.zero_grad, state.model)  # type: ignore[method-assign]
+    return optimizer
+
+
+def fully_shard(
+    module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> tuple[MegatronFSDP, Optimizer]:
+    """Shard a model and the optimizer that was built over it: arguments of :func:`fully_shard_model`.
+
+    The optimizer's parameter groups keep their options and get the sharded parameters in place of those that were
+    there. Collective over the world.
+
+    Args:
+        module: The model.
+        optimizer: Over the model's parameters; must not have stepped.
+        *args: As for :func:`fully_shard_model`.
+        **kwargs: As for :func:`fully_shard_model`.
+
+    Returns:
+        The wrapper and ``optimizer``.
+
+    Raises:
+        OrderError: The optimizer holds other parameters, or has state.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(name is None for group in groups for name in group) or optimizer.state:
+        raise OrderError(
+            message(
+                f"fully_shard({type(optimizer).__name__})",
+                expected="an optimizer over parameters of the model, before its first step",
+                got="state" if optimizer.state else "other parameters",
+                why="Its parameters are replaced by sharded ones",
+                fix="build it from model.parameters() right before, or use fully_shard_model and build it afterwards",
+            )
+        )
+    model = fully_shard_model(module, *args, **kwargs)
+    sharded = dict(module.named_parameters(remove_duplicate=False))
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        group["params"][:] = [sharded[name] for name in wanted if name is not None]
+    return model, fully_shard_optimizer(optimizer)
+
+
+def _state_of(optimizer: Optimizer) -> ShardingState:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = state_of(parameter)
+            if state is not None:
+                return state
+    raise OrderError(
+        message(
+            f"fully_shard_optimizer({type(optimizer).__name__})",
+            expected="an optimizer over the parameters of a sharded model",
+            got="other parameters",
+            fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
+        )
+    )
+
+
+def _step(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """``step`` that takes Megatron-FSDP's two arguments more, and by default reduces what waits."""
+
+    @functools.wraps(stock)
+    def step(
+        *args: Any,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if not install_optimized_model_weights:
+            _log.warning(
+                "megatron_fsdp: a step always installs its weights; use the optimizer's own main weights"
+            )
+        if sync_grad_before_optimizer_step:
+            finish_grad_reduce(model)
+        return stock(*args, **kwargs)
+
+    return step
+
+
+def _zero_grad(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """``zero_grad`` that takes Megatron-FSDP's argument more."""
+
+    @functools.wraps(stock)
+    def zero_grads(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        if zero_grad_buffer:
+            zero_grad(model)
+        return result
+
+    return zero_grads
+
+
+_show_arguments(fully_shard_model, 1)
+_show_arguments(fully_shard, 2)

@@ -1,0 +1,99 @@
+"""The bridge's arguments: the peer's names and defaults, and nothing taken in silence."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fsdp.compat import megatron_fsdp
+from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, Arguments, native_strategy, native_units
+from te_fsdp.errors import PlacementError, PrecisionError
+
+MAPPED = {
+    "device_mesh",
+    "dp_shard_dim",
+    "dp_outer_dim",
+    "tp_dim",
+    "expt_device_mesh",
+    "fsdp_unit_modules",
+    "zero_dp_strategy",
+    "outer_dp_sharding_strategy",
+    "device",
+    "init_model_with_meta_device",
+    "mixed_precision_policy",
+    "sync_model_each_microbatch",
+    "report_nan_in_param_grad",
+    "calculate_per_token_loss",
+}
+
+
+def test_every_argument_is_mapped_or_has_an_equivalent():
+    """megatron-fsdp 0.6.1 documents 33, the model included."""
+    names = {field.name for field in fields(Arguments)}
+    assert len(names) == 32
+    assert names == MAPPED | WITHOUT_MEANING.keys()
+    assert not MAPPED & WITHOUT_MEANING.keys()
+
+
+@pytest.mark.parametrize(("function", "own"), [("fully_shard_model", 1), ("fully_shard", 2)])
+def test_the_signature_shows_them(function, own):
+    shown = list(inspect.signature(getattr(megatron_fsdp, function)).parameters)
+    assert shown[own:] == [field.name for field in fields(Arguments)]
+
+
+def test_an_unknown_argument_is_an_error():
+    with pytest.raises(TypeError, match="overlap_everything"):
+        megatron_fsdp.fully_shard_model(torch.nn.Linear(2, 2), overlap_everything=True)
+
+
+def test_what_has_no_meaning_is_named_once_each(caplog):
+    changed = {"nccl_ub": True, "overlap_grad_reduce": False, "cuda_graph_mode": True}
+    with caplog.at_level(logging.WARNING, logger="te_fsdp"):
+        Arguments(**changed).say_what_has_no_meaning()
+        assert len(caplog.messages) == len(changed)
+        for (name, value), text in zip(sorted(changed.items()), sorted(caplog.messages), strict=True):
+            assert text == f"megatron_fsdp: {name}={value} has no effect: {WITHOUT_MEANING[name]}"
+        caplog.clear()
+        Arguments().say_what_has_no_meaning()
+        assert caplog.messages == []
+
+
+def test_strategies():
+    names = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+    assert [native_strategy(number, "zero_dp_strategy") for number in range(4)] == names
+    assert [native_strategy(name, "zero_dp_strategy") for name in names] == names
+    for wrong in (4, -1, "zero3", True, None):
+        with pytest.raises(PlacementError, match="zero_dp_strategy: expected 0 or 'no_shard', 1 or 'optim'"):
+            native_strategy(wrong, "zero_dp_strategy")
+    with pytest.raises(PlacementError, match="outer"):
+        native_strategy(2, "outer_dp_sharding_strategy", names[:2])
+
+
+def test_units_by_import_path():
+    assert native_units(None) is None
+    assert native_units(["torch.nn.Linear", torch.nn.Tanh]) == [torch.nn.Linear, torch.nn.Tanh]
+    for wrong in ("torch.nn.NoSuch", "no_such_package.Class", "Linear", "torch.nn.functional.relu"):
+        with pytest.raises(PlacementError, match=f"fsdp_unit_modules: '{wrong}'"):
+            native_units([wrong])
+
+
+def test_policy():
+    policy = megatron_fsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    native = policy.native()
+    assert (native.main_params_dtype, native.main_grads_dtype) == (torch.float32, None)
+    assert native.grad_comm_dtype == torch.bfloat16
+    with pytest.raises(PrecisionError, match="main_grads_dtype"):
+        megatron_fsdp.MixedPrecisionPolicy(main_grads_dtype=torch.int8).native()
+    with pytest.raises(AttributeError):
+        policy.grad_comm_dtype = None
+
+
+def test_the_documentation_lists_what_has_no_meaning():
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+    for name, equivalent in WITHOUT_MEANING.items():
+        assert f"| `{name}` | {equivalent} |" in text, name
