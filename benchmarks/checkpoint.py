@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from machine import machine
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -160,32 +158,6 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
         "save / plain save": ratio("save", "plain save"),
         "load / plain load": ratio("load", "plain load"),
         "load with verify / plain load": ratio("load with verify", "plain load"),
-    }
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What it ran on."""
-    root = Path(__file__).resolve().parents[1]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
-    )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", "te_fsdp"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    words = " ".join(Path(word).name for word in sys.argv)  # whose folders these were is nobody's business
-    return {
-        "commit": commit.stdout.strip() + (" (changed)" if changed.stdout.strip() else ""),
-        "command": f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')} benchmarks/{words}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 
