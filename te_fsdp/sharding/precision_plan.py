@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import CUT
+from te_fsdp.binding import CUT, is_exempt
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm import GradComm, set_comm
@@ -47,15 +47,11 @@ class PrecisionPlan:
     Attributes:
         policy: As the user gave it.
         compute: Name of a unit -> dtype that it computes in; ``None`` for one without floating-point parameters.
-        widened: Owner's id and name of each parameter that becomes a main weight.
-        skipped: Owner's id and name of each parameter that FSDP2 does not manage.
         all_reduces: Whether FSDP2 itself reduces over ``dp_replicate``.
     """
 
     policy: MixedPrecisionPolicy
     compute: dict[str, torch.dtype | None]
-    widened: set[tuple[int, str]]
-    skipped: Collection[tuple[int, str]] = ()
     all_reduces: bool = False
     _casts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -81,12 +77,17 @@ class PrecisionPlan:
 
         To be called between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
         """
+        dtype = self.policy.main_params_dtype
+        if dtype is None:
+            return
         done: dict[int, torch.nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and (id(module), name) in self.widened:
+                if parameter is None or is_exempt(module, name) or not _trained(parameter):
+                    continue
+                if parameter.dtype != dtype:
                     if id(parameter) not in done:
-                        done[id(parameter)] = _widened(parameter, self.policy.main_params_dtype)
+                        done[id(parameter)] = _widened(parameter, dtype)
                     module._parameters[name] = done[id(parameter)]
 
     def install(self, model: nn.Module) -> None:
@@ -104,7 +105,7 @@ class PrecisionPlan:
                 _keep_gradients(unit, self.gradients(name), labels)
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and (id(module), name) in self.skipped:
+                if parameter is not None and is_exempt(module, name):
                     _expect(parameter, policy.main_grads_dtype, labels)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -154,11 +155,7 @@ def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int
 
 def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int, str]) -> bool:
     """Note that a parameter's gradient will be in ``dtype``, if that is not its own."""
-    if (
-        dtype is None
-        or parameter.dtype == dtype
-        or not (parameter.requires_grad and parameter.is_floating_point())
-    ):
+    if dtype is None or parameter.dtype == dtype or not _trained(parameter):
         return False
     setattr(parameter, OTHER, OtherGradient(labels[id(parameter)], dtype))
     return True
@@ -179,7 +176,11 @@ def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
 
 
-def _widened(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.nn.Parameter:
+def _trained(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_floating_point()
+
+
+def _widened(parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
     """A parameter like the given one in another dtype, with its Python attributes."""
     local = _torch.local_of(parameter).detach().to(dtype)
     if isinstance(parameter, _torch.DTensor):
@@ -222,26 +223,20 @@ def plan_precision(
             )
         )
     compute: dict[str, torch.dtype | None] = {}
-    widened: set[tuple[int, str]] = set()
     seen: set[int] = set()
     for unit in reversed(list(units)):
         members = list(_members(model.get_submodule(unit), unit, skip, seen))
         compute[unit] = _compute_dtype(unit, members, policy)
-        for label, key, parameter, quantized in members:
+        for label, parameter, quantized in members:
             if parameter.requires_grad:
                 _check_main(label, parameter, quantized, policy)
-                if policy.main_params_dtype not in (None, parameter.dtype):
-                    widened.add(key)
-    return PrecisionPlan(policy, compute, widened, skip, all_reduces)
+    return PrecisionPlan(policy, compute, all_reduces)
 
 
 def _members(
     unit: nn.Module, prefix: str, skip: Collection[tuple[int, str]], seen: set[int]
-) -> Iterator[tuple[str, tuple[int, str], torch.Tensor, bool]]:
-    """Label, key, floating-point parameter, and whether it is or will be quantized, of what no inner unit has taken.
-
-    A tied parameter comes with each of its keys.
-    """
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Label, floating-point parameter, and whether it is or will be quantized, of what no inner unit has taken."""
     taken: set[int] = set()
     for path, module in unit.named_modules(prefix=prefix):
         for name, parameter in module._parameters.items():
@@ -250,7 +245,7 @@ def _members(
             taken.add(id(parameter))
             if parameter.is_floating_point():
                 quantized = _te.weight_quantizer(module, name) is not None
-                yield f"{path}.{name}" if path else name, (id(module), name), parameter, quantized
+                yield f"{path}.{name}" if path else name, parameter, quantized
     seen |= taken
 
 
@@ -258,7 +253,7 @@ def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) 
     """The dtype that a unit computes in."""
     if policy.param_dtype is not None:
         return policy.param_dtype if members else None
-    found = {parameter.dtype: label for label, _, parameter, _ in members}
+    found = {parameter.dtype: label for label, parameter, _ in members}
     if len(found) > 1:
         raise PrecisionError(
             message(
