@@ -19,7 +19,8 @@ from te_fsdp import _te
 from te_fsdp.errors import OrderError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters, refuse
 from te_fsdp.sharding.optimizer import check_optimizer
-from te_fsdp.sharding.outer_state import MAIN, StandIns, beginning, is_low
+from te_fsdp.sharding.outer_dicts import make_stand_ins
+from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +68,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
                 )
             )
         if low:
-            stand_ins = StandIns(optimizer, cuts=False)
+            stand_ins = make_stand_ins(optimizer, cuts=False)
             stand_ins.start(optimizer)
             setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
@@ -67,15 +67,13 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     if stand_ins_of(optimizer) is not None:
         return optimizer
     _check_fresh(optimizer)
-    stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or StandIns(optimizer, cuts=True)
+    stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_stand_ins(optimizer, cuts=True)
     stand_ins.cuts = True
     held = [p for group in optimizer.param_groups for p in group["params"]]
     chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
     _check_same(chunks)
     _keep_main_weights(optimizer, chunks)
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
-    if _te.is_fused_adam(optimizer):
-        optimizer.load_state_dict = _load_fused(optimizer, stand_ins)  # type: ignore[method-assign]
     stand_ins.start(optimizer)
     for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
         state.outer_optimizer = stand_ins
@@ -139,19 +137,3 @@ def _keep_main_weights(optimizer: Optimizer, chunks: list[Chunk]) -> None:
         state = optimizer.state.pop(chunk.parameter, {})
         if MAIN in state:
             optimizer.state[chunk.parameter][MAIN] = state[MAIN]
-
-
-def _load_fused(optimizer: Any, stand_ins: StandIns) -> Callable[[dict[str, Any]], None]:
-    """FusedAdam's ``load_state_dict``, which sets states by its groups' parameters after torch's has ended."""
-    stock = optimizer.load_state_dict
-
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        stand_ins.stand_in(optimizer)
-        stand_ins.loading = True
-        try:
-            stock(state_dict)
-        finally:
-            stand_ins.loading = False
-            stand_ins.take_loaded(optimizer)
-
-    return load_state_dict

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import COPY, CUT
-from te_fsdp.errors import CheckpointError, OrderError, message
+from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_flat import average, by_group, gather, unpack
@@ -63,7 +63,6 @@ class StandIns:
         pairs: Parameter and stand-in of each, while they stand in; empty otherwise.
         ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
             gradient that the average was made of and that one's version then.
-        loading: Whether a load goes on after torch's part of it (FusedAdam's does).
     """
 
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
@@ -73,14 +72,9 @@ class StandIns:
         self._chunks: dict[int, Chunk] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
-        self.loading = False
         self._own_main_weights: bool | None = None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self.take_loaded)
-        optimizer.register_state_dict_pre_hook(self._before_state_dict)
-        optimizer.register_state_dict_post_hook(self._after_state_dict)
 
     # --- who stands in
 
@@ -153,7 +147,7 @@ class StandIns:
             stepping: Leave frozen parameters out: FusedAdam makes states for all that it sees.
             keep_main: Leave main weights in the state as well, as state dicts show them.
         """
-        self._put_back(optimizer)  # a step that raised has left them in
+        self.put_back(optimizer)  # a step that raised has left them in
         for group in optimizer.param_groups:
             held = list(group["params"])
             self._groups.append((group["params"], held))
@@ -189,10 +183,11 @@ class StandIns:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
         for main in [*(main for _, main in self.pairs), *(main for main, _, _ in self.ready.values())]:
             give_gradient(main, None)
-        self._put_back(optimizer)
+        self.put_back(optimizer)
         self.ready = {}
 
-    def _put_back(self, optimizer: Optimizer) -> None:
+    def put_back(self, optimizer: Optimizer) -> None:
+        """As :meth:`stand_down`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
         for parameter, main in self.pairs:
@@ -295,7 +290,7 @@ class StandIns:
                     fix="call backward() first, then step() without a closure",
                 )
             )
-        self._put_back(optimizer)
+        self.put_back(optimizer)
         self.reduce(optimizer)
         self.stand_in(optimizer, stepping=True)
         for parameter, main in self.pairs:
@@ -326,39 +321,6 @@ class StandIns:
                 else:
                     unpack(chunk, part, local)
         self.stand_down(optimizer)
-
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self.stand_in(optimizer, keep_main=True) if self.cuts else self._put_back(optimizer)
-
-    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._put_back(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
-        alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
-        if alone:
-            raise CheckpointError(
-                message(
-                    f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
-                    expected="the whole state",
-                    got="that of an optimizer that has not stepped",
-                    why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-                    fix="use te_fsdp.checkpoint.load, which makes the missing state",
-                )
-            )
-        if not self.loading:
-            self.stand_in(optimizer)
-
-    @torch.no_grad()
-    def take_loaded(self, optimizer: Optimizer) -> None:
-        """Copy loaded main weights into those that are there, and end standing in."""
-        if self.loading:
-            return
-        for parameter, main in self.pairs:
-            loaded = optimizer.state.get(main, {}).pop(MAIN, None)
-            if loaded is not None and is_low(parameter):
-                _torch.local_of(main).copy_(_torch.local_of(loaded))
-        self._put_back(optimizer)
 
 
 def write(local: torch.Tensor, value: torch.Tensor) -> None:

@@ -136,6 +136,17 @@ def test_state_dict_of_the_optimizer(pool, case):
     pool.run(bodies.state_dict_round_trip, 2, case=case, axes={"dp_replicate": 2, "dp_shard": 1})
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", [{"optimizer": "adamw"}, {"optimizer": "te"}], ids=["adamw", "te"])
+def test_torch_checkpoints(pool, tmp_path, case):
+    """11 rows over 2 x 2 ranks: right on the same mesh, refused on another, never in wrong places."""
+    on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
+    pool.run(bodies.through_dcp, 4, case=case, saved=on_2x2, axes=on_2x2, path=str(tmp_path / "same"))
+    arguments = {"case": case, "saved": on_2x2, "axes": on_4x1, "path": str(tmp_path / "other")}
+    for error in pool.run_expect_error(bodies.through_dcp, 4, **arguments):
+        assert "ize mismatch" in error.message, error
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("case", "kind", "words"),

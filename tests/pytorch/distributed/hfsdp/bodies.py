@@ -234,6 +234,34 @@ def state_dict_round_trip(case: dict[str, Any], axes: dict[str, int]) -> int:
     return checks.require(10)
 
 
+def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int], path: str) -> int:
+    """Two more steps after a save and a load by torch's own functions, on the same or another mesh.
+
+    Returns:
+        Comparisons, bit for bit on the same mesh.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    run, other = Run(Case(**case), saved), Run(Case(**case), axes, seed=9)
+    run.steps(2)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    other.steps(1)  # so that there is state to be filled
+    model, optimizer = get_state_dict(other.model, other.optimizer)
+    try:
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    except dcp.api.CheckpointException as error:
+        raise RuntimeError(str(error)) from None  # pytest does not see a BaseException's text
+    set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    other.position = run.position
+    run.steps(2)
+    other.steps(2)
+    checks = harness.Comparisons()
+    same_parameters(checks, other, run, f"{saved} to {axes}")
+    return checks.require(4)
+
+
 # --- refused
 
 
