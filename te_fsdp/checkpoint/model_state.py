@@ -102,7 +102,7 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
 
 def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
     info, local, name = owned.info(), owned.local, owned.key
-    is_grouped = owned.expert is not None or _is_grouped(owned)
+    is_grouped = owned.expert is not None or owned.is_grouped
     described: dict[str, Any] = {
         "shape": list(owned.entry(Entry(info.original_shape, local.dtype, ())).shape),
         "dtype": dtype_name(owned.parameter.dtype),
@@ -129,11 +129,6 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
     first = state.described.setdefault(name, described)
     if first != described:
         raise CheckpointError(_differing_experts(name, owned, first, described))
-
-
-def _is_grouped(owned: Owned) -> bool:
-    """Whether a parameter holds all experts of a layer."""
-    return _te.kind_of(owned.module) == "GroupedLinear" and owned.name in ("weight", "bias")
 
 
 def _differing_experts(name: str, owned: Owned, first: dict[str, Any], other: dict[str, Any]) -> str:

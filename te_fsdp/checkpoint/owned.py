@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from te_fsdp import _torch
+from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.experts import ExpertPlace, place_of, stacked_name
 from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.quantized.grouped import plain_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +52,18 @@ class Owned:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's local tensor."""
-        return _torch.local_of(self.parameter)
+        """This rank's local tensor. Of TE's ``GroupedTensor`` the ordinary tensor over its memory."""
+        local = _torch.local_of(self.parameter)
+        return plain_of(local).detach() if self.is_grouped else local  # type: ignore[bad-argument-type]
 
     def info(self) -> ShardInfo:
         """Where the local tensor lies in the original."""
         return shard_info(self.module, self.name, self.parameter, label=self.fqn)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it holds the weights, or biases, of several experts."""
+        return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
 
 
 def owned_parameters(model: nn.Module) -> list[Owned]:

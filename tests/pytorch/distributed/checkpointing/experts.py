@@ -1,0 +1,272 @@
+"""Bodies: layers of experts saved on one mesh and in one form, loaded on others, compared by logical value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from experts.bodies import _part, batch
+from experts.model import build
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from checkpointing.bodies import _bytes, differing
+from checkpointing.mistakes import error_of
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is saved.
+
+    Attributes:
+        weights: "fp32" (with AdamW), "bf16" or "quantized" (with FusedAdam and main weights).
+        recipe: TE's quantization recipe.
+        experts: how many; over ranks that do not divide them they are dealt out unevenly.
+        bias: whether the experts have biases, which TE refuses under tensor parallelism.
+        missing: whether expert 1 never gets a gradient, so that it has no optimizer state.
+        apart: whether the experts are in a group of the optimizer of their own.
+    """
+
+    weights: str = "fp32"
+    recipe: str = "none"
+    experts: int = 4
+    bias: bool = False
+    missing: bool = False
+    apart: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it lies.
+
+    Attributes:
+        axes: mesh axes; empty for one process, ``None`` for stock TE without te_fsdp.
+        single: whether a layer has one parameter for all experts.
+    """
+
+    axes: tuple[tuple[str, int], ...] | None = ()
+    single: bool = False
+
+    @property
+    def name(self) -> str:
+        mesh = "stock" if self.axes is None else "".join(f"{a}{n}" for a, n in self.axes) or "one"
+        return mesh + ("-single" if self.single else "")
+
+
+class Run:
+    """A mixture of experts on a mesh with its optimizer."""
+
+    def __init__(self, case: Case, place: Place, seed: int) -> None:
+        import te_fsdp
+
+        self.case, self.place = case, place
+        options = {"bias": case.bias, "single": place.single}
+        if place.axes is None:
+            self.meshes = None
+            torch.manual_seed(seed)
+            self.model = build(case.recipe, case.weights, case.experts, None, harness.device(), **options)
+        else:
+            self.meshes = te_fsdp.Meshes.build(**dict(place.axes), device_type=harness.device_type())
+            self.model = build(case.recipe, case.weights, case.experts, self.meshes, "meta", **options)
+            te_fsdp.fully_shard(self.model, self.meshes)
+            te_fsdp.materialize(self.model, seed=seed)
+        first = [n for n, _ in self.model.named_parameters() if ("mixture" if case.apart else "weight") in n]
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if n in first], "lr": 3e-3},
+            {"params": [p for n, p in self.model.named_parameters() if n not in first], "weight_decay": 0.2},
+        ]
+        if case.weights == "fp32":
+            self.optimizer: Any = torch.optim.AdamW(groups, lr=2e-3)
+        else:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+
+            self.optimizer = FusedAdam(groups, lr=2e-3, master_weights=True)
+
+    def train(self, steps: int = STEPS) -> list[float]:
+        """Losses of so many steps; the same ones every time."""
+        return [self._step(step) for step in range(steps)]
+
+    def _step(self, step: int) -> float:
+        data = batch(self.case.recipe, self.case.weights, self.case.experts, "uneven", step)
+        x, target, chosen = (t if self.meshes is None else _part(t, self.meshes) for t in data)
+        output = self.model(x.to(next(self.model.parameters()).dtype), chosen)
+        loss = (output.float() - target.float()).square().mean()
+        loss.backward()
+        if self.case.missing:
+            for name, parameter in self.model.named_parameters():
+                if name.endswith(("weight1", "bias1")):
+                    parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+
+def logical(run: Run) -> dict[str, torch.Tensor]:
+    """Original tensors of each expert, by global names, put together from all ranks. Collective."""
+    from te_fsdp import _torch
+    from te_fsdp.quantized.grouped import plain_of
+
+    mine: dict[str, tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]] = {}
+    for prefix, module in run.model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            local = plain_of(_torch.local_of(parameter)).dequantize().detach()
+            values = {"": local}
+            for key, state in run.optimizer.state.get(parameter, {}).items():
+                values[f".{key}"] = plain_of(_torch.local_of(state)).detach()
+            for end, value in values.items():
+                for label, shape, piece in _pieces(module, own, parameter, value):
+                    mine.setdefault(f"{prefix}.{label}{end}", (shape, []))[1].append(piece)
+        _add_delayed(mine, prefix, module)
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    names = sorted({name for found in everyone for name in found})
+    return {name: _together(name, [found[name] for found in everyone if name in found]) for name in names}
+
+
+def _pieces(
+    module: Any, own: str, parameter: torch.Tensor, value: torch.Tensor
+) -> list[tuple[str, Any, Any]]:
+    """Name, shape and rectangles of the tensors that a local one holds parts of."""
+    from te_fsdp import _te
+    from te_fsdp.binding import binding_of
+    from te_fsdp.modules.shards import shard_info
+
+    info = shard_info(module, own, parameter)
+    binding = binding_of(module)
+    experts = binding.experts if binding is not None else None
+    grouped = _te.kind_of(module) == "GroupedLinear" and own in ("weight", "bias")
+    if tuple(value.shape) != info.local_shape:  # a number
+        first = experts.first if experts is not None else 0
+        count = module.num_gemms if grouped else 1
+        labels = [f"{own}{first + i}" for i in range(count)] if grouped else [own]
+        return [(label, tuple(value.shape), ((...,), value.cpu().clone())) for label in labels]
+    found = []
+    for box in info.boxes:
+        part = value[box.local_slices()].cpu().clone()
+        if not grouped:
+            found.append((own, info.original_shape, (box.original_slices(), part)))
+            continue
+        for index, expert in enumerate(part, box.original[0]):
+            found.append((f"{own}{index}", info.original_shape[1:], (box.original_slices()[1:], expert)))
+    return found
+
+
+def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
+    """Delayed scaling's state by expert; without the newest row, which is each rank's own until the next forward."""
+    from te_fsdp import _te
+    from te_fsdp.binding import binding_of
+
+    binding = binding_of(module)
+    first = binding.experts.first if binding is not None and binding.experts is not None else 0
+    count = module.num_gemms if _te.kind_of(module) == "GroupedLinear" else 1
+    for key, state in (_te.delayed_states(module) or {}).items():
+        for name, tensor in (("scale", state.scale), ("amax_history", state.amax_history[1:])):
+            for index, part in enumerate(tensor.cpu().clone().chunk(count, dim=-1), first):
+                mine[f"{prefix}:{key}.{name}.{index}"] = (tuple(part.shape), [((...,), part)])
+
+
+def _together(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]]) -> torch.Tensor:
+    shape = held[0][0]
+    whole = torch.empty(shape, dtype=held[0][1][0][1].dtype)
+    written = torch.zeros(shape, dtype=torch.bool)
+    for slices, values in (piece for _, pieces in held for piece in pieces):
+        if written[slices].any():
+            assert torch.equal(_bytes(whole[slices]), _bytes(values)), f"{name}: replicas differ"
+        whole[slices], written[slices] = values, True
+    assert written.all(), f"{name}: holes"
+    return whole
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def save_on(case: Case, places: list[Place], directory: str) -> None:
+    """Train on each of the meshes, save, write down the logical state."""
+    import te_fsdp
+
+    for place in places:
+        run = Run(case, place, seed=0)
+        run.train()
+        te_fsdp.checkpoint.save(f"{directory}/{place.name}", run.model, run.optimizer)
+        expected = logical(run)
+        if is_first():
+            torch.save(expected, f"{directory}/{place.name}.pt")
+
+
+def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dict[str, Any]:
+    """Load what one mesh saved on another; compare logical values bit for bit.
+
+    Returns:
+        By pair: what is wrong, how many tensors were compared and how many differed before, the groups' options.
+    """
+    import te_fsdp
+
+    found = {}
+    for source, target in pairs:
+        expected = torch.load(f"{directory}/{source.name}.pt", weights_only=True)
+        run = Run(case, target, seed=1)
+        fresh = differing(expected, logical(run))
+        loaded = te_fsdp.checkpoint.load(f"{directory}/{source.name}", run.model, run.optimizer)
+        assert loaded.is_complete and not loaded.converted, (loaded.left, loaded.converted)
+        outcome = {"wrong": differing(expected, logical(run)), "tensors": len(expected), "fresh": len(fresh)}
+        outcome["lr"] = [group["lr"] for group in run.optimizer.param_groups]
+        found[f"{source.name} -> {target.name}"] = outcome
+    return found
+
+
+def plain_dcp(case: Case, place: Place, others: list[Place], directory: str) -> dict[str, Any]:
+    """Plain DCP with global names: loaded by te_fsdp.checkpoint.load and, unless experts are apart, by DCP itself."""
+    import te_fsdp
+
+    run = Run(case, place, seed=0)
+    run.train()
+    expected = logical(run)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{directory}/dcp")
+    found = {}
+    for target in others:
+        other = Run(case, target, seed=1)
+        loaded = te_fsdp.checkpoint.load(f"{directory}/dcp", other.model, other.optimizer)
+        found[target.name] = {"wrong": differing(expected, logical(other)), "left": loaded.left}
+        found[target.name]["lr"] = [group["lr"] for group in other.optimizer.param_groups]
+        if case.apart:
+            continue
+        other = Run(case, target, seed=1)
+        model, optimizer = get_state_dict(other.model, other.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=f"{directory}/dcp")
+        set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        found[f"{target.name} by DCP"] = {
+            "wrong": differing(expected, logical(other)),
+            "lr": [group["lr"] for group in other.optimizer.param_groups],
+        }
+    return found
+
+
+def local_names(case: Case, directory: str) -> dict[str, Any]:
+    """The fault: experts that every rank counts from 0. Plain DCP loses one rank's; te_fsdp.checkpoint refuses."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # other experts on each rank
+    layer = te.GroupedLinear(2, 64, 64, bias=False, params_dtype=torch.float32, device=harness.device())
+    mine = layer.weight0.detach().clone()
+    dcp.save(layer.state_dict(), checkpoint_id=f"{directory}/dcp")
+    state = {name: torch.zeros_like(p) for name, p in layer.named_parameters()}
+    dcp.load(state, checkpoint_id=f"{directory}/dcp")
+    lost = not torch.equal(state["weight0"], mine)
+    refused = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/ours", layer))
+    return {"lost": lost, "refused": refused, "left": Path(directory, "ours").exists()}

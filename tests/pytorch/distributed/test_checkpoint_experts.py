@@ -1,0 +1,126 @@
+"""Checkpoints of experts between meshes and forms: one tensor for all experts, every bit of weights and states.
+
+In one process: tests/unit/test_checkpoint_experts.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from checkpointing import experts
+from checkpointing.experts import Case, Place
+
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+
+
+def place(single: bool = False, **axes: int) -> Place:
+    return Place(tuple(axes.items()), single)
+
+
+ONE, STOCK = place(), Place(None)
+EP2, EP4, EP2_DP2 = place(ep=2), place(ep=4), place(dp_shard=2, ep=2)
+EP2_TP2, DP4, HSDP = place(ep=2, tp=2), place(dp_shard=4), place(dp_replicate=2, ep=2)
+EIGHT = place(dp_shard=2, ep=2, tp=2)
+
+
+def check(results: list[dict], pairs: int) -> None:
+    for rank, found in enumerate(results):
+        assert len(found) == pairs
+        for pair, outcome in found.items():
+            assert outcome["wrong"] == [], f"{pair} on rank {rank}"
+            assert outcome["tensors"] > 30
+            assert outcome["fresh"] > 20, "the control: before the load they differ"
+            assert outcome["lr"] == [3e-3, 2e-3], "options go by the names of the parameters"
+
+
+@pytest.fixture
+def between(pool, tmp_path, request):
+    """Save in one process and on several ranks, load each on another (`--matrix full`: on all others)."""
+    everywhere = request.config.getoption("--matrix") == "full"
+
+    def run(
+        case: Case, one: list[Place], several: list[Place], *, ranks: int = 4, single: bool = False
+    ) -> None:
+        where = {"case": case, "directory": str(tmp_path), "env": SINGLE if single else ENVIRONMENT}
+        pool.run(experts.save_on, 1, places=one, **where)
+        pool.run(experts.save_on, ranks, places=several, **where)
+        sources, steps = [*one, *several], range(1, len(one) + len(several) if everywhere else 2)
+        pairs = [
+            (sources[(i + k) % len(sources)], to) for i, to in enumerate(several, len(one)) for k in steps
+        ]
+        check(pool.run(experts.load_on, ranks, pairs=pairs, **where), len(pairs))
+        every = 1 if everywhere else len(one)
+        pairs = [(source, target) for i, target in enumerate(one) for source in several[i % every :: every]]
+        check(pool.run(experts.load_on, 1, pairs=pairs, **where), len(pairs))
+
+    return run
+
+
+@pytest.mark.ranks(4)
+def test_uneven_experts_with_biases_and_missing_states(between):
+    """Seven experts: 4 + 3 on two ranks, 2 + 2 + 2 + 1 on four. One of them has no optimizer state."""
+    case = Case(experts=7, bias=True, missing=True)
+    between(case, [ONE, STOCK], [EP4, DP4, EP2_DP2, HSDP])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_quantized_experts(between, recipe):
+    """Bytes and scales of each expert, main weights; delayed scaling's state of each expert's tensors."""
+    four = [EP4, EP2_DP2, EP2_TP2] if recipe == "mxfp8" else [EP4, EP2_DP2]
+    between(Case("quantized", recipe), [STOCK], four)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("recipe", ["block"])
+def test_quantized_experts_on_hopper(between, recipe):
+    between(Case("quantized", recipe), [STOCK], [EP2, place(dp_shard=2)], ranks=2)
+
+
+@pytest.mark.ranks(4)
+def test_one_parameter_for_all_experts(between):
+    """Between both forms of the module, on meshes that cut the one by experts, rows and columns."""
+    case = Case("bf16")
+    one = [STOCK, Place(None, True)]
+    four = [place(True, ep=4), EP2_TP2, place(True, ep=2, tp=2), EP2_DP2, place(True, dp_shard=4)]
+    between(case, one, four, single=True)
+
+
+@pytest.mark.ranks(8)
+def test_eight_ranks(pool, tmp_path):
+    where = {"case": Case("bf16"), "directory": str(tmp_path), "env": SINGLE}
+    pool.run(experts.save_on, 8, places=[EIGHT], **where)
+    check(pool.run(experts.load_on, 8, pairs=[(EIGHT, place(True, dp_shard=2, ep=2, tp=2))], **where), 1)
+    check(pool.run(experts.load_on, 1, pairs=[(EIGHT, STOCK)], **where), 1)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("apart", "single"), [(True, False), (False, False), (False, True)])
+def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
+    """What get_state_dict and plain DCP write on ep, te_fsdp.checkpoint.load reads on any mesh, and so does DCP.
+
+    torch writes the names in a group as rank 0 has them, and its set_state_dict takes no options for a group whose
+    names it does not find. te_fsdp.checkpoint.load goes by the layer.
+    """
+    others = [place(single, ep=4) if apart or single else DP4]
+    where = {"directory": str(tmp_path), "env": SINGLE}
+    case, source = Case("bf16", apart=apart), place(single, dp_shard=2, ep=2)
+    for found in pool.run(experts.plain_dcp, 4, case=case, place=source, others=others, **where):
+        for target in others:
+            assert found[target.name] == {"wrong": [], "left": {}, "lr": [3e-3, 2e-3]}, target.name
+            if not apart:
+                assert found[f"{target.name} by DCP"] == {"wrong": [], "lr": [3e-3, 2e-3]}, target.name
+
+
+@pytest.mark.ranks(2)
+def test_local_indices_as_names(pool, tmp_path):
+    """The seed fault: plain DCP keeps one rank's experts in silence, te_fsdp.checkpoint.save names them."""
+    results = pool.run(experts.local_names, 2, case=Case(), directory=str(tmp_path))
+    assert sorted(found["lost"] for found in results) == [False, True], (
+        "plain DCP loses the experts of one rank"
+    )
+    for found in results:
+        kind, text = found["refused"]
+        assert kind == "CheckpointError" and not found["left"]
+        assert "model.weight (rank 1 from rank 0)" in text and "ep_mesh" in text
