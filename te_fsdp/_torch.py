@@ -138,8 +138,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place (``Tensor._version`` of the local one)."""
-    return local_of(tensor)._version
+    """How often a tensor was written to in place (``Tensor._version``): as DTensor, or through its local one.
+
+    Operations on a DTensor count there alone: torch counts before it hands them to the local tensor.
+    """
+    return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
 
 
 def in_backward() -> bool:

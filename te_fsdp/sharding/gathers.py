@@ -41,9 +41,9 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     refuse_in_backward("start_param_gather")
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
-        if not _fsdp2.is_gathered(unit):
+        if name not in state.gathers and not _fsdp2.is_gathered(unit):
             state.versions[name] = versions_of(unit)
-            state.gathers.append(unit.unshard(async_op=True))
+            state.gathers[name] = unit.unshard(async_op=True)
 
 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
@@ -58,7 +58,7 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
     """
     start_param_gather(model, units)
     state = required_state(model, "finish_param_gather")
-    for gather in state.gathers:
+    for gather in state.gathers.values():
         gather.wait()
     state.gathers.clear()
     for _, unit in state.gathered():
@@ -77,9 +77,10 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     """
     state = required_state(model, "release_params")
     refuse_in_backward("release_params")
-    state.gathers.clear()
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
+        if name in state.gathers:
+            state.gathers.pop(name).wait()
         unit.reshard()
         state.versions.pop(name, None)
 

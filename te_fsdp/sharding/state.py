@@ -102,7 +102,7 @@ class ShardingState:
         pace: How the backwards to come count.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward has raised since gradients were last cleared, so that they are worth nothing.
-        gathers: Gathers that were started and not waited for.
+        gathers: Name of a unit -> its gather that was started by hand and not waited for.
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         marked: Whether :func:`state_of` knows the parameters that there are when training begins.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
@@ -122,7 +122,7 @@ class ShardingState:
     pace: Pace = Pace.LAST
     unfinished: bool = False
     failed: bool = False
-    gathers: list[Any] = field(default_factory=list)
+    gathers: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     marked: bool = False
     recognised: set[str] = field(default_factory=set)
@@ -222,7 +222,7 @@ def versions_of(unit: nn.Module) -> dict[int, int]:
     Quantized ones do not count: kernels write them behind torch's back.
     """
     shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
-    return {id(p): _torch.version_of(local) for p, local in shards if not _te.is_quantized(local)}
+    return {id(p): _torch.version_of(p) for p, local in shards if not _te.is_quantized(local)}
 
 
 def recover(state: ShardingState) -> None:

@@ -69,7 +69,8 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     """Raise if the unit would run with weights that were changed since they were gathered."""
     if _torch.in_backward():  # recomputed activations
         return
-    if not _fsdp2.is_gathered(unit):
+    started = state.gathers.pop(name, None) is not None  # this forward waits for it
+    if not started and not _fsdp2.is_gathered(unit):
         # Released again in each forward and backward: only start_param_gather can make these stale.
         if state.units[name].release_after_forward:
             state.versions.pop(name, None)
@@ -154,7 +155,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             state.precision_plan.after_step(optimizer)
         for finish in state.after_step:
             finish(optimizer)
+        for gather in state.gathers.values():
+            gather.wait()
         state.gathers.clear()
-        state.versions.clear()
         for _, unit in state.gathered():
             unit.reshard()  # type: ignore[operator]
+        kept = dict(state.gathered())
+        state.versions = {name: versions for name, versions in state.versions.items() if name in kept}

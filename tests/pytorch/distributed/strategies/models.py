@@ -39,9 +39,7 @@ def sharded(
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
     model = Model("meta", **kwargs)
-    te_fsdp.fully_shard(
-        model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer, **options
-    )
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer, **options)
     return te_fsdp.materialize(model, seed=SEED)
 
 

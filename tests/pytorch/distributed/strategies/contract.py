@@ -1,0 +1,330 @@
+"""Bodies: the accumulation contract. What must raise, what puts itself right, and what happens after exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from strategies.bodies import compare, gradients, loss_of, parameters, replaced, run, run_whole
+from strategies.models import batch, optimizer_of, sharded, whole
+
+
+class Pair:
+    """A sharded model and the same in one process, each with its optimizer."""
+
+    def __init__(self, strategy: Any, dp_replicate: int = 1, optimizer: str = "SGD") -> None:
+        import te_fsdp
+
+        self.meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
+        self.model, self.reference = sharded(self.meshes, strategy), whole()
+        self.optimizer = optimizer_of(optimizer, self.model)
+        self.expected = optimizer_of(optimizer, self.reference)
+        self.checks = harness.Comparisons()
+        self.steps = 0
+
+    def inputs(self, microbatches: int = 3) -> torch.Tensor:
+        """Of the step to come, for all ranks."""
+        return batch(self.steps, dist.get_world_size(), microbatches)
+
+    def mine(self, microbatches: int = 3) -> torch.Tensor:
+        """Of the step to come, for this rank."""
+        return self.inputs(microbatches)[:, dist.get_rank()]
+
+    def same_gradients(self, microbatches: int = 3, factor: float = 1.0) -> None:
+        """Backward in one process, and require the sharded model's gradients to be ``factor`` times its."""
+        run_whole(self.reference, self.inputs(microbatches))
+        for gradient in gradients(self.reference).values():
+            gradient.mul_(factor)
+        compare(self.checks, "gradient of", gradients(self.model), gradients(self.reference))
+
+    def same_step(self) -> None:
+        """Step both, and require equal parameters."""
+        self.optimizer.step()
+        self.expected.step()
+        self.optimizer.zero_grad()
+        self.expected.zero_grad()
+        compare(self.checks, "updated", parameters(self.model), parameters(self.reference))
+        self.steps += 1
+
+    def whole_step(self) -> None:
+        """A step by a plain loop, to show that all works again."""
+        run(self.model, self.mine(), "plain")
+        self.same_gradients()
+        self.same_step()
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """An OrderError with these words must come."""
+    from te_fsdp.errors import OrderError
+
+    with pytest.raises(OrderError) as caught:
+        yield
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def missed_reduction(strategy: str, loop: str, dp_replicate: int = 1) -> dict[str, Any]:
+    """Nobody was told which microbatch is the last: norm, scaling and step refuse, until gradients are reduced."""
+    import te_fsdp
+
+    pair = Pair(strategy, dp_replicate)
+    for _ in range(2):
+        context = te_fsdp.no_sync(pair.model) if loop == "no_sync" else contextlib.nullcontext()
+        with context:
+            run(pair.model, pair.mine(), "plain" if loop == "no_sync" else "more")
+        with refused("SGD.step", "layer_norm_weight", "finish_grad_reduce"):
+            pair.optimizer.step()
+        with refused("grad_norm"):
+            te_fsdp.clip_grad_norm_(pair.model, 1.0)
+        with refused("scale_gradients"):
+            te_fsdp.scale_gradients(pair.model, 2.0)
+        te_fsdp.start_grad_reduce(pair.model)
+        te_fsdp.finish_grad_reduce(pair.model)
+        te_fsdp.finish_grad_reduce(pair.model)  # changes nothing
+        te_fsdp.scale_gradients(pair.model, 2.0)
+        pair.same_gradients(factor=2.0)
+        pair.same_step()
+    pair.whole_step()
+    return pair.checks.require(3 * 20)
+
+
+def kept_over_step(strategy: str, released: bool = True) -> dict[str, Any]:
+    """All gradients are reduced, weights still gathered: the step releases them.
+
+    Args:
+        strategy: One that reduces each time and keeps weights.
+        released: False: the release is broken; the next forward must refuse the stale weights.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from te_fsdp.sharding.state import sharding_state
+
+    pair = Pair(strategy)
+    for _ in range(2):
+        run(pair.model, pair.mine(), "more")
+        state: Any = sharding_state(pair.model)
+        assert len(state.gathered()) == 3
+        pair.same_gradients()
+        if not released:
+            with replaced(FSDPModule, reshard=lambda unit: None):
+                pair.optimizer.step()
+            with refused("blocks.0", "forward with a gathered weight"):
+                pair.model(pair.mine()[0])
+            return pair.checks.require(1)
+        pair.same_step()
+        assert not state.gathered()
+    return pair.checks.require(20)
+
+
+def changed_by_hand(strategy: str, checked: bool = True) -> dict[str, Any]:
+    """Weights change while they are gathered, and no optimizer of torch has done it.
+
+    Args:
+        strategy: One that keeps weights.
+        checked: False: without the check the forward runs with the old weights.
+    """
+    import te_fsdp
+    from te_fsdp.sharding.state import sharding_state
+
+    pair, state = Pair(strategy), None
+    run(pair.model, pair.mine(), "more")
+    state = sharding_state(pair.model)
+    with torch.no_grad():
+        for ours, theirs in zip(parameters(pair.model).values(), pair.reference.parameters(), strict=True):
+            ours.mul_(1.5)
+            theirs.mul_(1.5)
+    x = pair.mine()[0]
+    if checked:
+        with refused("blocks.0.", "forward with a gathered weight", "release_params"):
+            pair.model(x)
+        te_fsdp.release_params(pair.model)
+    else:
+        state.versions.clear()
+    pair.checks.close("loss", loss_of(pair.model, x), loss_of(pair.reference, x), 1e-5, "fp32")
+    return pair.checks.require(1)
+
+
+def flags(model: nn.Module) -> list[tuple[bool, ...]]:
+    """What FSDP2 will do at the end of the next backward."""
+    from te_fsdp import _torch
+
+    groups = [
+        g
+        for unit in model.modules()
+        if _torch.is_fsdp_module(unit)
+        for g in _torch.fsdp_parameter_groups(unit)
+    ]
+    return [(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups]
+
+
+def nesting(strategy: str) -> dict[str, Any]:
+    """Contexts put back what was before, whatever it was and however they end."""
+    import te_fsdp
+
+    pair = Pair(strategy)
+    model = pair.model
+    default = flags(model)
+    seen = []
+    for outer in (te_fsdp.no_sync, te_fsdp.sync, lambda m: te_fsdp.microbatch(m, is_last=False)):
+        with outer(model):
+            inside = flags(model)
+            for inner in (te_fsdp.no_sync, te_fsdp.sync, lambda m: te_fsdp.microbatch(m, is_last=True)):
+                with contextlib.suppress(KeyError), inner(model):
+                    seen.append(flags(model))
+                    raise KeyError
+                assert flags(model) == inside
+        assert flags(model) == default
+    te_fsdp.set_auto_sync(model, False)
+    off = flags(model)
+    with te_fsdp.sync(model):
+        assert flags(model) == default
+    assert flags(model) == off
+    te_fsdp.set_auto_sync(model, True)
+    assert flags(model) == default
+    assert default == [(True, True, True)] * 3
+    assert [flag[:2] for flag in seen[0]] == [(False, False)] * 3
+    return {"off": off, "default": default}
+
+
+class Failure(Exception):
+    """Raised on purpose, on all ranks at the same place."""
+
+
+def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
+    """The forward of the second microbatch raises: it is run again, and nothing is lost.
+
+    Args:
+        strategy: The strategy.
+        dp_replicate: With 2, HSDP holds partly reduced gradients then.
+        stock: Whether to recover by torch's own function, where there is one.
+    """
+    import te_fsdp
+    from te_fsdp import _fsdp2
+
+    pair = Pair(strategy, dp_replicate)
+    by_hand = _fsdp2.reset_iteration
+    options = {} if stock else {"reset_iteration": lambda root: by_hand(root, stock=False)}
+    with replaced(_fsdp2, **options):
+        for _ in range(2):
+            mine = pair.mine()
+            with te_fsdp.microbatch(pair.model, is_last=False):
+                (loss_of(pair.model, mine[0]) / 3).backward()
+            _fail_once(pair.model.blocks[1].register_forward_hook)
+            with pytest.raises(Failure), te_fsdp.microbatch(pair.model, is_last=False):
+                loss_of(pair.model, mine[1])
+            for index in (1, 2):
+                with te_fsdp.microbatch(pair.model, is_last=index == 2):
+                    (loss_of(pair.model, mine[index]) / 3).backward()
+            pair.same_gradients()
+            pair.same_step()
+    return pair.checks.require(2 * 20)
+
+
+def failed_backward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
+    """A backward raises when one unit is through: the step refuses until all microbatches have been run again."""
+    import te_fsdp
+    from te_fsdp import _fsdp2
+
+    pair = Pair(strategy, dp_replicate)
+    by_hand = _fsdp2.reset_iteration
+    options = {} if stock else {"reset_iteration": lambda root: by_hand(root, stock=False)}
+    with replaced(_fsdp2, **options):
+        for zeroed_first in (True, False):
+            mine = pair.mine()
+            with te_fsdp.microbatch(pair.model, is_last=False):
+                loss_of(pair.model, mine[0]).backward()
+            _fail_once(pair.model.blocks[0].register_full_backward_pre_hook)
+            with pytest.raises(Failure), te_fsdp.microbatch(pair.model, is_last=False):
+                loss_of(pair.model, mine[1]).backward()
+            if not zeroed_first:
+                loss_of(pair.model, mine[1]).backward()
+                with refused("a backward has raised", "te_fsdp.zero_grad"):
+                    pair.optimizer.step()
+            te_fsdp.zero_grad(pair.model)
+            run(pair.model, mine, "microbatch")
+            pair.same_gradients()
+            pair.same_step()
+    return pair.checks.require(2 * 20)
+
+
+def _fail_once(register: Any) -> None:
+    def fail(*args: Any) -> None:
+        handle.remove()
+        raise Failure
+
+    handle = register(fail)
+
+
+def by_hand(strategy: Any, dp_replicate: int = 1) -> dict[str, Any]:
+    """Automatic reduction off, and all at a place of one's own."""
+    import te_fsdp
+
+    pair = Pair(strategy, dp_replicate)
+    te_fsdp.set_auto_sync(pair.model, False)
+    for _ in range(2):
+        run(pair.model, pair.mine(), "plain")
+        te_fsdp.start_grad_reduce(pair.model)
+        te_fsdp.finish_grad_reduce(pair.model)
+        pair.same_gradients()
+        pair.same_step()
+    te_fsdp.set_auto_sync(pair.model, True)
+    with te_fsdp.no_sync(pair.model):
+        run(pair.model, pair.mine() * 3, "plain")
+    te_fsdp.zero_grad(pair.model)
+    pair.whole_step()
+    return pair.checks.require(3 * 20)
+
+
+def gathered_ahead(strategy: str) -> dict[str, Any]:
+    """Units gathered by hand are not gathered again; those that change afterwards are refused."""
+    import te_fsdp
+    from strategies.counting import counted
+    from te_fsdp.errors import PlacementError
+
+    pair = Pair(strategy)
+    pair.whole_step()
+    te_fsdp.start_param_gather(pair.model, ["blocks.0"])
+    te_fsdp.finish_param_gather(pair.model)
+    with counted() as calls, torch.no_grad():
+        loss = loss_of(pair.model, pair.mine()[0])
+    assert not calls, calls
+    pair.checks.close("loss", loss, loss_of(pair.reference, pair.mine()[0]), 1e-5, "fp32")
+    te_fsdp.release_params(pair.model)
+    pair.whole_step()
+    te_fsdp.start_param_gather(pair.model, ["blocks.1"])
+    with torch.no_grad():
+        parameters(pair.model)["blocks.1.fc1_weight"].mul_(2.0)
+    with refused("blocks.1.fc1_weight"):
+        te_fsdp.finish_param_gather(pair.model, ["blocks.1"])
+        pair.model(pair.mine()[0])
+    with pytest.raises(PlacementError, match="no sharded unit"):
+        te_fsdp.start_param_gather(pair.model, ["blocks.7"])
+    return pair.checks.require(20)
+
+
+def while_gathered(strategy: str) -> dict[str, Any]:
+    """Between microbatches ``model.parameters()`` are the gathered ones: the norm knows, an optimizer is refused."""
+    from torch.distributed.tensor import DTensor
+
+    import te_fsdp
+
+    pair = Pair(strategy)
+    run(pair.model, pair.mine(), "more")
+    held = [p for p in pair.model.parameters() if p.requires_grad]
+    assert not any(isinstance(p, DTensor) for p in held)
+    norm = te_fsdp.clip_grad_norm_(iter(held), 1e9)
+    pair.same_gradients()
+    wanted = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)
+    pair.checks.close("norm", norm, wanted, 1e-5, "fp32")
+    with refused("SGD.step", "gathered parameter"):
+        torch.optim.SGD(held, lr=1.0).step()
+    pair.same_step()
+    return pair.checks.require(15)

@@ -1,0 +1,148 @@
+"""Bodies: collectives in one optimizer step, and bytes that a rank holds, by strategy and loop."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from precision.wire import FUNCTIONS
+from torch import nn
+
+from strategies.bodies import loss_of, run
+from strategies.models import batch, optimizer_of, sharded
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LOOPS = ("plain", "microbatch", "no_sync")
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[collections.Counter]:
+    """Calls of torch.distributed's collectives, by kind."""
+    seen: collections.Counter = collections.Counter()
+    stock = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
+    depth = [0]
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if depth[0] == 0:  # old names may call new ones
+                seen[FUNCTIONS[name][0]] += 1
+            depth[0] += 1
+            try:
+                return stock[name](*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, counting(name))
+    try:
+        yield seen
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, dict[str, int]]:
+    """Collectives of one optimizer step, the first one aside: ``"strategy loop"`` -> kind -> calls.
+
+    Args:
+        dp_replicate: Size of the outer axis.
+        outer: fully_shard's outer_strategy.
+        microbatches: In each step.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
+    found = {}
+    for strategy in STRATEGIES:
+        if outer == "optim" and strategy == "no_shard":
+            continue
+        model = sharded(meshes, strategy, outer)
+        optimizer = optimizer_of("SGD", model)
+        if outer == "optim":
+            te_fsdp.shard_optimizer(optimizer)
+        inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
+        for loop in ("plain", *LOOPS):  # the first one warms up
+            with counted() as calls:
+                run(model, inputs, loop)
+                optimizer.step()
+            optimizer.zero_grad()
+            found[f"{strategy} {loop}"] = dict(calls)
+    return found
+
+
+# --- memory
+
+
+class Wide(nn.Module):
+    """Two units and a root, large enough that counters do not matter; rows that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = harness.device()
+        self.blocks = nn.ModuleList(nn.Linear(256, 301, device=device) for _ in range(2))
+        self.head = nn.Linear(301, 99, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        return self.head((first(x) + second(x)).relu())
+
+
+def memory(strategy: str) -> dict[str, tuple[int, int]]:
+    """Bytes that this rank holds beside those that are expected: between microbatches, and between steps."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    before = _storages()
+    torch.manual_seed(0)
+    model = te_fsdp.fully_shard(Wide(), meshes, units="blocks.*", strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    whole, cut, rows = _elements(model, meshes.size("dp_shard"))
+    x = torch.randn(8, 256, device=harness.device())
+    found = {}
+    for _ in range(2):
+        with te_fsdp.microbatch(model, is_last=False):
+            loss_of(model, x).backward()
+        found["between microbatches"] = _storages() - before - x.nbytes
+        with te_fsdp.microbatch(model, is_last=True):
+            loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["between steps"] = _storages() - before - x.nbytes
+    shards = strategy != "no_shard"
+    weights, state = (cut, 2 * rows) if shards else (whole, 2 * whole)
+    kept = whole if strategy in ("optim", "optim_grads") else 0
+    waiting = whole if strategy in ("no_shard", "optim") else cut
+    expected = {"between steps": weights + state, "between microbatches": weights + state + kept + waiting}
+    return {name: (found[name], 4 * expected[name]) for name in expected}
+
+
+def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:
+    """Of all parameters: elements, those of a rank with rows filled up, and those of this rank's own rows."""
+    from te_fsdp import _torch
+
+    whole = sum(p.numel() for p in model.parameters())
+    cut = sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in model.parameters())
+    return whole, cut, sum(_torch.local_of(p).numel() for p in model.parameters())
+
+
+def _storages() -> int:
+    """Bytes of all storages that Python can reach, each once."""
+    gc.collect()
+    found = {}
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and type(item).__module__.startswith("torch") and not item.is_meta:
+            with contextlib.suppress(
+                RuntimeError, NotImplementedError
+            ):  # wrappers have no storage of their own
+                storage = item.untyped_storage()
+                if storage.data_ptr():
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
