@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.modules.copies import broadcast_params as broadcast_params
-    from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.comm import grad_comm as grad_comm
+    from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.gathers import finish_param_gather as finish_param_gather
     from te_fsdp.sharding.gathers import release_params as release_params
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
+    from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
     from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
     from te_fsdp.sharding.reductions import start_grad_reduce as start_grad_reduce
     from te_fsdp.sharding.reductions import zero_grad as zero_grad
-    from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.report import report as report
     from te_fsdp.sharding.schedule import microbatch as microbatch
     from te_fsdp.sharding.schedule import no_sync as no_sync

@@ -29,7 +29,8 @@ CUT = "_te_fsdp_cut"
 EP = "_te_fsdp_ep"
 #: Attribute of a parameter of a model that ``fully_shard`` was called on: a reference to its sharding state.
 STATE = "_te_fsdp_state"
-#: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all own parameters, or a frozenset of their names.
+#: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset
+#: of names of own ones (``"*"``: all own ones).
 #: Also an attribute of parameters that no module owned when they were marked.
 NO_SHARD = "_te_fsdp_no_shard"
 
@@ -128,7 +129,7 @@ def binding_of(module: object) -> Binding | None:
 def is_exempt(module: Any, name: str) -> bool:
     """Whether a module's own parameter is kept whole on all data-parallel ranks (:func:`te_fsdp.fsdp_no_shard`)."""
     mark = module.__dict__.get(NO_SHARD, ())
-    if mark is True or name in mark:
+    if mark is True or name in mark or "*" in mark:
         return True
     parameter = module._parameters.get(name)
     return parameter is not None and NO_SHARD in parameter.__dict__

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,6 +129,14 @@ class Exempt:
         """The parameter that is there now."""
         return self.module._parameters[self.name]  # type: ignore[return-value]
 
+    def bound(self) -> Exempt:
+        """The same by the names it has when its module is bound: experts then count globally."""
+        binding = binding_of(self.module)
+        if binding is None or binding.experts is None:
+            return self
+        name = binding.experts.registered_name(self.name)
+        return replace(self, label=self.label.removesuffix(self.name) + name, name=name)
+
 
 @dataclass(frozen=True)
 class NoShard:
@@ -148,7 +156,7 @@ class NoShard:
 
     def ignored(self) -> set[nn.Parameter]:
         """The exempt parameters there are now, for FSDP2's ``ignored_params``."""
-        return {exempt.parameter for exempt in self.parameters}
+        return {exempt.bound().parameter for exempt in self.parameters}
 
     def without_units(self, units: dict[str, Strategy]) -> dict[str, Strategy]:
         """The units that are left: no unit is made of a module that is exempt as a whole."""
@@ -164,9 +172,12 @@ class NoShard:
         Local operation. Moves from the CPU what FSDP2 moves for others: parameters, and buffers if all is exempt.
         """
         for module in self.model.modules():
+            own = [(id(module), name) in self.keys for name, p in module._parameters.items() if p is not None]
             for name, parameter in module._parameters.items():
                 if parameter is not None and (id(module), name) in self.keys:
-                    _add_mark(module, name)
+                    _add_mark(
+                        module, "*" if all(own) else name
+                    )  # names of experts change when they are bound
                     setattr(parameter, NO_SHARD, True)
                     if parameter.device.type == "cpu" != device.type:
                         parameter.data = parameter.data.to(device)

@@ -31,7 +31,7 @@ class Ranks:
 
     Attributes:
         mesh: 1-D mesh of the ranks that hold the same parameters and see other data; ``None`` for one rank.
-        divisor: What the sum is divided by.
+        divisor: What the sum is divided by; 1 for sums.
     """
 
     mesh: DeviceMesh | None
@@ -149,8 +149,9 @@ class Bucket:
             dist.all_reduce(flat[:partial], group=self.tp.get_group())
         averaged = 1
         if ranks.group is not None:
-            all_reduce_gradients(flat, ranks.group, comm)
-            averaged = ranks.group.size()
+            average = ranks.divisor != 1
+            all_reduce_gradients(flat, ranks.group, comm, average=average)
+            averaged = ranks.group.size() if average else 1
         # Flags of other ranks are read, and the device waited for, only where this rank lacks a gradient.
         seen = mine if all(mine) else [flag > 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:

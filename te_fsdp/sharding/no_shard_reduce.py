@@ -87,7 +87,7 @@ class ReplicatedGradients:
         if not average:
             dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
         self._slots = []
-        for exempt in plan.parameters:
+        for exempt in (exempt.bound() for exempt in plan.parameters):
             binding = binding_of(exempt.module)
             rule = binding.rules.get(exempt.name) if binding is not None else None
             is_expert = getattr(binding, "ep_mesh", None) is not None

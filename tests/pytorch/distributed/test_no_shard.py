@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from no_sharding import training
+from no_sharding import bodies, gradients, training
 
-DP2, DP2_TP2, HSDP = {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
+DP2, DP2_TP2, DP4 = {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4}
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
 MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
 
 
@@ -32,3 +33,97 @@ def test_numerics(pool, axes, options):
 def test_numerics_can_fail(pool, spoil):
     errors = pool.run_expect_error(training.numerics, 2, axes=DP2, spoil=spoil)
     assert all("gradient 0 adapter" in error.message or "position" in error.message for error in errors)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["exempt", "setter", "by hand"])
+def test_parameters_that_other_ranks_use(pool, how):
+    for result in pool.run(gradients.unused, 2, how=how):
+        assert result["never"] == (None if how == "exempt" else 0.0)
+
+
+@pytest.mark.ranks(2)
+def test_without_zeros_the_branches_are_mixed(pool):
+    for error in pool.run_expect_error(gradients.unused, 2, how="neither"):
+        assert "left" in error.message or "right" in error.message
+
+
+@pytest.mark.ranks(2)
+def test_long_sums(pool):
+    for schedule in ("plain", "no_sync"):
+        for dtype, comm, expected in (
+            ("float32", None, 300 / 256),
+            (None, None, 1.0),  # negative control
+        ):
+            options = {"schedule": schedule, "grads_dtype": dtype, "comm_dtype": comm}
+            assert pool.run(gradients.long_sum, 2, **options) == [expected] * 2, options
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes", "exempt", "group"),
+    [
+        ("current", DP2_TP2, ["second"], "tp"),
+        ("current", DP2_TP2, ["first.weight", "first.bias"], "tp"),
+        ("mxfp8", DP2, ["second"], ""),
+        ("delayed", DP2_TP2, ["second"], "tp"),
+    ],
+)
+def test_quantized(pool, recipe, axes, exempt, group):
+    ranks = math.prod(axes.values())
+    results = pool.run(
+        gradients.quantized, ranks, kind="linear", recipe=recipe, axes=axes, exempt=exempt, group=group
+    )
+    assert all(result["init"] and result["steps"] == 2 * result["init"] for result in results)
+
+
+@pytest.mark.ranks(4)
+def test_cost(pool):
+    before = pool.run(bodies.cost, 4, axes=DP4, parts=())[0]
+    frozen = pool.run(bodies.cost, 4, axes=DP4, parts=("encoder",))[0]
+    # root, two blocks, frozen encoder: forward and backward, where FSDP2 prefetches the encoder for nothing
+    assert (before["all_gather"], before["reduce_scatter"], before.get("all_reduce", 0)) == (8, 3, 0)
+    assert (frozen["all_gather"], frozen["reduce_scatter"], frozen.get("all_reduce", 0)) == (6, 3, 0)
+    assert before["bytes"] == before["all"] / 4
+    assert frozen["bytes"] == before["bytes"] + frozen["encoder"] * 3 / 4
+    assert before["hooks"] == 1 and frozen["hooks"] == 0
+    assert not before["noted"] and len(frozen["noted"]) == 4
+    everything = ("encoder", "adapter", "position")
+    for microbatches, told, all_reduces in ((1, False, 1), (3, False, 3), (3, True, 1)):
+        options = {"axes": DP4, "parts": everything, "microbatches": microbatches, "told": told}
+        assert pool.run(bodies.cost, 4, **options)[0]["all_reduce"] == all_reduces, options
+
+
+@pytest.mark.ranks(2)
+def test_no_second_copy(pool):
+    (whole, _), (gathered, _) = (
+        pool.run(bodies.no_second_copy, 2, axes=DP2, strategy=strategy)
+        for strategy in ("no_shard", "optim_grads")
+    )
+    assert whole["units"] == 0 and gathered["units"] == 3
+    assert whole["held"] <= 1.01
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["assign", "materialize", "interrupted"])
+def test_replaced_parameters(pool, how):
+    pool.run(bodies.reset_after_sharding, 2, axes=DP2, how=how)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("where", "kind", "words"),
+    [
+        ("fully_shard", "InitError", "position"),
+        ("materialize", "InitError", "encoder.0.bias"),
+        ("save", "CheckpointError", "position"),
+    ],
+)
+def test_differing_copies(pool, where, kind, words):
+    for error in pool.run_expect_error(bodies.other_values, 2, where=where):
+        assert error.type_name == kind and words in error.message, error
+
+
+@pytest.mark.ranks(4)
+def test_checkpoints(pool, tmp_path):
+    for tensors, differed in pool.run(bodies.resharded, 4, path=str(tmp_path), first=DP2_TP2, second=DP4):
+        assert tensors > 40 and differed > 40

@@ -1,0 +1,270 @@
+"""Bodies: what exempt parameters cost, what they survive, and where they are saved."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from parity.runs import Cut, _local, copy_shards, scramble, shards
+from quantization.one_scale import gathered
+from torch import nn
+
+from no_sharding.models import BATCH, HIDDEN, SEQUENCE, exempt, seeded
+from no_sharding.training import optimizer_of, sharded
+
+UNITS = ["encoder", "blocks.*"]
+#: c10d's functions, and what they are.
+KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count this rank's collectives by kind."""
+    counts: Counter[str] = Counter()
+    stock = {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[KINDS[name]] += 1
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def meshes_of(axes: dict[str, int]) -> Any:
+    """The job's meshes."""
+    import te_fsdp
+
+    return te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+
+
+def batch(meshes: Any, seed: int = 3) -> torch.Tensor:
+    """This rank's part of a batch that is the same on all ranks."""
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return Cut.of(meshes).take(x, None).to(harness.device())
+
+
+def cost(
+    axes: dict[str, int], parts: tuple[str, ...], *, microbatches: int = 1, told: bool = False
+) -> dict[str, Any]:
+    """Collectives of one step, and bytes of parameters on this rank.
+
+    Args:
+        axes: mesh sizes.
+        parts: what is exempt; the frozen encoder is a unit otherwise.
+        microbatches: backwards in the step.
+        told: whether the loop says which one is the last.
+    """
+    import te_fsdp
+
+    meshes = meshes_of(axes)
+    model = seeded(**meshes.te_kwargs())
+    whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    if parts:
+        exempt(model, parts)
+    te_fsdp.fully_shard(model, meshes, units=UNITS)
+    model(batch(meshes)).sum().backward()  # what happens once
+    te_fsdp.zero_grad(model)
+    with counted() as counts:
+        for number in range(microbatches):
+            last = number == microbatches - 1
+            with te_fsdp.microbatch(model, is_last=last) if told else contextlib.nullcontext():
+                model(batch(meshes, number)).square().mean().backward()
+    hooks = [m._forward_pre_hooks or m._forward_hooks for m in model.encoder.modules()]
+    report = te_fsdp.report(model)
+    return {
+        **counts,
+        "bytes": report.total_bytes,
+        "encoder": sum(size for name, size in whole.items() if name.startswith("encoder")),
+        "all": sum(whole.values()),
+        "hooks": sum(map(bool, hooks)),
+        "noted": sorted(row.name for row in report if "no_shard" in row.note),
+    }
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that this process can reach, each storage once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and not item.is_meta:
+            storage = _local(item).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def no_second_copy(axes: dict[str, int], strategy: str) -> dict[str, float]:
+    """Bytes that sharding and a step add to those of the parameters, relative to them; and FSDP2's modules."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = meshes_of(axes)
+    before = live_bytes()
+    model = seeded()
+    whole = live_bytes() - before
+    te_fsdp.fully_shard(model, meshes, units=te.LayerNormMLP, strategy=strategy)
+    model(batch(meshes)).square().mean().backward()
+    te_fsdp.zero_grad(model)
+    units = sum(isinstance(m, torch.distributed.fsdp.FSDPModule) for m in model.modules())
+    return {"held": (live_bytes() - before) / whole, "units": units}
+
+
+def reset_after_sharding(axes: dict[str, int], how: str) -> int:
+    """Parameters that are replaced after fully_shard have their gradients reduced as before.
+
+    Args:
+        axes: mesh sizes.
+        how: "assign" (load_state_dict), "load" (te_fsdp.checkpoint would; here a state dict in place) or "interrupted":
+            a backward raises half way.
+    """
+    import te_fsdp
+
+    meshes = meshes_of(axes)
+    reference, model = seeded(), sharded(meshes, "no_shard", (), "meta" if how == "materialize" else "device")
+    if how == "assign":
+        model.load_state_dict(
+            {name: value.clone() for name, value in reference.state_dict().items()}, assign=True
+        )
+    if how == "interrupted":
+        handle = model.blocks[1].register_full_backward_hook(_fail)
+        try:
+            model(batch(meshes)).square().mean().backward()
+        except RuntimeError as error:
+            assert "half way" in str(error)
+        handle.remove()
+        te_fsdp.zero_grad(model)
+    copy_shards(reference, model)
+    model(batch(meshes)).square().mean().backward()
+    reference(batch_of_all()).square().mean().backward()
+    checks = harness.Comparisons()
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            mine = model.get_parameter(name).grad
+            checks.close(name, mine, parameter.grad, 1e-5, "fp32: the sum over samples in another order")
+    return len(checks.require(10))
+
+
+def _fail(*unused: Any) -> None:
+    raise RuntimeError("half way")
+
+
+def batch_of_all(seed: int = 3) -> torch.Tensor:
+    """The whole batch of :func:`batch`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(harness.device())
+
+
+def other_values(where: str) -> None:
+    """Replicas of an exempt parameter that differ must be refused.
+
+    Args:
+        where: "fully_shard", "materialize" (ranks with other random states) or "save".
+    """
+    import te_fsdp
+
+    rank, meshes = dist.get_rank(), meshes_of({"dp_shard": 2})
+    model = seeded("meta" if where == "materialize" else None)
+    exempt(model)
+    if where == "fully_shard":
+        model.position.data += rank
+    te_fsdp.fully_shard(model, meshes)
+    if where == "materialize":
+        with _careless():
+            te_fsdp.materialize(model)
+    model.position.data += rank
+    te_fsdp.checkpoint.save("/nonexistent/never written", model)
+
+
+@contextlib.contextmanager
+def _careless() -> Iterator[None]:
+    """Linear layers whose initialisation depends on the rank."""
+    stock = nn.Linear.reset_parameters
+
+    def careless(self: nn.Linear) -> None:
+        stock(self)
+        with torch.no_grad():
+            self.bias += dist.get_rank()
+
+    nn.Linear.reset_parameters = careless
+    try:
+        yield
+    finally:
+        nn.Linear.reset_parameters = stock
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer states as whole tensors."""
+    found = {}
+    for name, parameter, _ in shards(model):
+        prefix, _, own = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        found[name] = gathered(module, own, parameter.detach())
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value.dim():
+                found[f"{name}:{key}"] = gathered(module, own, value)
+    return found
+
+
+def resharded(path: str, first: dict[str, int], second: dict[str, int]) -> list[int]:
+    """Save with exempt parameters, load where they are sharded, save there and load back: the same values, bit for bit.
+
+    Returns:
+        Number of tensors compared, and how many of them differed before the loads.
+    """
+    import te_fsdp
+
+    def made(
+        axes: dict[str, int], parts: tuple[str, ...], seed: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        meshes = meshes_of(axes)
+        model = sharded(meshes, "optim_grads_params", parts, "meta")
+        te_fsdp.materialize(model, seed=seed)
+        reference = seeded()
+        scramble(reference)
+        copy_shards(reference, model)
+        optimizer = optimizer_of("AdamW", model.parameters())
+        for step in range(seed):
+            model(batch(meshes, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    parts = ("encoder", "adapter", "position")
+    trained = made(first, parts, 2)
+    expected = contents(*trained)
+    te_fsdp.checkpoint.save(f"{path}/first", *trained)
+    differed = 0
+    for axes, own, name in ((second, (), "first"), (first, parts, "second")):
+        other = made(axes, own, 1)
+        differed += sum(not torch.equal(value, expected[key]) for key, value in contents(*other).items())
+        te_fsdp.checkpoint.load(f"{path}/{name}", *other)
+        checks = harness.Comparisons()
+        found = contents(*other)
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            checks.same_bits(key, value, expected[key])
+        checks.require(len(expected))
+        if name == "first":
+            te_fsdp.checkpoint.save(f"{path}/second", *other)
+    return [len(expected), differed]
