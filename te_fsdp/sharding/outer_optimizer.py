@@ -11,7 +11,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
@@ -41,7 +41,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     For models sharded with ``outer_strategy="optim"`` (HFSDP), where it is needed: state over ``dp_replicate`` x
     ``dp_shard``, weights and gradients over ``dp_shard``. Also cuts the state of parameters that are replicated over
-    data parallel while the strategy shards optimizer state. Other parameters are left as they are.
+    data parallel while the strategy shards optimizer state. Where there are no such parameters it does nothing.
 
     From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype), updates this rank's
     rows, and gathers all rows (one all-gather per dtype: bf16 weights as bf16, fp32 and quantized ones as fp32, so that
@@ -66,10 +66,12 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     """
     if stand_ins_of(optimizer) is not None:
         return optimizer
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(copies_of(p) for p in held):
+        return optimizer
     _check_fresh(optimizer)
     stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_stand_ins(optimizer, cuts=True)
     stand_ins.cuts = True
-    held = [p for group in optimizer.param_groups for p in group["params"]]
     chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
     _check_same(chunks)
     _keep_main_weights(optimizer, chunks)

@@ -20,9 +20,22 @@ PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
     "2x2": (
         {"dp_replicate": 2, "dp_shard": 2},
         [
-            {"optimizer": "sgd", "microbatches": 3, "clip": 0.5, "strategy": "optim"},
+            {
+                "optimizer": "sgd",
+                "microbatches": 3,
+                "clip": 0.5,
+                "strategy": "optim",
+                "halved": True,
+                "contexts": True,
+            },
             {"optimizer": "adamw", "clip": 0.5},
-            {"optimizer": "foreach", "microbatches": 3, "strategy": "optim_grads"},
+            {
+                "optimizer": "foreach",
+                "microbatches": 3,
+                "strategy": "optim_grads",
+                "contexts": True,
+                "halved": True,
+            },
             {"optimizer": "te", "microbatches": 3, "clip": 0.5},
         ],
     ),
@@ -66,6 +79,16 @@ def test_summed_gradients_would_show(pool):
     axes = {"dp_replicate": 2, "dp_shard": 1}
     for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
+
+
+@pytest.mark.ranks(4)
+def test_precision_policy(pool):
+    """bf16 compute weights, fp32 main ones, which FSDP2 shards; gradients cross the outer axis in the policy's dtype."""
+    for cost in pool.run(bodies.costs, 4, dtype=torch.bfloat16, outer="optim", wire=torch.bfloat16):
+        kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
+        assert kinds == [("reduce_scatter", "torch.bfloat16"), ("all_gather", "torch.float32")]
+        assert cost["state"] == pytest.approx(8 * cost["elements"] / 4, rel=0.01)
+        assert cost["weights"] == cost["gradients"] == pytest.approx(4 * cost["elements"] / 2, rel=0.01)
 
 
 @pytest.mark.ranks(2)

@@ -78,7 +78,7 @@ class Even(nn.Module):
         return self.mlp(x)
 
 
-def costs(dtype: torch.dtype, outer: str) -> dict[str, Any]:
+def costs(dtype: torch.dtype, outer: str, wire: torch.dtype | None = None) -> dict[str, Any]:
     """Collectives of one optimizer step, and bytes that lie in memory after it, on 2 x 2 ranks.
 
     Returns:
@@ -88,7 +88,8 @@ def costs(dtype: torch.dtype, outer: str) -> dict[str, Any]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, device_type=harness.device_type())
-    model = te_fsdp.fully_shard(Even(dtype, "meta"), meshes, outer_strategy=outer)
+    policy = None if wire is None else te_fsdp.MixedPrecisionPolicy(grad_comm_dtype=wire)
+    model = te_fsdp.fully_shard(Even(dtype, "meta"), meshes, outer_strategy=outer, precision=policy)
     te_fsdp.materialize(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (te_fsdp.shard_optimizer(optimizer) if outer == "optim" else te_fsdp.main_weights(model, optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class Case:
         clip: Largest norm of the gradients, 0 for no clipping.
         dtype: Of the parameters.
         strategy: Over ``dp_shard``.
+        contexts: Whether the loop says which microbatch is the last one.
+        halved: Whether gradients are halved after they were clipped.
         exempt: Modules given to ``fsdp_no_shard``.
     """
 
@@ -30,6 +33,8 @@ class Case:
     clip: float = 0.0
     dtype: torch.dtype = torch.float32
     strategy: str = "optim_grads_params"
+    contexts: bool = False
+    halved: bool = False
     exempt: tuple[str, ...] = ()
 
 
@@ -132,17 +137,23 @@ class Run:
 
     def backward(self) -> None:
         """All microbatches of one step: this rank's part of each."""
-        for _ in range(self.case.microbatches):
-            generator = torch.Generator().manual_seed(100 + self.position)
-            self.position += 1
-            ids, target = torch.randint(0, CLASSES, (2, SEQUENCE, BATCH), generator=generator)
-            count, rank = self.copies
-            ids, target = (
-                t.chunk(count, dim=1)[rank].contiguous().to(harness.device()) for t in (ids, target)
-            )
-            logits = self.model(ids)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-            (loss / self.case.microbatches).backward()
+        import te_fsdp
+
+        for number in range(self.case.microbatches):
+            last = number == self.case.microbatches - 1
+            told = self.case.contexts and self.meshes is not None
+            with te_fsdp.microbatch(self.model, is_last=last) if told else contextlib.nullcontext():
+                self._microbatch()
+
+    def _microbatch(self) -> None:
+        generator = torch.Generator().manual_seed(100 + self.position)
+        self.position += 1
+        ids, target = torch.randint(0, CLASSES, (2, SEQUENCE, BATCH), generator=generator)
+        count, rank = self.copies
+        ids, target = (t.chunk(count, dim=1)[rank].contiguous().to(harness.device()) for t in (ids, target))
+        logits = self.model(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+        (loss / self.case.microbatches).backward()
 
     def steps(self, count: int) -> list[float]:
         """So many steps; returns the norms of the gradients where they are clipped."""
@@ -154,6 +165,12 @@ class Run:
             if self.case.clip:
                 clip = torch.nn.utils.clip_grad_norm_ if self.meshes is None else te_fsdp.clip_grad_norm_
                 norms.append(float(clip(self.model.parameters(), self.case.clip)))
+            if self.case.halved and self.meshes is not None:
+                te_fsdp.scale_gradients(self.model, 0.5)
+            elif self.case.halved:
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad *= 0.5
             self.optimizer.step()
             self.optimizer.zero_grad()
         return norms
