@@ -85,7 +85,11 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
     It shares the process groups of the other axes with ``mesh``; those of the new axes are made. Collective over the
     world.
     """
-    return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
+    assert mesh.mesh_dim_names is not None
+    place = mesh.mesh_dim_names.index(
+        axis
+    )  # torch 2.11 takes numbers alone: it refuses exactly the names that exist
+    return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
