@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["OtherGradient", "PrecisionPlan", "plan_precision"]
+__all__ = ["OtherGradient", "PrecisionPlan", "gradient_dtype", "plan_precision"]
 
 #: Attribute of a parameter whose gradients have another dtype than itself: an :class:`OtherGradient`.
 OTHER = "_te_fsdp_other_gradient"
@@ -38,6 +38,12 @@ class OtherGradient:
 
     label: str
     dtype: torch.dtype
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Dtype of a parameter's gradient in a model with a precision policy. Local operation."""
+    other = parameter.__dict__.get(OTHER)
+    return parameter.dtype if other is None else other.dtype
 
 
 @dataclass

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import binding_of
+from te_fsdp.binding import binding_of, is_exempt
 from te_fsdp.layout.boxes import chunk_range
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.modules.shards import shard_info
+from te_fsdp.sharding.precision_cost import costs_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,8 @@ class Row:
         local_shape: Shape of this rank's part.
         dtype: Format of a quantized weight with its nominal dtype, or the dtype.
         bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.
-        note: How FSDP2 was told to cut a quantized weight that its default cut does not fit; which experts this rank
-            holds; empty otherwise.
+        note: Whether it stays whole over data parallel; how FSDP2 was told to cut a quantized weight that its
+            default cut does not fit; which experts this rank holds; empty otherwise.
     """
 
     name: str
@@ -52,9 +53,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
+    """Table of a model's parameters; iterate over :attr:`rows`, or print it.
+
+    Attributes:
+        rows: One per parameter, or per module's experts.
+        costs: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
+    """
 
     rows: tuple[Row, ...]
+    costs: tuple[tuple[str, int], ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -69,7 +76,9 @@ class Report:
 
     def _unwrapped(self) -> tuple[list[str], list[str]]:
         """Columns whose cells must stay in one line."""
-        return [row.name for row in self.rows], [row.note for row in self.rows]
+        return [*(row.name for row in self.rows), *(words for words, _ in self.costs)], [
+            r.note for r in self.rows
+        ]
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -88,6 +97,8 @@ class Report:
             table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}", *([row.note] if noted else []))
         table.add_section()
         table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
+        for words, size in self.costs:
+            table.add_row(words, "", "", "", "", "", f"{size:,}")
         out = io.StringIO()
         # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
         width = sum(max((len(text) for text in column), default=0) for column in self._unwrapped()) + 150
@@ -114,7 +125,7 @@ def report(model: nn.Module) -> Report:
                 else:
                     rows.append(row)
         rows += [_together(label, module, parts) for label, parts in experts.items()]
-    return Report(tuple(rows))
+    return Report(tuple(rows), costs_of(model))
 
 
 def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:
@@ -163,7 +174,9 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: str | None) -> str:
-    """What is unusual about a quantized weight's cut: columns instead of rows, or pieces of different sizes."""
+    """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
+    if is_exempt(module, name):
+        return "no_shard: whole on all data-parallel ranks"
     if fmt is None or not isinstance(parameter, DTensor):
         return ""
     info = shard_info(module, name, parameter)
