@@ -12,7 +12,6 @@ A scale of the whole weight comes from the amax of the whole weight: the ranks t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.checkpoint.entries import Entry, Piece, cut_entry
-from te_fsdp.checkpoint.experts import per_expert
+from te_fsdp.checkpoint.entries import Entry, Piece, add_entry, cut_entry
+from te_fsdp.checkpoint.experts import ExpertPlace, per_expert
 from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
@@ -33,8 +32,11 @@ from te_fsdp.quantized.dequantize import Block, covering, dequantize_box, needed
 
 __all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion", "quantize_whole"]
 
-#: Elements of original weights that are converted at a time, which bounds the temporary memory.
+#: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
+
+#: The expert, if any, and where a piece of a component begins.
+_Start = tuple[ExpertPlace | None, tuple[int, ...]]
 
 
 @dataclass
@@ -44,7 +46,6 @@ class Conversion:
     Attributes:
         owned: The parameter.
         source: Where its values come from, in words.
-        size: Elements of the original.
         described: The manifest's description of the saved parameter.
         boxes: What this rank holds of the original.
         original: Shape of the original; one expert's, where the files have one tensor for all.
@@ -54,14 +55,13 @@ class Conversion:
 
     owned: Owned
     source: str
-    size: int
     described: dict[str, Any]
     boxes: tuple[Box, ...]
     original: tuple[int, ...]
     key: str = ""
     needed: dict[str, Block] = field(default_factory=dict)
     _value: torch.Tensor | None = None
-    _parts: dict[str, dict[tuple[int, ...], torch.Tensor]] = field(default_factory=dict)
+    _parts: dict[str, dict[_Start, torch.Tensor]] = field(default_factory=dict)
 
     def entries(self) -> dict[str, Entry]:
         """New memory for what must be read, as entries. Local operation."""
@@ -71,31 +71,46 @@ class Conversion:
             return {self.key: self.owned.entry(cut_entry(self._value, self.original, self.boxes))}
         entries: dict[str, Entry] = {}
         for name, block in self.needed.items():
-            sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
-            for box in self.boxes:
+            sizes: dict[_Start, tuple[int, ...]] = {}
+            for place, original, extents, _ in self._rectangles():
                 # Two rectangles may begin in one block: one piece serves both.
-                start, size = covering(box.original, box.sizes, block)
-                sizes[start] = tuple(map(max, sizes.get(start, size), size))
+                start, size = covering(original, extents, block)
+                sizes[place, start] = tuple(map(max, sizes.get((place, start), size), size))
             dtype = _component_dtype(self.described["format"], name)
-            parts = {at: torch.empty(size, dtype=dtype, device=local.device) for at, size in sizes.items()}
-            self._parts[name] = parts
-            pieces = tuple(Piece(at, part) for at, part in parts.items())
-            entries[f"model.{self.owned.key}:{name}"] = self.owned.entry(Entry((), dtype, pieces))
+            self._parts[name] = {
+                at: torch.empty(size, dtype=dtype, device=local.device) for at, size in sizes.items()
+            }
+            key = f"model.{self.owned.key}:{name}"
+            for (place, start), part in self._parts[name].items():
+                entry = Entry((), dtype, (Piece(start, part),))
+                add_entry(entries, key, entry if place is None else place.lift(entry))
         return entries
+
+    def _rectangles(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:
+        """What this rank holds of one expert's weight each: offsets and sizes in it, and the place in local memory."""
+        found: list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]] = []
+        for box in self.boxes:
+            if not self.owned.is_grouped:
+                found.append((self.owned.expert, box.original, box.sizes, box.local_slices()))
+                continue
+            for index in range(box.sizes[0]):
+                place = ExpertPlace(box.original[0] + index, self.original[0])
+                where = (box.local[0] + index, *box.local_slices()[1:])
+                found.append((place, box.original[1:], box.sizes[1:], where))
+        return found
 
     def value(self) -> torch.Tensor:
         """What was read, float32 of the local shape. Local operation; frees what it came from."""
         local = self.owned.local
         if self._value is None:
             self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            for box in self.boxes:
-                parts = {
-                    name: self._parts[name][covering(box.original, box.sizes, block)[0]]
-                    for name, block in self.needed.items()
-                }
-                parts = {name: _narrow(part, box, self.needed[name]) for name, part in parts.items()}
-                self._value[box.local_slices()] = dequantize_box(
-                    self.described["format"], parts, self.needed, box.original, box.sizes
+            for place, original, extents, where in self._rectangles():
+                parts = {}
+                for name, block in self.needed.items():
+                    start, size = covering(original, extents, block)
+                    parts[name] = self._parts[name][place, start][tuple(slice(0, n) for n in size)]
+                self._value[where] = dequantize_box(
+                    self.described["format"], parts, self.needed, original, extents
                 )
         value, self._value, self._parts = self._value, None, {}
         return value
@@ -126,12 +141,6 @@ def _component_dtype(described: str, name: str) -> torch.dtype:
     return torch.float32 if is_number and not name.endswith("data") else torch.uint8
 
 
-def _narrow(part: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
-    """The elements that cover one rectangle, out of a piece that may cover a longer one."""
-    _, size = covering(box.original, box.sizes, block)
-    return part[tuple(slice(0, n) for n in size)]
-
-
 def plan_conversion(
     owned: Owned, saved: dict[str, Any], states: dict[str, Any], parts: Iterable[str] | None = None
 ) -> Conversion:
@@ -147,7 +156,7 @@ def plan_conversion(
         CheckpointError: Saved components that give no values.
     """
     info = owned.info()
-    common = (math.prod(info.original_shape), saved, info.boxes, info.original_shape)
+    common = (saved, info.boxes, info.original_shape)
     main = states.get("master_param", {})
     has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
     if has_main and per_expert(main, owned.expert) is not None:
@@ -163,16 +172,21 @@ def main_weight_of(name: str) -> str:
     return f"optimizer.state.{name}.master_param"
 
 
-def batches(conversions: list[Conversion]) -> Iterator[list[Conversion]]:
-    """Stretches of bounded size, the same on all ranks."""
-    batch: list[Conversion] = []
-    for conversion in conversions:
-        if batch and sum(c.size for c in batch) + conversion.size > _BATCH:
-            yield batch
+def batches(named: dict[str, list[Conversion]], sizes: dict[str, int]) -> Iterator[list[Conversion]]:
+    """Stretches of bounded size, as many on all ranks, also where these hold different experts.
+
+    Args:
+        named: By name of the files' tensor; the same names in the same order on all ranks.
+        sizes: Elements of each of these.
+    """
+    batch: list[str] = []
+    for name in named:
+        if batch and sum(sizes[n] for n in batch) + sizes[name] > _BATCH:
+            yield [conversion for n in batch for conversion in named[n]]
             batch = []
-        batch.append(conversion)
+        batch.append(name)
     if batch:
-        yield batch
+        yield [conversion for n in batch for conversion in named[n]]
 
 
 def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: bool = False) -> None:

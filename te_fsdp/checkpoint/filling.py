@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,7 @@ class Filling:
         """
         self._check_shared_numbers()
         conversions = self._conversions()
-        converted = {conversion.owned.key for conversion in conversions}
-        direct = [name for name in self.names if name not in converted]
+        direct = [name for name in self.names if name not in conversions]
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         entries |= self._optimizer_entries()
         delayed = self._delayed()
@@ -79,7 +79,8 @@ class Filling:
         self.source.read({**entries, **slots})
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
-        for batch in batches(conversions):
+        sizes = {name: math.prod(self.manifest.parameters[name]["shape"]) for name in conversions}
+        for batch in batches(conversions, sizes):
             self._convert(batch, set(delayed))
         for owned in self._members(direct):
             self._refresh_main_weight(owned, None)
@@ -108,14 +109,16 @@ class Filling:
         """This rank's parameters of some tensors."""
         return [owned for name in names for owned in self.state.members.get(name, [])]
 
-    def _conversions(self) -> list[Conversion]:
-        """What goes through high precision."""
+    def _conversions(self) -> dict[str, list[Conversion]]:
+        """What goes through high precision, by name of the files' tensor."""
         states = (self.manifest.optimizer or {"state": {}})["state"]
-        found = []
-        for owned in self._members([name for name in self.names if name in self.found.converted]):
-            saved = self.manifest.parameters[owned.key]
-            found.append(plan_conversion(owned, saved, states.get(owned.key, {})))
-            self.sources[owned.key] = found[-1].source
+        found: dict[str, list[Conversion]] = {}
+        for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
+            saved = self.manifest.parameters[name]
+            members = self.state.members.get(name, [])
+            found[name] = [plan_conversion(owned, saved, states.get(name, {})) for owned in members]
+            if found[name]:
+                self.sources[name] = found[name][0].source
         return found
 
     def _optimizer_entries(self) -> dict[str, Entry]:

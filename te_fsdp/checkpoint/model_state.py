@@ -16,16 +16,13 @@ from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
 from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.owned import Owned, by_key, clean_name, owned_buffers, owned_parameters
+from te_fsdp.checkpoint.quantized import describe_quantized, finish_quantized, quantized_entries
 from te_fsdp.errors import CheckpointError, PlacementError, message
 from te_fsdp.layout.rules import PLAIN, Layout
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.quantized.components import Component, components_of, describe_format, finish_writing
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from te_fsdp.layout.boxes import Box
-
 __all__ = ["ModelState", "dtype_name", "model_state", "modules_with_extra_state", "shorten", "tied_names"]
 
 
@@ -56,7 +53,7 @@ class ModelState:
         """Drop what quantized weights derived from the bytes that were replaced. Local operation."""
         for owned in (one for name in names & self.members.keys() for one in self.members[name]):
             if _te.is_quantized(owned.local):
-                finish_writing(owned.local)
+                finish_quantized(owned.local)
 
 
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
@@ -107,24 +104,23 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
         "shape": list(owned.entry(Entry(info.original_shape, local.dtype, ())).shape),
         "dtype": dtype_name(owned.parameter.dtype),
         "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
-        "format": describe_format(local),
     }
-    if described["format"] is None:
+    entries: dict[str, Entry] = {}
+    if not _te.is_quantized(local):
+        described["format"] = None
         whole = info.local_shape == info.original_shape and not hasattr(owned.parameter, "placements")
         entry = whole_entry(local) if whole else cut_entry(local, info.original_shape, info.boxes)
-        entries = {f"model.{name}": entry}
+        entries[f"model.{name}"] = owned.entry(entry)
     else:
-        components = components_of(local, owned.fqn)
-        described["components"] = sorted(component.name for component in components)
+        described |= describe_quantized(owned)
         try:
-            entries = _component_entries(components, info.original_shape, info.boxes, name)
+            entries = quantized_entries(owned, info)
         except PlacementError:
             if not may_cut_blocks:
                 raise
-            entries = {}
             state.cut_blocks.add(name)
     for key, entry in entries.items():
-        add_entry(state.entries, key, owned.entry(entry))
+        add_entry(state.entries, key, entry)
     state.keys[name] = list(entries)
     first = state.described.setdefault(name, described)
     if first != described:
@@ -140,22 +136,6 @@ def _differing_experts(name: str, owned: Owned, first: dict[str, Any], other: di
         why="A checkpoint holds the weights of all experts of a layer as one tensor",
         fix="build the experts of one layer alike",
     )
-
-
-def _component_entries(
-    components: list[Component], original: tuple[int, ...], boxes: tuple[Box, ...], name: str
-) -> dict[str, Entry]:
-    """Entries of a quantized weight's components."""
-    entries = {}
-    for component in components:
-        key = f"model.{name}:{component.name}"
-        if component.block is None:
-            entries[key] = whole_entry(component.tensor)
-        else:
-            entries[key] = cut_entry(
-                component.tensor, component.shape(original), component.boxes(boxes, name, original)
-            )
-    return entries
 
 
 def dtype_name(dtype: torch.dtype) -> str:

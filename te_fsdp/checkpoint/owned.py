@@ -54,7 +54,8 @@ class Owned:
     def local(self) -> torch.Tensor:
         """This rank's local tensor. Of TE's ``GroupedTensor`` the ordinary tensor over its memory."""
         local = _torch.local_of(self.parameter)
-        return plain_of(local).detach() if self.is_grouped else local  # type: ignore[bad-argument-type]
+        plain = plain_of(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
+        return local if plain is local else plain.detach()
 
     def info(self) -> ShardInfo:
         """Where the local tensor lies in the original."""

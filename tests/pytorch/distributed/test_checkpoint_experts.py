@@ -87,6 +87,25 @@ def test_one_parameter_for_all_experts(between):
     between(case, one, four, single=True)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.recipe("mxfp8")
+@pytest.mark.parametrize("way", ["into", "out of"])
+def test_other_formats(pool, tmp_path, way):
+    """Through high precision, uneven experts and a single parameter too: what one process makes of it, to the bit."""
+    where = {"directory": str(tmp_path), "env": SINGLE}
+    high, low = Case("bf16", "mxfp8", experts=7), Case("quantized", "mxfp8", experts=7)
+    saved, loaded = (high, low) if way == "into" else (low, high)
+    # Out of a format: from its bytes, since there are no main weights.
+    pool.run(experts.save_on, 2, case=saved, places=[EP2], optimizer=way == "into", **where)
+    how = {"case": loaded, "source": EP2.name, "optimizer": way == "into", **where}
+    pool.run(experts.convert_on, 1, places=[STOCK], **how)
+    places = [EP4, DP4] if way == "into" else [EP4, place(True, dp_shard=2, ep=2)]
+    for found in pool.run(experts.convert_on, 4, places=places, **how):
+        for outcome in found.values():
+            assert outcome["wrong"] == [] and outcome["fresh"] > 14
+            assert {"mixture.up.weight", "mixture.down.weight"} <= set(outcome["converted"])
+
+
 @pytest.mark.ranks(8)
 def test_eight_ranks(pool, tmp_path):
     where = {"case": Case("bf16"), "directory": str(tmp_path), "env": SINGLE}

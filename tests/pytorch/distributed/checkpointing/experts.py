@@ -191,14 +191,14 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def save_on(case: Case, places: list[Place], directory: str) -> None:
+def save_on(case: Case, places: list[Place], directory: str, *, optimizer: bool = True) -> None:
     """Train on each of the meshes, save, write down the logical state."""
     import te_fsdp
 
     for place in places:
         run = Run(case, place, seed=0)
         run.train()
-        te_fsdp.checkpoint.save(f"{directory}/{place.name}", run.model, run.optimizer)
+        te_fsdp.checkpoint.save(f"{directory}/{place.name}", run.model, run.optimizer if optimizer else None)
         expected = logical(run)
         if is_first():
             torch.save(expected, f"{directory}/{place.name}.pt")
@@ -222,6 +222,32 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
         outcome = {"wrong": differing(expected, logical(run)), "tensors": len(expected), "fresh": len(fresh)}
         outcome["lr"] = [group["lr"] for group in run.optimizer.param_groups]
         found[f"{source.name} -> {target.name}"] = outcome
+    return found
+
+
+def convert_on(
+    case: Case, places: list[Place], source: str, optimizer: bool, directory: str
+) -> dict[str, Any]:
+    """Load what was saved in another format, a tensor at a time; the first place in one process says what must come."""
+    import te_fsdp
+    from te_fsdp.checkpoint import conversion
+
+    found, most = {}, conversion._BATCH
+    conversion._BATCH = 1  # ranks with different experts must read in step
+    try:
+        for place in places:
+            run = Run(case, place, seed=1)
+            fresh = logical(run)
+            given = run.optimizer if optimizer else None
+            loaded = te_fsdp.checkpoint.load(f"{directory}/{source}", run.model, given)
+            values = logical(run)
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                torch.save(values, f"{directory}/converted.pt")
+            expected = torch.load(f"{directory}/converted.pt", weights_only=True)
+            outcome = {"wrong": differing(expected, values), "fresh": len(differing(fresh, values))}
+            found[place.name] = {**outcome, "converted": sorted(loaded.converted)}
+    finally:
+        conversion._BATCH = most
     return found
 
 
