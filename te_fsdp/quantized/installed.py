@@ -16,6 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.binding import is_exempt
+from te_fsdp.errors import PlacementError, message
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, check_fit
 from te_fsdp.quantized.shards import quantized_weight
 
@@ -91,8 +93,17 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
         shard: What FSDP2 installs.
 
     Raises:
-        PlacementError: Names the weight, and the nearest mesh and shape that fit.
+        PlacementError: Names the weight, and the nearest mesh and shape that fit; also for a parameter that was to
+            stay whole.
     """
+    if is_exempt(module, name):
+        raise PlacementError(
+            message(
+                f"{binding.label(name)}: cut by FSDP2, though te_fsdp.fsdp_no_shard was called for it",
+                why="torch's fully_shard does not know the mark",
+                fix="use te_fsdp.fully_shard; or pass it to torch's in ignored_params, and reduce its gradients",
+            )
+        )
     rule, mesh = binding.rules.get(name), shard.device_mesh
     if rule is None or not rule.quantizable:
         return

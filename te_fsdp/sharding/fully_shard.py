@@ -176,6 +176,7 @@ def _finish(plan: Plan) -> None:
             plan.exempt,
             state.meshes,
             grads_dtype=getattr(state.precision, "main_grads_dtype", None),
+            average=getattr(state, "average_gradients", True),
         )
     state.model.__dict__[KEY] = state
     mark(state)

@@ -108,11 +108,13 @@ def pack(parts: Iterable[Part], tp: DeviceMesh | None) -> list[Bucket]:
     for same in kinds.values():
         # Parts to add up over tp come first: they are one piece of the bucket.
         filling: list[Part] = []
+        filled = 0
         for part in sorted(same, key=lambda part: not part.partial):
-            if filling and sum(p.room for p in filling) + part.room > CAPACITY:
+            if filling and filled + part.room > CAPACITY:
                 buckets.append(Bucket(tuple(filling), tp))
-                filling = []
+                filling, filled = [], 0
             filling.append(part)
+            filled += part.room
         buckets.append(Bucket(tuple(filling), tp))
     return buckets
 
@@ -164,12 +166,12 @@ class Bucket:
 
     def _flat(self) -> torch.Tensor:
         """All gradients one after the other, and a flag for each: whether this rank has it."""
-        like = torch.empty(0, dtype=self.parts[0].dtype, device=self.parts[0].device)
+        gap = torch.zeros(_ALIGNED, dtype=self.parts[0].dtype, device=self.parts[0].device)
         pieces = []
         for part in self.parts:
             size, value = part.shape.numel(), part.value
-            pieces.append(like.new_zeros(size) if value is None else value.reshape(-1).to(part.dtype))
-            if part.room > size:
-                pieces.append(like.new_zeros(part.room - size))
-        pieces.append(like.new_tensor([float(part.value is not None) for part in self.parts]))
+            pieces.append(gap.new_zeros(size) if value is None else value.reshape(-1).to(part.dtype))
+            pieces.append(gap[: part.room - size])
+        given = [float(part.value is not None) for part in self.parts]
+        pieces.append(gap.new_ones(len(given)) if all(given) else gap.new_tensor(given))
         return torch.cat(pieces)

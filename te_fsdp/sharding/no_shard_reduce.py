@@ -147,8 +147,9 @@ class ReplicatedGradients:
         for slot in trained:
             slot.unreduced = None  # the buckets have them, and free them one by one
         for bucket in buckets:
-            for slot, value in bucket.reduce(comm):
-                _add(slot.exempt.parameter, value)
+            with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
+                for slot, value in bucket.reduce(comm):
+                    _add(slot.exempt.parameter, value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that wait included."""
@@ -222,11 +223,16 @@ class ReplicatedGradients:
             self.reduce()
 
     def _leave(self, *, keep: bool = False) -> None:
-        """Put ``.grad`` from before back; what the backward gave waits, or is forgotten (the backward raised)."""
+        """Put ``.grad`` from before back; what the backward gave waits, or is forgotten (the backward raised).
+
+        Gradients that were cleared since then stay cleared.
+        """
         for slot in self._inside:
             parameter = slot.exempt.parameter
             slot.unreduced = parameter.grad if keep else None
-            parameter.grad, slot.reduced = slot.reduced, None
+            if keep or parameter.grad is not None:
+                parameter.grad = slot.reduced
+            slot.reduced = None
         self._inside.clear()
         self._running = False
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
+from experts import bodies as experts
 from no_sharding import bodies, gradients, training
+from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
 
 DP2, DP2_TP2, DP4 = {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4}
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
@@ -15,10 +21,13 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (DP2, {"optimizer": "SGD", "microbatches": 3, "clip": "torch"}),
+        (DP2, {"optimizer": "SGD", "microbatches": 3, "schedule": "no_sync", "clip": "torch"}),
         (DP2, {"optimizer": "FusedAdam", "origin": "meta", "clip": "te_fsdp"}),
         (DP2, {"parts": (), "strategy": "no_shard", "microbatches": 3}),
-        (DP2_TP2, {"sequence_parallel": True, "microbatches": 3, "clip": "te_fsdp"}),
+        (
+            DP2_TP2,
+            {"sequence_parallel": True, "microbatches": 3, "schedule": "microbatch", "clip": "te_fsdp"},
+        ),
         (DP2_TP2, {"parts": (), "strategy": "no_shard", "optimizer": "FusedAdam", "origin": "meta"}),
         (DP2_TP2, {"parts": ("position",), "strategy": MIXED}),
         (HSDP, {"strategy": "optim_grads", "origin": "meta", "sequence_parallel": True}),
@@ -110,6 +119,19 @@ def test_replaced_parameters(pool, how):
 
 
 @pytest.mark.ranks(2)
+def test_forward_methods(pool):
+    assert pool.run(bodies.forward_method, 2, how="registered") == [True] * 2
+    assert pool.run(bodies.forward_method, 2, how="exempt") == [True] * 2
+    pool.run_expect_error(bodies.forward_method, 2, how="forgotten")
+
+
+@pytest.mark.ranks(2)
+def test_torch_alone_is_refused(pool):
+    for error in pool.run_expect_error(bodies.cut_by_torch, 2):
+        assert error.type_name == "PlacementError" and "fsdp_no_shard was called for it" in error.message
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("where", "kind", "words"),
     [
@@ -121,6 +143,21 @@ def test_replaced_parameters(pool, how):
 def test_differing_copies(pool, where, kind, words):
     for error in pool.run_expect_error(bodies.other_values, 2, where=where):
         assert error.type_name == kind and words in error.message, error
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", [("none", "fp32"), ("mxfp8", "quantized")])
+def test_experts(pool, form):
+    """Each rank of ep holds other experts; their gradients are divided as those of dense parameters are."""
+    recipe, weights = form
+    options = {"experts": 4, "bias": False, "route": "every", "strategy": "no_shard"}
+    pool.run(experts.training, 4, axes={"ep": 2, "dp_shard": 2}, recipe=recipe, weights=weights, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("average", [True, False])
+def test_means_and_sums(pool, average):
+    assert pool.run(gradients.one_alone, 2, average=average) == [1.5 if average else 3.0] * 2
 
 
 @pytest.mark.ranks(4)

@@ -131,15 +131,12 @@ def no_second_copy(axes: dict[str, int], strategy: str) -> dict[str, float]:
 
 
 def reset_after_sharding(axes: dict[str, int], how: str) -> int:
-    """Parameters that are replaced after fully_shard have their gradients reduced as before.
+    """After fully_shard, parameters are replaced, or a backward raises: gradients are reduced as before.
 
     Args:
         axes: mesh sizes.
-        how: "assign" (load_state_dict), "load" (te_fsdp.checkpoint would; here a state dict in place) or "interrupted":
-            a backward raises half way.
+        how: "assign" (load_state_dict), "materialize" or "interrupted".
     """
-    import te_fsdp
-
     meshes = meshes_of(axes)
     reference, model = seeded(), sharded(meshes, "no_shard", (), "meta" if how == "materialize" else "device")
     if how == "assign":
@@ -147,13 +144,17 @@ def reset_after_sharding(axes: dict[str, int], how: str) -> int:
             {name: value.clone() for name, value in reference.state_dict().items()}, assign=True
         )
     if how == "interrupted":
+        model(batch(meshes, 7)).square().mean().backward()
         handle = model.blocks[1].register_full_backward_hook(_fail)
         try:
             model(batch(meshes)).square().mean().backward()
         except RuntimeError as error:
             assert "half way" in str(error)
         handle.remove()
-        te_fsdp.zero_grad(model)
+        for (
+            parameter
+        ) in model.parameters():  # as an optimizer's zero_grad does, which knows nothing of te_fsdp
+            parameter.grad = None
     copy_shards(reference, model)
     model(batch(meshes)).square().mean().backward()
     reference(batch_of_all()).square().mean().backward()
@@ -173,6 +174,52 @@ def batch_of_all(seed: int = 3) -> torch.Tensor:
     """The whole batch of :func:`batch`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(harness.device())
+
+
+class Methods(nn.Module):
+    """A unit with a method of its own, which a root calls instead of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = Unit()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unit.encode(x)
+
+
+class Unit(nn.Linear):
+    """A linear layer by another name than forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, device=harness.device())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def forward_method(how: str) -> bool:
+    """A method that is registered, of an exempt unit, or "forgotten" reads whole weights. Raises if it does not."""
+    import te_fsdp
+
+    torch.manual_seed(3)
+    model = Methods()
+    expected = model(torch.ones(2, 4, device=harness.device()))
+    if how == "exempt":
+        te_fsdp.fsdp_no_shard(model.unit)
+    te_fsdp.fully_shard(model, meshes_of({}), units="unit")
+    if how != "forgotten":
+        te_fsdp.register_forward_method(model.unit, "encode")
+    return torch.equal(model(torch.ones(2, 4, device=harness.device())), expected)
+
+
+def cut_by_torch() -> None:
+    """torch's own fully_shard knows no marks."""
+    import te_fsdp
+
+    meshes, model = meshes_of({}), seeded()
+    exempt(model)
+    te_fsdp.set_device_mesh(model)
+    torch.distributed.fsdp.fully_shard(model, mesh=meshes.fsdp)
 
 
 def other_values(where: str) -> None:

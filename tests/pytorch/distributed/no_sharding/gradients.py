@@ -73,6 +73,20 @@ def unused(how: str) -> dict[str, Any]:
     return {**checks.require(3), "never": None if never is None else float(never.abs().sum())}
 
 
+def one_alone(average: bool) -> float:
+    """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
+    from te_fsdp.sharding.no_shard import plan_no_shard
+    from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
+    from te_fsdp.sharding.strategies import STRATEGIES
+
+    meshes, model = meshes_of({}), nn.Linear(4, 4, bias=False, device=harness.device())
+    plan = plan_no_shard(model, {"": STRATEGIES["no_shard"]})
+    reduction = ReplicatedGradients(model, plan, meshes, average=average)
+    model(torch.full((1, 4), 1.0 + dist.get_rank(), device=harness.device())).sum().backward()
+    assert not reduction.pending
+    return float(model.weight.grad[1, 2])
+
+
 def long_sum(schedule: str, grads_dtype: str | None, comm_dtype: str | None = None) -> float:
     """The sum of 300 gradients of 1 / 256 each, of a bf16 parameter: 1.171875 exactly, 1 in bf16.
 
