@@ -3,7 +3,7 @@
 #   PYTHON=python3.11   the interpreter to build the environment from (default: the first that fits)
 #   VENV=.venv          where the environment lies
 #   SETUP=none          no environment, no pip: use PYTHON (default python3) with the packages it has
-#   ARGS="..."          more options for pytest (make test) or for the example (make train)
+#   ARGS="..."          more options for pytest (make test) or for the example (make train, make train-moe)
 
 VENV ?= .venv
 SETUP ?= auto
@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test te-versions lint format docs coverage clean clean-venv
+.PHONY: help train train-moe test te-versions lint format docs coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,10 @@ help:  ## list the targets
 train:  ## set up, train the example, save, resume on another mesh
 	@scripts/setup.sh example
 	@scripts/train.sh $(PY) $(ARGS)
+
+train-moe:  ## set up, train a mixture of experts on several meshes, resume at another ep size, plot all losses
+	@scripts/setup.sh example
+	@scripts/train_moe.sh $(PY) $(ARGS)
 
 test:  ## set up, then run every test that this machine can run
 	@scripts/setup.sh test

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,6 +34,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from train import RANK, RECIPES, te  # TransformerEngine: real, or emulated where the environment says so
 
 import te_fsdp
+
+# GroupedLinear returns a view, which FSDP2 warns of writing into; nobody does.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 # Rows of one expert must be a multiple of this: the gradient of its weight is a sum over them, in the recipe's format.
 ROWS = {"none": 1, "mxfp8": 32, "nvfp4": 128}
