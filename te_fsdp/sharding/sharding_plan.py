@@ -79,6 +79,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
 def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
     """Settle the units, and what none of them takes. Changes nothing in the model; a rank may fail alone."""
     state.units = with_expert_units(state.model, state.meshes, state.units, experts)
+    _check_outer(state)
     exempt = plan_no_shard(state.model, state.units)
     state.units = exempt.without_units(state.units)
     check_ties(state.model, state.units, exempt.keys)
@@ -109,6 +110,19 @@ def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish
             fix="leave reshard_after_forward out",
         )
     )
+
+
+def _check_outer(state: ShardingState) -> None:
+    """Over the outer axis is cut what is cut over the inner one."""
+    if state.outer == "optim" and not any(row.shards for row in state.units.values()):
+        raise PlacementError(
+            message(
+                "fully_shard: strategy='no_shard' with outer_strategy='optim'",
+                expected="a strategy that cuts the optimizer's state over dp_shard",
+                got="one that cuts nothing",
+                fix="strategy='optim', or leave outer_strategy out",
+            )
+        )
 
 
 def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:

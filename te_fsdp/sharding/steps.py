@@ -18,6 +18,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.binding import CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
+from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.sharding.outer_gradients import check_step
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import (
@@ -77,6 +78,8 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
         else:
             state.versions[name] = versions_of(unit)
         return
+    for parameter, _ in _fsdp2.gathered_parameters(unit):
+        give_back_halves(parameter)
     gathered_at = state.versions.get(name)
     if gathered_at is None:
         return

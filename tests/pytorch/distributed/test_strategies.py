@@ -6,9 +6,12 @@ By default every pair of factors' values occurs; `--matrix full` runs all combin
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from harness import BodyFailed
-from strategies import bodies
+from strategies import arguments, bodies, counting
 from strategies.cases import Case, chosen
 
 #: Cases that share a start of the workers.
@@ -55,3 +58,96 @@ def test_training(pool, cases):
 def test_known_faults_are_seen(pool, broken, case, words):
     with pytest.raises(BodyFailed, match=words):
         pool.run(bodies.training, 4, cases=[case.kwargs], broken=broken)
+
+
+# --- collectives and memory -----------------------------------------------------------------------------------------
+
+
+def documented() -> dict[str, list[str]]:
+    """Rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
+    text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
+    found = re.findall(r"^\| `(\w+)` \| `(plain|microbatch|no_sync)` \| (.*) \|$", text, re.MULTILINE)
+    return {
+        f"{strategy} {loop}": [cell.strip() for cell in cells.split("|")] for strategy, loop, cells in found
+    }
+
+
+def value(cell: str, microbatches: int, units: int) -> int:
+    """Of a product such as ``2 m u``."""
+    result = 1
+    for factor in cell.split():
+        result *= {"m": microbatches, "u": units}.get(factor) or int(factor)
+    return 0 if cell == "0" else result
+
+
+UNITS = 3
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    ("dp_replicate", "outer"),
+    [
+        pytest.param(1, "no_shard", marks=pytest.mark.ranks(2)),
+        pytest.param(2, "no_shard", marks=pytest.mark.ranks(4)),
+        pytest.param(2, "optim", marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_collectives(pool, dp_replicate, outer, microbatches):
+    table = documented()
+    assert len(table) == len(counting.STRATEGIES) * len(counting.LOOPS)
+    options = {"dp_replicate": dp_replicate, "outer": outer, "microbatches": microbatches}
+    for outcome in pool.run(counting.collectives, 2 * dp_replicate, **options):
+        assert len(outcome) == len(table) - (3 if outer == "optim" else 0)
+        for name, calls in outcome.items():
+            gathers, scatters, hsdp, alone, more = table[name]
+            expected = {"all_gather": value(gathers, microbatches, UNITS)}
+            expected["reduce_scatter"] = value(scatters, microbatches, UNITS)
+            if outer == "optim":
+                assert more == "1 + 1"
+                expected = {kind: count + 1 for kind, count in expected.items()}
+            else:
+                expected["all_reduce"] = value(hsdp if dp_replicate > 1 else alone, microbatches, UNITS)
+            assert calls == {kind: count for kind, count in expected.items() if count}, name
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", counting.STRATEGIES)
+def test_bytes(pool, strategy):
+    for outcome in pool.run(counting.memory, 2, strategy=strategy):
+        for when, (found, expected) in outcome.items():
+            assert found == pytest.approx(expected, rel=0.01), (when, found, expected)
+
+
+# --- arguments and formats ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_refused(pool):
+    assert pool.run(arguments.refused, 2, dp_replicate=2) == [len(arguments.REFUSED)] * 2
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("optim", {"": "optim", "blocks.0": "optim", "blocks.1": "optim"}),
+        # A container hands it on to its children; the root has the default.
+        ({"blocks": "optim"}, {"": "optim_grads_params", "blocks.0": "optim", "blocks.1": "optim"}),
+        # A name beats a class; what is named becomes a unit.
+        (
+            {"LayerNormMLP": "optim", "blocks.1": "optim_grads", "": "optim_grads", "head": "optim"},
+            {"": "optim_grads", "blocks.0": "optim", "blocks.1": "optim_grads", "head": "optim"},
+        ),
+        # What is not sharded is not FSDP2's.
+        ({"blocks.0": "no_shard"}, {"": "optim_grads_params", "blocks.1": "optim_grads_params"}),
+    ],
+)
+def test_strategies_of_units(pool, strategy, expected):
+    assert pool.run(arguments.rows, 1, strategy=strategy) == [expected]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_quantized_weights(pool, recipe):
+    pool.run(arguments.quantized, 2, recipe=recipe)

@@ -32,14 +32,17 @@ class Model(nn.Module):
 
 
 def sharded(
-    meshes: Any, strategy: str | Mapping[Any, str], outer: str = "no_shard", **options: Any
+    meshes: Any,
+    strategy: str | Mapping[Any, str],
+    outer: str = "no_shard",
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """The model on its meshes."""
     import te_fsdp
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
-    model = Model("meta", **kwargs)
-    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer, **options)
+    model = Model("meta", dtype, **kwargs)
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer)
     return te_fsdp.materialize(model, seed=SEED)
 
 
