@@ -199,8 +199,9 @@ def _fresh_state(
         wanted: dict[str, Any] = {**described, "dtype": expected[key] or described.get("dtype")}
         if tuple(wanted.get("shape", ())) == whole:
             if expected[key] is None and described["dtype"] == weight["dtype"]:
-                # torch's optimizers keep state in the weight's dtype, so a new one follows the weight here.
-                wanted["dtype"] = dtype_name(parameter.dtype)
+                # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
+                updated = present.get(_MAIN)
+                wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
             wanted["shape"] = tuple(parameter.shape)
         fresh[key] = _slot(wanted, parameter, present.get(key), on_device, chunk_in(optimizer, parameter))
     kept = {k: v for k, v in present.items() if k == _MAIN and k not in fresh and k not in states}
