@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 
 from te_fsdp import _te, errors
+from te_fsdp.binding import NO_SHARD
 from te_fsdp.errors import MeshError, PlacementError, TeFsdpError, message
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.modules.plan import Planned, quantizable
@@ -166,4 +167,7 @@ def register_globally(module: nn.Module, experts: ExpertRange) -> None:
     own = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    exempt = module.__dict__.get(NO_SHARD)
+    if isinstance(exempt, frozenset):
+        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, exempt))
     _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})

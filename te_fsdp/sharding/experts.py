@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import PlacementError, message
 from te_fsdp.modules.checks import check_device_mesh
 from te_fsdp.modules.experts import find_experts, plan_all_cuts
 from te_fsdp.quantized.alignment import Grid
@@ -79,16 +78,6 @@ def plan_parameters(
         expert_weight_mesh=meshes.expert_weight,
         experts=selection,
     )
-    for item in planned:
-        held = [name for name in item.rules if (id(item.module), name) in exempt]
-        if item.experts is not None and held:
-            raise PlacementError(
-                message(
-                    f"{item.name}.{held[0]}: no_shard of an expert module with ep={meshes.size('ep')}",
-                    expected="a strategy that shards experts over the ranks that hold them",
-                    fix="leave the expert modules out of fsdp_no_shard, or give them another strategy",
-                )
-            )
     replicate, shard, tp = map(meshes.size, ("dp_replicate", "dp_shard", "tp"))
     experts = Grid(replicate, meshes.expert_shards, tp)
     return planned, plan_all_cuts(planned, Grid(replicate, shard, tp), experts, exempt)
@@ -125,28 +114,33 @@ def fsdp_mesh(state: ShardingState, unit: nn.Module) -> DeviceMesh:
 
 
 def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None:
-    """Tell FSDP2 by what to divide the gradients of expert modules. Local operation; call after ``fully_shard``.
+    """Tell FSDP2 by what to divide gradients, where it would not know; and TE over whom experts reduce their amax.
 
-    By as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both.
+    Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
+    as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
+    gradients are divided by one if the user wants sums.
     """
+    average = getattr(state, "average_gradients", True)
+    amax = state.meshes.expert_amax
+    for binding in filter(None, map(binding_of, state.model.modules())):
+        if binding.experts is not None:
+            binding.divided, binding.amax_group = True, amax.get_group() if amax is not None else None
     for unit in state.modules.values():
-        binding = binding_of(unit)
-        if binding is None or binding.experts is None:
+        experts = is_expert(unit)
+        if average and not experts:
             continue
-        mesh, dense = fsdp_mesh(state, unit), state.meshes.device_mesh["dp_shard"].size()
-        if state.outer != "optim":
-            dense *= state.meshes.size("dp_replicate")
+        mesh, ranks = fsdp_mesh(state, unit), 1
+        if average:
+            ranks = state.meshes.device_mesh["dp_shard"].size()
+            ranks *= state.meshes.size("dp_replicate") if state.outer != "optim" else 1
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
         twice = shards.size() == 1 and _reduced_dtype(unit, policy) == torch.float16
-        factor = math.sqrt(dense) if twice else float(dense)
+        factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
-        if shards.size() > 1 and dist.get_backend(shards.get_group()) == "gloo":
+        if shards.size() > 1 and (not average or dist.get_backend(shards.get_group()) == "gloo"):
             # gloo has no operation that multiplies first. On one rank FSDP2 divides without it, and with it twice.
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
-        binding.divided = True
-        amax = state.meshes.expert_amax
-        binding.amax_group = amax.get_group() if amax is not None else None
 
 
 def _reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -126,6 +126,34 @@ def test_training(pool, recipe, case):
     assert (max(outcome["zeros"] for outcome in outcomes) > 0) == (case["route"] == "some")
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "weights", "how"),
+    [
+        ("ep2_dp2", "none", "fp32", {"units": "mixture"}),
+        ("ep2_dp2", "none", "fp32", {"strategy": {"mixture": "no_shard"}}),
+        ("ep2_tp2", "delayed", "quantized", {"strategy": "no_shard"}),
+        ("ep2_dp2", "mxfp8", "quantized", {"strategy": "optim"}),
+        ("hsdp_ep2", "delayed", "quantized", {"strategy": "optim_grads"}),
+    ],
+    ids=["units", "experts_no_shard", "no_shard", "optim", "optim_grads"],
+)
+def test_units_and_strategies(pool, mesh, recipe, weights, how):
+    """Experts inside other units, and under every strategy."""
+    options = {"experts": 5, "bias": "tp" not in mesh, "route": "uneven"}
+    for outcome in pool.run(
+        bodies.training,
+        4,
+        env=ENVIRONMENT,
+        axes=MESHES[mesh],
+        recipe=recipe,
+        weights=weights,
+        **options,
+        **how,
+    ):
+        assert max(outcome["shares"].values()) <= 1
+
+
 CONTROL = {"mesh": "ep2_dp2", "form": ("none", "fp32"), "experts": 4, "bias": True, "route": "every"}
 
 
@@ -218,7 +246,6 @@ def test_refused_before_anything_changes(pool, mistake, kind, text):
     ("mistake", "kind", "text"),
     [
         ("unit", "PlacementError", "matches no module"),
-        ("no_shard", "PlacementError", "no_shard of an expert module with ep=2"),
         ("differs", "MeshError", "the ranks of the mesh hold different models"),
         ("values", "InitError", "mixture.down.weight0: values differ between ranks"),
     ],

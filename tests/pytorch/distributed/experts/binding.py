@@ -172,8 +172,6 @@ def sharded_mistake(mistake: str) -> None:
     if mistake == "unit":
         units = "first" if dist.get_rank() else "last.nothing"
         te_fsdp.fully_shard(model, meshes, units=units)
-    elif mistake == "no_shard":
-        te_fsdp.fully_shard(model, meshes, strategy={"mixture": "no_shard"})
     elif mistake == "differs":  # among the ranks that hold the same experts
         model.mixture.up.weight0.requires_grad_(dist.get_rank() != 2)
         te_fsdp.fully_shard(model, meshes)

@@ -31,8 +31,9 @@ def training(
     *,
     single: bool = False,
     broken: str = "",
+    **how: Any,
 ) -> dict[str, Any]:
-    """Body of one case.
+    """Body of one case; `how` are further arguments of fully_shard.
 
     Returns:
         Per kind of value the largest error as a share of its bound; how many gradients were exactly zero, as they
@@ -47,7 +48,7 @@ def training(
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = build(recipe, weights, experts, meshes, "meta", bias=bias, single=single)
     with breaking.broken_piece(broken):
-        te_fsdp.fully_shard(model, meshes)
+        te_fsdp.fully_shard(model, meshes, **how)
         te_fsdp.materialize(model, seed=SEED)
         breaking.silence(broken, model)
         check = ExpertCheck(recipe, weights, "grouped", expected, originals)
