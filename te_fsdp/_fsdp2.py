@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from te_fsdp._torch import fill_unused, fsdp_parameter_groups, managed_by
+from te_fsdp._torch import dtensor, fill_unused, fsdp_parameter_groups, local_of, managed_by, spec_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "accumulated_gradient",
     "forget_unreduced",
     "gathered_parameters",
     "interrupted",
@@ -57,6 +59,42 @@ def _waits(managed: Any) -> bool:
     if gathered is None:
         return False
     return gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+
+
+def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
+    """The whole gradient of a parameter that FSDP2 keeps until it reduces, to be added to; zeros where there is none.
+
+    ``FSDPParam.unsharded_accumulated_grad``; before torch 2.15 all gradients that are reduced together must have one
+    dtype: that of the parameter as it is computed, unless FSDP2 accumulates in ``reduce_dtype``.
+
+    Returns:
+        Local tensor of the gathered parameter's shape.
+    """
+    parameter = managed._unsharded_param
+    stored = "unsharded_accumulated_grad" in vars(managed)
+    kept = managed.unsharded_accumulated_grad if stored else parameter.grad
+    if kept is None:
+        local = local_of(parameter)
+        accumulates = None if group.reduce_grads else managed.reduce_dtype
+        dtype = accumulates or getattr(parameter, "grad_dtype", None) or parameter.dtype
+        kept = torch.zeros(local.shape, dtype=dtype, device=local.device)
+        if isinstance(parameter, DTensor):
+            kept = dtensor(kept, spec_of(parameter))
+        if stored:
+            managed.unsharded_accumulated_grad = kept
+        else:
+            parameter.grad = kept
+    return local_of(kept)
+
+
+def waiting(managed: Any) -> list[torch.Tensor]:
+    """The whole gradients of a record that wait for their reduction."""
+    gathered = getattr(managed, "_unsharded_param", None)
+    found = [
+        getattr(managed, "unsharded_accumulated_grad", None),
+        None if gathered is None else gathered.grad,
+    ]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def unreduced(unit: nn.Module) -> Iterator[Any]:

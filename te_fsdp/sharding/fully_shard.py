@@ -24,6 +24,7 @@ from te_fsdp.sharding.state import KEY, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
 from te_fsdp.sharding.units import Wanted
 from te_fsdp.sharding.unused import reduce_unused
+from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion_set_aside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,15 +86,24 @@ def fully_shard(
         InitError: Ranks that must hold equal values do not.
     """
     request = Request(units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, experts)
-    plan = plan_sharding(model, meshes, request)
-    check_same_model(model, meshes, plan.parameters)
-    check_replicas(model, plan.parameters, meshes)
-    plan.exempt.commit(meshes.device)
-    _bind(plan)
-    _apply_fsdp2(plan)
-    _finish(plan)
+    with wgrad_fusion_set_aside(model) as fused:
+        plan = plan_sharding(model, meshes, request)
+        _check_ranks(plan, fused)
+        plan.exempt.commit(meshes.device)
+        _bind(plan)
+        _apply_fsdp2(plan)
+        _finish(plan)
+        fuse_wgrad(plan.state, fused)
     _log.debug("fully_shard: %d units over %s", len(plan.state.units), meshes)
     return model
+
+
+def _check_ranks(plan: Plan, fused: list[nn.Module]) -> None:
+    """What must hold on all ranks alike. Collective over the world."""
+    model, meshes = plan.state.model, plan.state.meshes
+    refuse_whole(fused, plan.exempt.keys, model)
+    check_same_model(model, meshes, plan.parameters)
+    check_replicas(model, plan.parameters, meshes)
 
 
 def _bind(plan: Plan) -> None:

@@ -143,9 +143,9 @@ def unfit_stacked_blocks() -> None:
 def fused_accumulation() -> None:
     import te_fsdp
 
-    te_fsdp.fully_shard(
-        Block(nn.Linear(8, 8, device="meta"), "meta", fuse_wgrad_accumulation=True), _meshes()
-    )
+    # fully_shard serves it; a model that is only bound may come under anybody's FSDP2.
+    model = Block(nn.Linear(8, 8, device="meta"), "meta", fuse_wgrad_accumulation=True)
+    te_fsdp.set_device_mesh(model, _meshes().tp, _meshes().weight)
 
 
 def forgotten_parallel_mode() -> None:
