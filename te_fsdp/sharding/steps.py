@@ -105,6 +105,9 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
         if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
             mark_gathered(unit)
             state.recognised.add(name)
+            for parameter, _ in _fsdp2.gathered_parameters(unit):
+                if parameter.requires_grad:  # a leaf: one that was frozen since is seen to before forward
+                    parameter.register_post_accumulate_grad_hook(give_back_halves)
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

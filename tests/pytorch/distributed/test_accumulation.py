@@ -7,23 +7,37 @@ from harness import BodyFailed
 from strategies import contract
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MIXED = {"blocks.0": "optim", "blocks.1": "no_shard", "": "optim_grads"}
+#: Test -> arguments: strategy, dp_replicate and another one, by default and with `--matrix full` as well.
+CASES = {
+    "test_missed_reduction": (
+        [("no_shard", 1, "more"), ("optim", 1, "more"), ("optim_grads_params", 2, "more")],
+        [("optim_grads", 2, "more"), ("optim", 2, "no_sync"), *((row, 1, "no_sync") for row in ALL)],
+    ),
+    "test_exceptions": (
+        [("no_shard", 1, True), ("optim", 1, True), ("optim_grads", 2, False)],
+        [("optim_grads_params", 2, True), ("optim_grads_params", 1, False)],
+    ),
+    "test_by_hand": (
+        [("optim", 1, None), (MIXED, 1, None), ("optim_grads_params", 2, None)],
+        [*((row, 1, None) for row in ALL if row != "optim"), ("optim", 2, None), ("no_shard", 2, None)],
+    ),
+}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "loop"),
-    [("no_shard", "more"), ("optim", "more"), *((strategy, "no_sync") for strategy in ALL)],
-)
-def test_missed_reduction(pool, strategy, loop):
-    pool.run(contract.missed_reduction, 2, strategy=strategy, loop=loop)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "other" in metafunc.fixturenames:
+        default, more = CASES[metafunc.definition.name]
+        full = metafunc.config.getoption("--matrix", "covering") == "full"
+        params = [
+            pytest.param(*c, marks=pytest.mark.ranks(2 * c[1])) for c in default + (more if full else [])
+        ]
+        metafunc.parametrize(("strategy", "dp_replicate", "other"), params)
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("strategy", "loop"), [("optim_grads_params", "more"), ("optim_grads", "more"), ("optim", "no_sync")]
-)
-def test_missed_reduction_of_hsdp(pool, strategy, loop):
-    pool.run(contract.missed_reduction, 4, strategy=strategy, loop=loop, dp_replicate=2)
+def test_missed_reduction(pool, strategy, dp_replicate, other):
+    options = {"strategy": strategy, "loop": other, "dp_replicate": dp_replicate}
+    pool.run(contract.missed_reduction, 2 * dp_replicate, **options)
 
 
 @pytest.mark.ranks(2)
@@ -57,30 +71,14 @@ def test_contexts_nest(pool):
     assert [flag[2] for flag in off["optim_grads_params"]] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dp_replicate", "stock"),
-    [
-        pytest.param("optim", 1, True, marks=pytest.mark.ranks(2)),
-        pytest.param("no_shard", 1, True, marks=pytest.mark.ranks(2)),
-        pytest.param("optim_grads_params", 2, True, marks=pytest.mark.ranks(4)),
-        pytest.param("optim_grads", 2, False, marks=pytest.mark.ranks(4)),
-    ],
-)
-def test_exceptions(pool, strategy, dp_replicate, stock):
-    options = {"strategy": strategy, "dp_replicate": dp_replicate, "stock": stock}
+def test_exceptions(pool, strategy, dp_replicate, other):
+    options = {"strategy": strategy, "dp_replicate": dp_replicate, "stock": other}
     pool.run(contract.failed_forward, 2 * dp_replicate, **options)
     pool.run(contract.failed_backward, 2 * dp_replicate, **options)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", [*ALL, {"blocks.0": "optim", "blocks.1": "no_shard", "": "optim_grads"}])
-def test_by_hand(pool, strategy):
-    pool.run(contract.by_hand, 2, strategy=strategy)
-
-
-@pytest.mark.ranks(4)
-def test_by_hand_with_hsdp(pool):
-    pool.run(contract.by_hand, 4, strategy="optim_grads_params", dp_replicate=2)
+def test_by_hand(pool, strategy, dp_replicate, other):
+    pool.run(contract.by_hand, 2 * dp_replicate, strategy=strategy, dp_replicate=dp_replicate)
 
 
 @pytest.mark.ranks(2)

@@ -14,7 +14,7 @@ from torch import nn
 from strategies.cases import MESHES, Case
 from strategies.models import batch, optimizer_of, sharded, whole
 
-STEPS = 3
+STEPS = 2
 #: Below the norms of the first steps, so that all are clipped.
 MAX_NORM = 0.05
 RTOL = 1e-5
