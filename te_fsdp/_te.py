@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp._te_delayed import (
+    delayed_states,
+    describe_delayed_recipe,
+    follow_scale,
+    make_delayed_states,
+    set_delayed_scale,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,8 +59,10 @@ __all__ = [
     "one_scale_quantizer_classes",
     "one_scale_quantizers",
     "quantizer_of",
+    "recipes",
     "rename_parameters",
     "set_delayed_scale",
+    "set_quantizer",
     "te",
     "weight_quantizer",
 ]
@@ -94,6 +102,11 @@ def te() -> ModuleType:
 def is_loaded() -> bool:
     """Whether TE was imported by anyone; a model without TE then needs none of it."""
     return "transformer_engine.pytorch" in sys.modules
+
+
+def recipes() -> ModuleType:
+    """``transformer_engine.common.recipe``."""
+    return importlib.import_module("transformer_engine.common.recipe")
 
 
 def module_class(kind: str) -> type[nn.Module]:
@@ -190,6 +203,11 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return is_loaded() and isinstance(tensor, te().QuantizedTensor)
 
 
+def set_quantizer(tensor: torch.Tensor, quantizer: Any) -> None:
+    """Give a quantized tensor its quantizer."""
+    tensor._quantizer = quantizer  # type: ignore[attr-defined]
+
+
 def quantizer_of(tensor: torch.Tensor) -> Any:
     """The quantizer that a quantized tensor carries."""
     return tensor._quantizer  # type: ignore[attr-defined]
@@ -209,6 +227,8 @@ def format_of(tensor: torch.Tensor) -> str | None:
     """Format name of a quantized tensor, ``None`` for a plain one."""
     if not is_quantized(tensor):
         return None
+    if hasattr(tensor, "experts"):  # one tensor for all experts of a layer
+        return format_of_quantizer(quantizer_of(tensor))
     for cls in type(tensor).__mro__:
         if cls.__name__ in _FORMATS:
             return _FORMATS[cls.__name__]
@@ -332,102 +352,3 @@ def has_delayed_scale(tensor: torch.Tensor) -> bool:
 def forget_high_precision_value(tensor: torch.Tensor) -> None:
     """Drop the value from before quantization, which no longer belongs to the tensor's bytes."""
     tensor.__dict__.pop("_high_precision_init_val", None)
-
-
-# --- delayed scaling
-
-
-def delayed_states(module: nn.Module) -> dict[str, Any] | None:
-    """A module's delayed-scaling state: ``scaling_fwd``, ``scaling_bwd`` with ``scale``, ``amax_history``.
-
-    Local operation. ``None`` where there is none (yet: TE makes it in the first forward, or with quantized
-    weights). The tensors are those that the module's quantizers and TE's reduction buffers refer to: write
-    into them, never replace them.
-
-    Raises:
-        PrecisionError: A custom recipe that mixes delayed scaling in, whose state TE keeps per tensor.
-    """
-    meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict):
-        return None
-    states = {key: meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta}
-    if any(getattr(state, "_has_delayed_scaling", False) for state in states.values()):
-        raise PrecisionError(
-            message(
-                f"{type(module).__name__}: delayed scaling inside a custom recipe",
-                expected="DelayedScaling, or a recipe without state",
-                why="Its state has no fixed shape",
-                fix="use another recipe",
-            )
-        )
-    found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
-    return found if len(found) == 2 else None
-
-
-def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
-    """What :func:`make_delayed_states` needs to make a module's state again, as plain values."""
-    recipe = module.fp8_meta["scaling_fwd"].recipe  # type: ignore[index, union-attr]
-    algorithm = recipe.amax_compute_algo
-    return {
-        "num_gemms": module.fp8_meta["num_gemms"],  # type: ignore[index]
-        "margin": recipe.margin,
-        "fp8_format": recipe.fp8_format.name,
-        "amax_history_len": recipe.amax_history_len,
-        # A function of the user's comes back with the recipe of the next forward.
-        "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
-        "reduce_amax": recipe.reduce_amax,
-    }
-
-
-def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
-    """Give a module delayed-scaling state of the described shape, as TE's own first forward would.
-
-    Local operation. State that is there is kept, its history cut or extended. The next forward takes it up (TE
-    2.20.2 ``TransformerEngineBaseModule.set_meta_tensor``).
-    """
-    recipes = importlib.import_module("transformer_engine.common.recipe")
-    fields = {**described, "fp8_format": recipes.Format[described["fp8_format"]]}
-    module.fp8_meta["num_gemms"] = fields.pop("num_gemms")  # type: ignore[index]
-    recipe = recipes.DelayedScaling(**fields)
-    module.fp8_meta.setdefault("recipe", recipe)  # type: ignore[union-attr]
-    module.init_fp8_meta_tensors(recipe)  # type: ignore[operator]
-    states = delayed_states(module)
-    assert states is not None
-    return states
-
-
-def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: torch.Tensor) -> None:
-    """Give a weight under delayed scaling the scale of a known amax, as TE's update from a history of it would.
-
-    Local operation; writes into the module's own state, which the weight's quantizer refers to.
-
-    Args:
-        module: Owner of the weight.
-        name: The weight's name.
-        local: Its quantized local tensor.
-        amax: One element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
-    """
-    recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
-    scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
-    finite = torch.finfo(torch.float32)
-    scale = torch.where(torch.isinf(scale), scale.new_tensor(finite.max), scale)
-    quantizers: list[Any] = [quantizer_of(local), weight_quantizer(module, name)]
-    for quantizer in quantizers:
-        if type(quantizer).__name__ == "Float8Quantizer" and bool(amax > 0) and bool(torch.isfinite(amax)):
-            quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
-            quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
-
-
-def follow_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
-    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation.
-
-    Args:
-        module: Owner of the weight.
-        name: The weight's name.
-        local: Its quantized local tensor.
-    """
-    inverse = local.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
-    quantizers: list[Any] = [quantizer_of(local), weight_quantizer(module, name)]
-    for quantizer in quantizers:
-        if type(quantizer).__name__ == "Float8Quantizer":
-            quantizer.scale.copy_(inverse.reciprocal().reshape(quantizer.scale.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,11 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.modules.base import ResettableModule
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.grouped_support import grouped_path_problem
+
+if TYPE_CHECKING:
+    from te_fsdp.quantized.alignment import Grid
 
 __all__ = [
     "SingleModule",
@@ -86,12 +88,6 @@ def check_single(module: Any, label: str) -> None:
             "another recipe in quantized_model_init, or one parameter per expert",
         )
         why = "TransformerEngine has no grouped kernels for it, and keeps such weights apart"
-    elif "weight" in names and module.primary_weights_in_fp8:
-        problem, fix = (
-            "quantized_model_init",
-            "high-precision weights (the recipe may stay), or one parameter per expert",
-        )
-        why = "Shards of quantized experts in one parameter have no form of their own"
     elif device := grouped_path_problem(None):
         problem, fix, why = "this device", "one parameter per expert", device
     if problem:
@@ -215,15 +211,11 @@ def single_cuts(module: Any, grid: Grid) -> dict[tuple[int, str], int]:
     Returns:
         Dim by owner and name.
     """
-    quantizer = _te.weight_quantizer(module, "weight0") if single_names(module) else None
-    block = (
-        1
-        if quantizer is None
-        else BLOCK_ROWS.get(_te.format_of_quantizer(quantizer), max(BLOCK_ROWS.values()))
-    )
+    quantized = module.primary_weights_in_fp8 if single_names(module) else False
     found = {}
     for name in single_names(module):
         features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
-        cut = grouped_cut((module.num_gemms, *features), grid.dp_shard, block if name == "weight" else 1)
-        found[id(module), name] = cut
+        cut = grouped_cut((module.num_gemms, *features), grid.dp_shard)
+        # Quantized experts stay whole: no block and no scale is cut.
+        found[id(module), name] = 0 if quantized and name == "weight" else cut
     return found

@@ -21,7 +21,6 @@ different scales.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
 from te_fsdp.quantized.empty import mend_empty, share_scale
+from te_fsdp.quantized.flat import Piece, keep_no_flat_shard, pack_flat, unpack_flat
 from te_fsdp.quantized.recompute import keep_rowwise
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
@@ -44,16 +44,13 @@ __all__ = ["keep_no_flat_shard", "mend_hooks"]
 
 _MARK = "_te_fsdp_mended"
 _SETTLED = "_te_fsdp_settled"
-# Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to
-# within a block.
-_ALIGNMENT = 256
 
 
 class _Packed(NamedTuple):
     """Metadata of a gather whose buffers travel as one: TE's metadata, and where each buffer lies."""
 
     metadata: Any
-    pieces: tuple[tuple[int, torch.Size, torch.dtype], ...]
+    pieces: tuple[Piece, ...]
 
 
 class _Rows(NamedTuple):
@@ -71,20 +68,6 @@ def mend_hooks() -> None:
             cls.fsdp_pre_all_gather = _wrap_pre(cls.fsdp_pre_all_gather)  # type: ignore[attr-defined]
             cls.fsdp_post_all_gather = _wrap_post(cls.fsdp_post_all_gather)  # type: ignore[attr-defined]
             setattr(cls, _MARK, True)
-
-
-def keep_no_flat_shard(module: nn.Module, local: torch.Tensor) -> None:
-    """Keep FSDP2 from holding a flat, dequantized copy of a shard. Local operation; nothing to do without FSDP2.
-
-    Args:
-        module: Owner.
-        local: Its quantized shard.
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is not None and _torch.local_of(parameter) is local:
-            managed = _torch.find_managed(module, name)
-            if managed is not None:
-                _torch.keep_no_flat_shard(managed)
 
 
 def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +116,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         target = None if out is None else _torch.local_of(out)
         if isinstance(metadata, _Packed):
-            buffers = _unpack(all_gather_outputs[0], metadata)
+            buffers = unpack_flat(all_gather_outputs[0], metadata.pieces)
             tensor, _ = stock(self, buffers, metadata.metadata, param_dtype, out=target)
             # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to
             # hand over.
@@ -161,17 +144,8 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pack(inputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[tuple[torch.Tensor, ...], _Packed]:
-    """All buffers in one flat uint8 tensor, each starting at an aligned byte."""
-    pieces, start = [], 0
-    for tensor in inputs:
-        pieces.append((start, tensor.shape, tensor.dtype))
-        start += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
-    flat = torch.empty(start, dtype=torch.uint8, device=inputs[0].device)
-    for tensor, (offset, _, _) in zip(inputs, pieces, strict=True):
-        flat[offset : offset + tensor.numel() * tensor.element_size()].copy_(
-            tensor.reshape(-1).view(torch.uint8)
-        )
-    return (flat,), _Packed(metadata, tuple(pieces))
+    flat, pieces = pack_flat(inputs)
+    return (flat,), _Packed(metadata, pieces)
 
 
 def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
@@ -183,12 +157,3 @@ def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor
             whole[: data.shape[0]].copy_(data)
         padded.append(whole)
     return tuple(padded)
-
-
-def _unpack(flat: torch.Tensor, packed: _Packed) -> tuple[torch.Tensor, ...]:
-    """Views of the buffers that :func:`_pack` laid out."""
-    buffers = []
-    for offset, shape, dtype in packed.pieces:
-        length = math.prod(shape) * dtype.itemsize
-        buffers.append(flat.view(-1)[offset : offset + length].view(dtype).view(shape))
-    return tuple(buffers)

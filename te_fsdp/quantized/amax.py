@@ -14,6 +14,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.quantized.amax_mark import drop_group, mark, reduce_newest_amax
+from te_fsdp.quantized.grouped_weight import is_grouped_weight, quantize_experts
 
 if TYPE_CHECKING:
     from te_fsdp.binding import Binding
@@ -27,6 +28,10 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
     Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
     the weight, and a group that TE has put there is dropped.
     """
+    if is_grouped_weight(local):
+        group = experts_group(binding)
+        drop_group(local) if group is None else mark(local, group)
+        return
     if not _te.is_quantized(local) or not _te.one_scale_quantizers(_te.quantizer_of(local)):
         return
     if binding.weight_mesh is None:
@@ -49,6 +54,8 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
     Returns:
         Quantized tensor of ``value``'s shape.
     """
+    if value.dim() == 3:
+        return quantize_experts(value, quantizer, experts_group(binding))
     shared = binding.weight_mesh is not None and _te.needs_shared_amax(quantizer)
     if shared:
         quantizer.with_amax_reduction = True
@@ -63,6 +70,13 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
     attach_group(local, binding)
     reduce_newest_amax([local])
     return local
+
+
+def experts_group(binding: Binding) -> str | None:
+    """Name of the group whose ranks hold pieces of the same experts, where FSDP2 cuts between experts: that of tp."""
+    rule = binding.rules.get("weight")
+    cut = rule is not None and rule.shard_dim is not None and binding.tp_mesh is not None
+    return binding.tp_mesh.get_group().group_name if cut else None  # type: ignore[missing-attribute]
 
 
 def requantize(local: torch.Tensor, binding: Binding) -> None:

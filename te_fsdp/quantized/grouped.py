@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp.quantized.grouped_weight import adopt_grouped, is_grouped_weight
 
 __all__ = ["as_grouped", "grouped_cut", "plain_of"]
 
@@ -21,7 +22,7 @@ class _AsGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _wrap(tensor.detach())
+        return _wrap(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
@@ -36,10 +37,13 @@ def as_grouped(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _AsGrouped.apply(tensor)
-    return _wrap(tensor.detach())
+    return _wrap(tensor)
 
 
 def _wrap(tensor: torch.Tensor) -> torch.Tensor:
+    if is_grouped_weight(tensor):
+        return tensor.as_grouped()  # type: ignore[missing-attribute]
+    tensor = tensor.detach()
     return _te.te().tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data(
         num_tensors=tensor.shape[0],
         tensor_shape=tuple(tensor.shape[1:]),
@@ -56,25 +60,29 @@ def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """
     if not isinstance(parameter, _te.te().tensor.GroupedTensor):
         return parameter
-    local = parameter.rowwise_data.view(parameter.shape)  # type: ignore[missing-attribute]
+    grouped: Any = parameter.detach()
+    local = (
+        grouped.rowwise_data.view(parameter.shape) if grouped.quantizer is None else adopt_grouped(grouped)
+    )
     new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
-    storage = _wrap(local).__dict__.keys()  # what a grouped tensor keeps for itself
+    kept = _te.high_precision_value(parameter)
+    if kept is not None:
+        _te.attach_high_precision_value(new, kept)
+    storage = {*grouped.__dict__, *new.__dict__}  # what the tensors keep for themselves
     for key, value in parameter.__dict__.items():
         if key not in storage:
             setattr(new, key, value)
     return new
 
 
-def grouped_cut(shape: tuple[int, ...], ranks: int, block: int = 1) -> int:
+def grouped_cut(shape: tuple[int, ...], ranks: int) -> int:
     """The dim along which FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
 
     Args:
         shape: tp-local (experts, out, in) or (experts, out).
         ranks: How many FSDP ranks cut it.
-        block: Rows and columns of an expert that a shard must hold whole.
 
     Returns:
         0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does.
     """
-    units = (1, *(block for _ in shape[1:]))
-    return next((dim for dim, unit in enumerate(units) if shape[dim] % (ranks * unit) == 0), 0)
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)

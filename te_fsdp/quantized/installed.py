@@ -19,6 +19,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, check_fit
+from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.shards import quantized_weight
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding)
         local = _torch.local_of(new)
         if _te.is_quantized(local):
             local.__dict__[_MARK] = True
-            halves = _SECOND_HALF.get(_te.format_of(local) or "", ())
+            halves = () if is_grouped_weight(local) else _SECOND_HALF.get(_te.format_of(local) or "", ())
             local.__dict__[_HALVES] = {name: getattr(local, name) for name in halves}
 
 
@@ -86,6 +87,9 @@ def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding)
     local = None if old is None else _torch.local_of(old)
     if local is None or _MARK not in local.__dict__:
         return False
+    if is_grouped_weight(local):
+        local.release()  # type: ignore[missing-attribute]
+        return True
     local.__dict__.pop(_HALVES, None)
     _te.forget_transpose(local)
     for name in _DERIVED.get(_te.format_of(local) or "", ()):
@@ -128,6 +132,10 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
     rule, mesh = binding.rules.get(name), shard.device_mesh
     if rule is None or not rule.quantizable:
         return
+    if rule.layout.is_grouped:
+        if _te.weight_quantizer(module, name) is not None:
+            _check_between_experts(binding.label(name), _fsdp_placements(shard, binding))
+        return
     shape, tp = list(shard.shape), 1
     if binding.tp_mesh is not None:
         tp = binding.tp_mesh.size()
@@ -141,6 +149,19 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
         if dim is not None:
             count = mesh.size(axis)
             check_fit(weight, Grid(mesh.size() // tp // count, count, tp), dim=dim)
+
+
+def _check_between_experts(label: str, placements: tuple[Placement, ...]) -> None:
+    """Quantized weights of all experts are cut between experts alone."""
+    if any(_torch.shard_dim_of(placement) for placement in placements):
+        raise PlacementError(
+            message(
+                f"{label}: quantized weight of all experts cut by {placements}",
+                expected="Shard(0), whole experts on each rank",
+                why="A cut within an expert has no quantized form in one tensor of all",
+                fix="te_fsdp.fully_shard, torch's without shard_placement_fn, or one parameter per expert",
+            )
+        )
 
 
 def mend_new_zeros(local: torch.Tensor) -> None:

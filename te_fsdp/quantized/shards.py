@@ -19,6 +19,7 @@ from te_fsdp.layout.boxes import Box, chunk_range
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
+from te_fsdp.quantized.grouped_weight import copy_experts, is_grouped_weight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,9 +157,15 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
     block up to a power of two, and the dequantized amax may lie below one that the original exceeded; its columnwise
     bytes come from the original values, not from the rowwise ones.
     """
+    mesh = parameter.device_mesh  # type: ignore[missing-attribute]
+    if is_grouped_weight(local):
+        whole = binding.whole_mesh(item.name)
+        axis = mesh.ndim - 1 - (0 if whole is None else whole.ndim)
+        low, _ = chunk_range(item.whole.shape[0], mesh.size(axis), mesh.get_coordinate()[axis])
+        copy_experts(local, item.whole, low)
+        return
     if _te.format_of(local) not in BLOCK_ROWS:
         return  # hybrids: no table of their buffers
-    mesh = parameter.device_mesh  # type: ignore[missing-attribute]
     axis = mesh.ndim - (2 if binding.tp_mesh is not None else 1)
     shape, zeros = tuple(local.shape), (0,) * local.ndim
     dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]

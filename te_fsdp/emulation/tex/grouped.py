@@ -172,7 +172,14 @@ def _quantize_parts(tensor: torch.Tensor, rows: Sequence[int], quantizer: Any) -
     """Each group as a bare quantized storage."""
     maker = quantizer.copy()
     maker.internal, maker.optimize_for_gemm = True, bool(quantizer.optimize_for_gemm)
-    return [formats.quantize(part, maker) for part in tensor.detach()[: sum(rows)].split(list(rows))]
+    only_columns = kind(quantizer) == "Float8CurrentScalingQuantizer" and not quantizer.rowwise_usage
+    if only_columns:  # one at a time the kernel needs its rows; here they are dropped afterwards
+        maker.set_usage(rowwise=True)
+    parts = [formats.quantize(part, maker) for part in tensor.detach()[: sum(rows)].split(list(rows))]
+    for part in parts if only_columns else ():
+        if part._transpose is not None:
+            part._data = None
+    return parts
 
 
 def _buffers(parts: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -52,6 +52,10 @@ def case(mesh, experts, splits, recipe="none", *, quantized=False, **options):
         case(EP2, 3, (1, 0), "mxfp8"),
         case(EP2_DP2, 4, (0, 1)),
         case(EP2_TP2, 4, (2, 0), "mxfp8"),
+        case(DP2, 3, (1, 0, 2), "mxfp8", quantized=True, optimizer="fused"),
+        case(DP2_TP2, 2, (1, 0), "mxfp8", quantized=True),
+        case(EP2_DP2, 2, (1,), "nvfp4", quantized=True),
+        case(DP2, 1, (1,), "current", quantized=True, optimizer="fused"),
     ],
 )
 def test_both_forms(pool, mesh, experts, splits, recipe, quantized, options):

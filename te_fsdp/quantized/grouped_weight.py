@@ -1,0 +1,378 @@
+"""A quantized weight of all experts, as FSDP2, optimizers and TE's grouped kernels each want it.
+
+``GroupedWeight`` is one of TE's quantized tensors to everybody outside: (experts, out, in), quantized and dequantized
+as a whole. Inside it is TE's ``GroupedTensor``: flat buffers of all experts, of which each expert's own quantized
+tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts; no block and no scale is
+ever cut, and a shard may have more experts than another, or none. A gather puts the flat buffers of the shards one
+after the other, which is the whole weight's ``GroupedTensor`` already.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from te_fsdp import _te, _torch
+from te_fsdp.quantized.amax_mark import mark
+from te_fsdp.quantized.flat import keep_no_flat_shard, pack_flat, unpack_flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["adopt_grouped", "copy_experts", "grouped_weight_class", "is_grouped_weight", "quantize_experts"]
+
+#: Buffers of a ``GroupedTensor`` that belong to its values, by attribute and by argument of its constructor.
+_FIELDS = {
+    "rowwise_data": "data",
+    "columnwise_data": "columnwise_data",
+    "scale_inv": "scale_inv",
+    "columnwise_scale_inv": "columnwise_scale_inv",
+    "amax": "amax",
+    "columnwise_amax": "columnwise_amax",
+    "scale": "scale",
+}
+_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
+
+
+class _Gathered(NamedTuple):
+    """Metadata of a gather: names of the buffers that travel, experts of the whole weight, and how they are packed.
+
+    ``pieces``: all in one, for a shard axis of size 1. ``stand_ins``: per buffer first byte, bytes and dtype among
+    those of an expert, in stand-ins of the shard's own shape, which FSDP2 asks of uneven shards.
+    """
+
+    names: tuple[str, ...]
+    experts: int
+    pieces: tuple[Any, ...] | None = None
+    stand_ins: tuple[tuple[int, int, torch.dtype], ...] | None = None
+
+
+def is_grouped_weight(tensor: torch.Tensor) -> bool:
+    """Whether a (local) tensor is a quantized weight of all experts."""
+    return _te.is_loaded() and isinstance(tensor, grouped_weight_class())
+
+
+@functools.cache
+def grouped_weight_class() -> type[torch.Tensor]:
+    """The class; made when first asked for, since TE is not imported before."""
+    return type("GroupedWeight", (_Behaviour, _te.te().QuantizedTensor), {"__module__": __name__})
+
+
+class _Behaviour:
+    """What ``GroupedWeight`` adds to TE's ``QuantizedTensor``.
+
+    Attributes:
+        grouped: The ``GroupedTensor``; ``None`` without experts.
+        experts: Each expert's quantized tensor, views of ``grouped``.
+        owns_buffers: Of a gathered weight: whether its buffers were copied out of what FSDP2 gathered.
+    """
+
+    grouped: Any
+    experts: list[Any]
+    owns_buffers: bool
+    _quantizer: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """High-precision (experts, out, in)."""
+        dtype = self.dtype if dtype is None else dtype
+        if not self.experts:
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        return torch.stack([expert.dequantize(dtype=dtype) for expert in self.experts])
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Quantize (experts, out, in) in place, each expert with its own scale.
+
+        Collective over the group that the quantizer is marked with, if it is: one reduction for each expert.
+        """
+        if isinstance(tensor, _te.te().QuantizedTensor):
+            tensor = tensor.dequantize()
+        for expert, value in zip(self.experts, tensor.detach(), strict=True):
+            self._quantizer.update_quantized(value, expert, noop_flag=noop_flag)
+        return self
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The flat buffers by their names in ``GroupedTensor``, those that there are."""
+        return dict(_buffers(self.grouped))
+
+    def get_usages(self) -> dict[str, bool]:
+        """Directions that the buffers serve."""
+        return self._quantizer.get_usages()
+
+    def as_grouped(self) -> Any:
+        """A ``GroupedTensor`` of its own over the same buffers, for one forward and its backward."""
+        return self.grouped.detach()
+
+    def detach(self) -> Any:
+        """Another tensor object with the same buffers."""
+        new = _make(self.grouped, self.experts, tuple(self.shape), self.dtype, self.device, self._quantizer)
+        new.owns_buffers = self.owns_buffers
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.cloned()
+
+    def cloned(self) -> Any:
+        """A copy with buffers of its own."""
+        new = empty_experts(tuple(self.shape), self._quantizer.copy(), self.dtype, self.device)
+        for name, buffer in _buffers(self.grouped):
+            getattr(new.grouped, name).copy_(buffer)
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        """Operations that leave the tensor whole keep it quantized; others see its high-precision values."""
+        kwargs = kwargs or {}
+        aten, this = torch.ops.aten, args[0]
+        if isinstance(this, cls):
+            whole = func in (aten.view.default, aten.as_strided.default)
+            if func in (aten.alias.default, aten.detach.default) or (
+                whole and tuple(args[1]) == tuple(this.shape)
+            ):
+                return this.detach()
+            if func is aten.clone.default:
+                return this.cloned()
+            if func is aten.copy_.default:
+                source = args[1]
+                if isinstance(source, cls) and _same_buffers(this, source):
+                    for (_, target), (_, buffer) in zip(
+                        _buffers(this.grouped), _buffers(source.grouped), strict=True
+                    ):
+                        target.copy_(buffer)
+                else:
+                    this.quantize_(source)
+                return this
+            if whole:
+                return func(this.dequantize(), *args[1:], **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
+
+    # --- FSDP2
+
+    def refill(self, metadata: _Gathered, outputs: Sequence[torch.Tensor]) -> None:
+        """Fill the buffers that :meth:`release` freed; whoever has saved them for backward sees it."""
+        for name, output in zip(metadata.names, outputs, strict=True):
+            buffer, value = getattr(self.grouped, name), output[: metadata.experts].reshape(-1)
+            buffer.untyped_storage().resize_(value.numel() * value.element_size())
+            buffer.copy_(value)
+
+    def release(self) -> None:
+        """Free buffers of a gathered weight that are not FSDP2's own. Called when its shard takes its place."""
+        for _, buffer in _buffers(self.grouped) if self.owns_buffers else ():
+            buffer.untyped_storage().resize_(0)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], _Gathered]:
+        """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
+        keep_no_flat_shard(module, self)  # type: ignore[arg-type]
+        total, ranks = outer_size[0], mesh.size()
+        rows = -(-total // ranks)
+        like = (
+            self
+            if self.experts
+            else empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
+        )
+        inputs, names = [], []
+        for name, buffer in _buffers(like.grouped):
+            if name in ("amax", "scale") and not _is_nvfp4(self._quantizer):
+                continue  # workspaces of the quantization
+            if any(buffer is getattr(like.grouped, other) for other in names):
+                continue  # current scaling shares its scales between both directions
+            own = buffer.view(len(like.experts), -1)
+            if len(self.experts) < rows:
+                whole = own.new_zeros((rows, own.shape[1]))
+                whole[: len(self.experts)].copy_(own[: len(self.experts)])
+                own = whole
+            inputs.append(own)
+            names.append(name)
+        if ranks == 1 and len(inputs) > 1:
+            flat, pieces = pack_flat(tuple(inputs))
+            return (flat,), _Gathered(tuple(names), total, pieces)
+        if total % ranks:
+            flats, stand_ins = _pack_stand_ins(inputs, (rows, *outer_size[1:]))
+            return flats, _Gathered(tuple(names), total, stand_ins=stand_ins)
+        return tuple(inputs), _Gathered(tuple(names), total)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: _Gathered,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The whole weight over the gathered buffers; later gathers fill the same memory, and nothing is left to do."""
+        outputs = all_gather_outputs
+        if metadata.stand_ins is not None:
+            outputs = _views_of_stand_ins(outputs, metadata.stand_ins)
+        if out is not None:
+            if metadata.stand_ins is not None:
+                _torch.local_of(out).refill(metadata, outputs)  # type: ignore[missing-attribute]
+            return None
+        if metadata.pieces is not None:
+            outputs = unpack_flat(outputs[0], metadata.pieces)
+        found = {
+            name: output[: metadata.experts].reshape(-1)
+            for name, output in zip(metadata.names, outputs, strict=True)
+        }
+        if metadata.stand_ins is not None:
+            found = {name: buffer.clone() for name, buffer in found.items()}
+        shape = (metadata.experts, *self.shape[1:])
+        whole = _from_buffers(found, shape, self._quantizer, self.dtype)
+        whole.owns_buffers = metadata.stand_ins is not None
+        return whole, ()
+
+
+def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:
+    """Quantize (experts, out, in) into a new ``GroupedWeight``.
+
+    Collective over ``group_name`` for formats with one scale per tensor: one reduction for each expert.
+
+    Args:
+        value: High precision; may have no experts.
+        quantizer: The module's; a copy is kept.
+        group_name: Group of the ranks that hold pieces of the same experts, ``None`` if this one holds them whole.
+    """
+    own = quantizer.copy()
+    own.internal = own.optimize_for_gemm = False
+    new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
+    if group_name is not None:
+        mark(new, group_name)
+    with torch.no_grad():
+        new.quantize_(value)
+    return new
+
+
+def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A ``GroupedWeight`` with zeroed buffers. Local operation."""
+    grouped, experts = None, []
+    if shape[0]:
+        grouped = _te.te().tensor.GroupedTensor.make_grouped_tensor_with_shapes(
+            num_tensors=shape[0],
+            shapes=[tuple(shape[1:])] * shape[0],
+            quantizer=quantizer,
+            device=device,
+            dtype=dtype,
+        )
+        for _, buffer in _buffers(grouped):
+            buffer.zero_()  # also the padding of scales, which no kernel writes
+        experts = grouped.quantized_tensors
+    return _make(grouped, experts, tuple(shape), dtype, device, quantizer)
+
+
+def adopt_grouped(grouped: Any) -> torch.Tensor:
+    """``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` that TE has made. Local operation."""
+    own = grouped.detach()
+    own.quantizer = own.quantizer.copy()  # the module sets up its own anew
+    experts = own.split_into_quantized_tensors()
+    return _make(own, experts, tuple(own.shape), own.dtype, own.device, own.quantizer)
+
+
+def copy_experts(target: torch.Tensor, source: torch.Tensor, low: int) -> None:
+    """Overwrite a shard with the bytes of the experts ``low`` and following of a whole weight. Local operation."""
+    one, other = _experts_of(target), _experts_of(source)
+    for expert, whole in zip(one, other[low : low + len(one)], strict=True):
+        for have, want in zip(_te.buffers_of(expert), _te.buffers_of(whole), strict=True):
+            have.copy_(want)
+
+
+def _pack_stand_ins(
+    inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
+) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[int, int, torch.dtype], ...]]:
+    """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers, each expert's in its own part."""
+    places, start = [], 0
+    for buffer in inputs:
+        length = buffer.shape[1] * buffer.element_size()
+        places.append((start, length, buffer.dtype))
+        start += math.ceil(length / _ALIGNMENT) * _ALIGNMENT
+    each = math.prod(shape[1:])
+    count = math.ceil(start / each)
+    flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
+    for buffer, (first, length, _) in zip(inputs, places, strict=True):
+        flat[:, first : first + length].copy_(buffer.contiguous().view(torch.uint8).view(shape[0], length))
+    parts = flat.view(shape[0], count, each).unbind(1)
+    return tuple(part.contiguous().view(shape) for part in parts), tuple(places)
+
+
+def _views_of_stand_ins(
+    outputs: Sequence[torch.Tensor], places: tuple[tuple[int, int, torch.dtype], ...]
+) -> tuple[torch.Tensor, ...]:
+    """The gathered buffers, (experts, ...) each, one after the other out of the stand-ins."""
+    flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
+    return tuple(flat[:, first : first + length].contiguous().view(dtype) for first, length, dtype in places)
+
+
+def _experts_of(tensor: Any) -> list[Any]:
+    return tensor.experts
+
+
+def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
+    """Name and buffer of a ``GroupedTensor``'s, those that there are."""
+    found = [] if grouped is None else [(name, getattr(grouped, name)) for name in _FIELDS]
+    return [(name, buffer) for name, buffer in found if buffer is not None]
+
+
+def _same_buffers(one: Any, other: Any) -> bool:
+    """Whether two weights have buffers of the same names and sizes, so that bytes can be copied."""
+    sizes = [
+        [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(tensor.grouped)]
+        for tensor in (one, other)
+    ]
+    return type(_te.quantizer_of(one)) is type(_te.quantizer_of(other)) and sizes[0] == sizes[1]
+
+
+def _is_nvfp4(quantizer: Any) -> bool:
+    return _te.format_of_quantizer(quantizer) == "nvfp4"
+
+
+def _from_buffers(
+    found: dict[str, torch.Tensor], shape: tuple[int, ...], quantizer: Any, dtype: torch.dtype
+) -> Any:
+    """``GroupedWeight`` around flat buffers."""
+    experts, numel = shape[0], math.prod(shape[1:])
+    fields = {_FIELDS[name]: buffer for name, buffer in found.items()}
+    offsets = {}
+    if _te.format_of_quantizer(quantizer) == "float8" and "columnwise_data" in fields:
+        fields["columnwise_scale_inv"] = fields["scale_inv"]
+    for name in ("scale_inv", "columnwise_scale_inv"):
+        if name in fields:
+            each = fields[name].numel() // experts
+            offsets[f"{name}_offsets"] = [index * each for index in range(experts + 1)]
+    grouped = _te.te().tensor.GroupedTensor(
+        (experts * shape[1], shape[2]),
+        dtype,
+        num_tensors=experts,
+        shapes=[tuple(shape[1:])] * experts,
+        quantizer=quantizer,
+        offsets=[index * numel for index in range(experts + 1)],
+        **offsets,
+        **fields,
+    )
+    return adopt_grouped(grouped)
+
+
+def _make(
+    grouped: Any,
+    experts: list[Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantizer: Any,
+) -> Any:
+    new: Any = grouped_weight_class()(shape, dtype, device=device)
+    new.grouped, new.experts, new.owns_buffers = grouped, experts, False
+    _te.set_quantizer(new, quantizer)
+    return new
