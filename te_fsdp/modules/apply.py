@@ -80,27 +80,29 @@ def set_device_mesh(
     planned = check_device_mesh(
         model, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh, experts=experts
     )
-    tp = tp_mesh.size() if tp_mesh is not None else 1
-    # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
-    dense, own = (
-        Grid(dp_shard=mesh.size() // tp if mesh is not None else 1, tp=tp)
-        for mesh in (weight_mesh, expert_weight_mesh)
-    )
-    plan_all_cuts(planned, dense, own)
-    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
-        if binding_of(item.module) is None:
-            adopt_single(item.module)
-    replaced: dict[int, torch.nn.Parameter] = {}
-    for item in planned:
-        if item.experts is None:
-            _bind(item, Meshing(tp_mesh, weight_mesh), replaced)
-        else:
-            _bind(item, Meshing(tp_mesh, expert_weight_mesh, ep_mesh), replaced)
+    _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
     if tp_mesh is not None:
         watch_copies()
     if _te.is_loaded():
         mend_hooks()
         watch_steps()
+
+
+def _bind_all(planned: list[Planned], dense: Meshing, experts: Meshing) -> None:
+    """Bind every module, after the last check: how FSDP2 could cut quantized weights."""
+    tp = dense.tp_mesh.size() if dense.tp_mesh is not None else 1
+    # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
+    grids = (
+        Grid(dp_shard=mesh.size() // tp if mesh is not None else 1, tp=tp)
+        for mesh in (dense.weight_mesh, experts.weight_mesh)
+    )
+    plan_all_cuts(planned, next(grids), next(grids))
+    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
+        if binding_of(item.module) is None:
+            adopt_single(item.module)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for item in planned:
+        _bind(item, dense if item.experts is None else experts, replaced)
 
 
 def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter]) -> None:
