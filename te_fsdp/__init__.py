@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from te_fsdp import checkpoint as checkpoint
     from te_fsdp.errors import CheckpointError as CheckpointError
+    from te_fsdp.errors import GradientError as GradientError
     from te_fsdp.errors import InitError as InitError
     from te_fsdp.errors import MeshError as MeshError
     from te_fsdp.errors import OrderError as OrderError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
+    from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
     from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
@@ -74,6 +76,7 @@ _HOMES = {
     "release_params": "te_fsdp.sharding.gathers",
     "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
     "grad_comm": "te_fsdp.sharding.comm",
+    "report_nan": "te_fsdp.sharding.nan_report",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
     # errors
@@ -84,6 +87,7 @@ _HOMES = {
     "InitError": "te_fsdp.errors",
     "CheckpointError": "te_fsdp.errors",
     "PrecisionError": "te_fsdp.errors",
+    "GradientError": "te_fsdp.errors",
 }
 _MODULES = (
     "Linear",

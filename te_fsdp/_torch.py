@@ -42,6 +42,7 @@ __all__ = [
     "is_fsdp_module",
     "is_persistent",
     "keep_no_flat_shard",
+    "largest",
     "local_of",
     "managed_by",
     "multiply_all_",
@@ -183,6 +184,11 @@ def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in by_kind.items():
         torch._foreach_mul_(group, factor.to(device))
+
+
+def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Largest absolute value in plain tensors of one dtype, NaN if there is one (``torch._foreach_norm``)."""
+    return torch.stack(torch._foreach_norm(tensors, float("inf"))).max()
 
 
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:

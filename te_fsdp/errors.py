@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "GradientError",
     "InitError",
     "MeshError",
     "OrderError",
@@ -41,6 +42,10 @@ class InitError(TeFsdpError, RuntimeError):
 
 class CheckpointError(TeFsdpError, RuntimeError):
     """A checkpoint is missing, damaged, foreign, or cannot be loaded right onto this model and mesh."""
+
+
+class GradientError(TeFsdpError, ArithmeticError):
+    """Gradients hold NaN or infinity."""
 
 
 class PrecisionError(TeFsdpError, ValueError):

@@ -12,7 +12,7 @@ axis of hybrid sharding alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +49,13 @@ class GradComm:
         dtype: On the wire; ``None``: the dtype of the buffer that is reduced (main_grads_dtype).
         fp32_sum: Add in fp32 what crossed the wire in another dtype, instead of in the wire's dtype.
         outer_all_reduce: Whether FSDP2 itself reduces over ``dp_replicate``; it then adds in the wire's dtype.
+        look: Is shown each buffer right before its reduction, with the name of its unit (``None``: of no unit).
     """
 
     dtype: torch.dtype | None = None
     fp32_sum: bool = False
     outer_all_reduce: bool = False
+    look: Callable[[str | None, torch.Tensor], None] | None = None
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """Wire dtype of a buffer of ``dtype``. Local operation."""
@@ -127,6 +129,8 @@ def all_reduce_gradients(
         average: Divide by the number of ranks.
     """
     ranks = group.size()
+    if comm is not None and comm.look is not None:
+        comm.look(None, buffer)
     if ranks == 1 or buffer.numel() == 0:
         return
     wire = buffer.dtype if comm is None else comm.wire(buffer.dtype)

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["UnitReduceScatter", "install_comm"]
 
 
-def install_comm(unit: nn.Module, comm: GradComm) -> None:
-    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation."""
+def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
+    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        comm: The model's.
+        name: The unit's name in the model.
+    """
     if _torch.fsdp_parameter_groups(unit):
-        unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
 
 
 class UnitReduceScatter(_torch.ReduceScatter):
@@ -37,12 +43,15 @@ class UnitReduceScatter(_torch.ReduceScatter):
 
     Attributes:
         comm: The model's.
+        name: The unit's name in the model.
     """
 
-    def __init__(self, unit: nn.Module, comm: GradComm) -> None:
-        self.comm = comm
+    def __init__(self, unit: nn.Module, comm: GradComm, name: str) -> None:
+        self.comm, self.name = comm, name
         self._unit = weakref.ref(unit)
-        self._input: tuple[int, int] | None = None  # backward and size of an input whose output is to come
+        # Backward and size of an input whose output is to come, and the input while someone wants to look at it.
+        self._input: tuple[int, int] | None = None
+        self._buffer: torch.Tensor | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -61,11 +70,17 @@ class UnitReduceScatter(_torch.ReduceScatter):
         wire = self.comm.wire(dtype)
         if self._input == (backward, numel * shards):
             self._input = None
+            if self.comm.look is not None and self._buffer is not None:
+                self.comm.look(self.name, self._buffer)  # FSDP2 has filled it
+            self._buffer = None
             given = wire if outer and replicas > 1 else dtype
         else:
             self._input = (backward, numel)
             given = wire if shards > 1 else dtype
-        return torch.empty(*size, dtype=given, device=device)
+        buffer = torch.empty(*size, dtype=given, device=device)
+        if self._input is not None and self.comm.look is not None:
+            self._buffer = buffer
+        return buffer
 
     def __call__(
         self,

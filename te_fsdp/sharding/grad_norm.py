@@ -126,6 +126,8 @@ def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Seq
     states = {id(state): state for state in map(state_of, chosen) if state is not None}
     for state in states.values():
         require_reduced(state, "grad_norm", chosen)
+        if state.nan_report is not None:
+            state.nan_report.check()
     return list({id(p): p for p in chosen if p.requires_grad or p.grad is not None}.values())
 
 

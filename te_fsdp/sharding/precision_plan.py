@@ -105,7 +105,7 @@ class PrecisionPlan:
         for name in self.compute:
             unit = model.get_submodule(name)
             if _torch.is_fsdp_module(unit):
-                install_comm(unit, comm)
+                install_comm(unit, comm, name)
                 if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
                     unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
                 _keep_gradients(unit, self.gradients(name), labels)

@@ -105,6 +105,7 @@ class ShardingState:
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         marked: Whether :func:`state_of` knows the parameters that there are when training begins.
+        nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
 
@@ -125,6 +126,7 @@ class ShardingState:
     gathers: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     marked: bool = False
+    nan_report: Any = None
     recognised: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:

@@ -45,6 +45,7 @@ def test_the_family():
         "OrderError": "RuntimeError",
         "InitError": "RuntimeError",
         "CheckpointError": "RuntimeError",
+        "GradientError": "ArithmeticError",
     }
     assert {"TeFsdpError", "message", *caught_as} == set(errors.__all__)
     for name, builtin in caught_as.items():

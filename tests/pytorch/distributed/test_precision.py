@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from precision import bodies, quantized
+from precision import bodies, memory, quantized
 from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
@@ -139,3 +139,51 @@ def test_quantized_training(pool, recipe, policy, meta):
     results = pool.run(quantized.training, 2, recipe=recipe, policy=policy, meta=meta)
     # fc1 and fc2 at the beginning and after each step; every gradient and their main weights in each step.
     assert all(found["buffers"] >= 3 * 2 * 2 and found["values"] == 2 * (6 + 2) for found in results), results
+
+
+#: Bytes per element of a rank's shard, or of the whole for unreduced gradients.
+MEMORY = {
+    "default": ({}, "", {"weights": 4, "reduced": 4, "unreduced": 4, "main": 0}),
+    "bf16 weights": (
+        {"main_params_dtype": None},
+        "",
+        {"weights": 2, "reduced": 4, "unreduced": 4, "main": 0},
+    ),
+    "bf16 gradients": (
+        {"main_grads_dtype": None},
+        "",
+        {"weights": 4, "reduced": 2, "unreduced": 2, "main": 0},
+    ),
+    "both": (
+        {"main_params_dtype": None, "main_grads_dtype": None},
+        "",
+        {"weights": 2, "reduced": 2, "unreduced": 2, "main": 0},
+    ),
+    "quantized": ({}, "current", {"weights": 1, "reduced": 4, "unreduced": 4, "main": 4}),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_memory_is_that_of_the_table(pool):
+    """Within 1 %: what is not counted are scales and the few elements of biases that are not quantized."""
+    cases = {name: {"policy": policy, "recipe": recipe} for name, (policy, recipe, _) in MEMORY.items()}
+    for found in pool.run(memory.held, 2, cases=cases):
+        for name, (_, _, size) in MEMORY.items():
+            got, elements = found[name], found[name]["elements"]
+            weights = size["weights"] * elements
+            expected = {
+                "weights": weights,
+                "unreduced": weights + size["unreduced"] * 2 * elements,
+                "reduced": weights + size["reduced"] * elements,
+                "stepped": weights + size["main"] * elements,
+            }
+            assert {when: got[when] for when in expected} == pytest.approx(expected, rel=0.01), name
+            assert got["own"] == pytest.approx(weights, rel=0.01), name
+            report = {words.split(",")[0]: number for words, number in got["report"].items()}
+            assert report["gradients"] == pytest.approx(size["reduced"] * elements, rel=0.01), name
+            assert report["gradients while they add up unreduced"] == pytest.approx(
+                size["unreduced"] * 2 * elements, rel=0.01
+            )
+            main = report.get("main weights in the optimizer", 0)
+            assert main == pytest.approx(size["main"] * elements, rel=0.01), name

@@ -1,0 +1,45 @@
+"""NaN and infinity in gradients are named by parameter, rank and microbatch, before a step or clipping spreads them."""
+
+from __future__ import annotations
+
+import pytest
+from precision import nan
+
+CASES = {
+    "each reduced": {"policy": {}},
+    "no policy": {},
+    "infinity, bf16 wire": {"policy": {"grad_comm_dtype": "bfloat16"}, "value": float("inf")},
+    "no_sync": {"context": "no_sync"},
+    "clipped": {"policy": {"main_params_dtype": None}, "clip": True},
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("axes", "ranks"),
+    [({}, 2), ({"dp_replicate": 2}, 2), ({"tp": 2}, 4)],
+    ids=["dp2", "replicate2", "dp2xtp2"],
+)
+def test_who_and_when(pool, axes, ranks):
+    cases = CASES if "tp" not in axes else {"each reduced": CASES["each reduced"]}
+    control = {"not watched": {"watch": False}}
+    for found in pool.run(nan.poisoned, ranks, cases=cases | control, axes=axes):
+        assert found.pop("not watched") == ["", "", "the weights hold NaN"]
+        for name, (first, second, weights) in found.items():
+            assert first.startswith(f"gradients with NaN or infinity: second.weight: rank {nan.RANK} "), (
+                name,
+                first,
+            )
+            assert f"(microbatch {nan.MICROBATCH})" in first and first.count("(microbatch") == 1, (
+                name,
+                first,
+            )
+            assert (second, weights) == ("", ""), name
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+def test_costs_at_most_one_percent(pool):
+    """8192 tokens a rank: one pass over a gradient against 6 * 8192 operations on each of its elements."""
+    for found in pool.run(nan.seconds, 2, hidden=4096, tokens=8192):
+        assert found["with"] <= 1.01 * found["without"], found
