@@ -189,7 +189,8 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
     shape, boxes = info.local_shape, info.boxes
     rows = rows_of_state(value, owned.parameter)
     if rows is not None:  # shard_optimizer has cut it further
-        shape, boxes = (rows[1] - rows[0], *shape[1:]), cut_boxes(boxes, 0, *rows)
+        dim, low, high = rows
+        shape, boxes = (*shape[:dim], high - low, *shape[dim + 1 :]), cut_boxes(boxes, dim, low, high)
     if tuple(local.shape) != shape:
         raise CheckpointError(
             message(

@@ -1,15 +1,16 @@
-"""Which rows of a replicated parameter each of its holders keeps optimizer state for.
+"""Which part of a replicated parameter each of its holders keeps optimizer state for.
 
 A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
-holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, along
-dim 0 and as ``torch.chunk`` cuts, and each holder updates its own rows:
+holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, as
+``torch.chunk`` cuts, and each holder updates its own part:
 
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
     main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
 
-Main weights and states are DTensors of the parameter's own shape. DTensor describes them exactly; DCP's own arithmetic
-does not where rows are uneven, so that te_fsdp.checkpoint goes by :attr:`Chunk.low` and :attr:`Chunk.high`.
+The first dim is cut that all its axes cut evenly, dim 0 if there is none. Main weights and states are DTensors of the
+parameter's own shape. DCP's own arithmetic is not exact for dims that several axes cut unevenly, so that
+te_fsdp.checkpoint goes by :attr:`Chunk.low` and :attr:`Chunk.high`.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class Copies:
 
 
 class Chunk:
-    """The rows of one parameter's local tensor that this rank keeps state for.
+    """The part of one parameter's local tensor that this rank keeps state for: its rows, along ``dim``.
 
     Attributes:
         parameter: The parameter: plain, or a DTensor.
         copies: Its holders.
         ranks: Their global ranks.
         size: Number of holders.
+        dim: The dim that is cut.
         rows: Rows of the local tensor.
         step: Rows per holder, the last ones may have fewer.
         low, high: This rank's rows.
@@ -86,10 +88,11 @@ class Chunk:
         local = _torch.local_of(parameter)
         self._specs: dict[torch.dtype, Any] = {}
         self.parameter, self.copies, self.ranks = parameter, copies, copies.ranks
-        self.size, self.rows = copies.mesh.size(0), local.shape[0]
+        self.dim = _dim_to_cut(parameter, copies.mesh)
+        self.size, self.rows = copies.mesh.size(0), local.shape[self.dim]
         self.step = -(-self.rows // self.size)
         self.low, self.high = chunk_range(self.rows, self.size, copies.mesh.get_local_rank(0))
-        self.width = math.prod(local.shape[1:])
+        self.width = math.prod(local.shape) // self.rows if self.rows else 0
 
     @property
     def numel(self) -> int:
@@ -104,19 +107,22 @@ class Chunk:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of this rank's rows."""
-        return (self.high - self.low, *_torch.local_of(self.parameter).shape[1:])
+        whole = tuple(_torch.local_of(self.parameter).shape)
+        return (*whole[: self.dim], self.high - self.low, *whole[self.dim + 1 :])
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Placements of main weight and states on ``copies.mesh``."""
-        mesh = self.copies.mesh
-        own = self.parameter.placements if isinstance(self.parameter, DTensor) else ()
-        factor = math.prod(mesh.size(1 + i) for i, p in enumerate(own) if _torch.shard_dim_of(p) == 0)
-        return (Shard(0) if factor == 1 else _torch.strided_shard(0, factor), *own)
+        own, factor = _own_placements(self.parameter), _parts(self.parameter, self.copies.mesh, self.dim)
+        return (Shard(self.dim) if factor == 1 else _torch.strided_shard(self.dim, factor), *own)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor like the parameter's local one; a view."""
-        return local[self.low : self.high]
+        return local.narrow(self.dim, self.low, self.high - self.low)
+
+    def by_holder(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor like the local one as ``(holders, *shape)``, where rows are even; a view."""
+        return local.unflatten(self.dim, (self.size, self.step)).movedim(self.dim, 0)
 
     def distributed(self, rows: torch.Tensor) -> DTensor:
         """DTensor of the parameter's shape around this rank's rows, on ``copies.mesh``. Local operation."""
@@ -135,13 +141,37 @@ class Chunk:
         return _torch.dtensor(rows, spec)
 
 
-def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int] | None:
-    """The rows of a parameter's local tensor that a state of it covers; ``None`` if it is not cut. Local operation."""
+def _own_placements(parameter: torch.Tensor) -> tuple[Placement, ...]:
+    """Placements of a DTensor, none of a plain tensor."""
+    return tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
+
+
+def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
+    """Into how many parts the parameter's own axes cut a dim; ``mesh`` has one axis more in front."""
+    placements = enumerate(_own_placements(parameter))
+    return math.prod(mesh.size(1 + axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
+
+
+def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
+    """The first dim that all its axes and that of the holders cut evenly, else 0; the same on all ranks."""
+    for dim, length in enumerate(parameter.shape):
+        if length and length % (mesh.size(0) * _parts(parameter, mesh, dim)) == 0:
+            return dim
+    return 0
+
+
+def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int] | None:
+    """Dim and half-open range of it of the part of a local tensor that a state covers; ``None`` if it is not cut.
+
+    Local operation.
+    """
     own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
     if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
         return None
-    mesh = value.device_mesh
-    return chunk_range(_torch.local_of(parameter).shape[0], mesh.size(0), mesh.get_local_rank(0))
+    mesh, dim = value.device_mesh, _torch.shard_dim_of(value.placements[0])
+    assert dim is not None
+    low, high = chunk_range(_torch.local_of(parameter).shape[dim], mesh.size(0), mesh.get_local_rank(0))
+    return dim, low, high
 
 
 def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> None:

@@ -161,6 +161,8 @@ def _cutting(chunk: Chunk) -> list[int]:
 
 def _is_exact(chunk: Chunk) -> bool:
     """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
+    if chunk.dim:
+        return True  # chosen because it is even
     sizes = [chunk.copies.mesh.size(axis) for axis in reversed(_cutting(chunk))]
     return sum(size > 1 for size in sizes) <= 1 or chunk.parameter.shape[0] % math.prod(sizes) == 0
 
@@ -200,8 +202,8 @@ def _own_rows(chunk: Chunk, name: str, value: Any) -> Any:
     local, leading = _torch.local_of(value), len(_cutting(chunk))
     if value.ndim == chunk.parameter.ndim + leading:
         local = local.reshape(local.shape[leading:])[: chunk.high - chunk.low]
-    elif tuple(local.shape) != chunk.shape and len(local) == chunk.rows:
-        local = chunk.of(local)
+    elif tuple(local.shape) != chunk.shape and local.shape == _torch.local_of(chunk.parameter).shape:
+        local = chunk.of(local).contiguous()
     if tuple(local.shape) != chunk.shape:
         raise CheckpointError(
             message(

@@ -62,7 +62,7 @@ def average(
             part.zero_()
             packed[:, total + place] = 0
         elif chunk.is_even:
-            part.copy_(gradient.reshape(chunk.size, -1))
+            part.view(chunk.size, *chunk.shape).copy_(chunk.by_holder(gradient))
         else:
             part.zero_()
             for holder, rows in enumerate(gradient.split(chunk.step) if chunk.step else ()):
@@ -102,8 +102,8 @@ def gather(chunks: Sequence[Chunk], rows: Sequence[torch.Tensor]) -> Iterator[tu
 
 def unpack(chunk: Chunk, part: torch.Tensor, local: torch.Tensor) -> None:
     """Write gathered rows into a tensor like the parameter's local one."""
-    if chunk.is_even and local.is_contiguous():
-        local.view(chunk.size, -1).copy_(part)
+    if chunk.is_even:
+        chunk.by_holder(local).copy_(part.view(chunk.size, *chunk.shape))
         return
     for holder, rows in enumerate(local.split(chunk.step) if chunk.step else ()):
         rows.copy_(part[holder, : rows.numel()].view(rows.shape))

@@ -102,15 +102,18 @@ class StandIns:
             if main is None:
                 whole = beginning(local)
                 main = (
-                    _like(whole, parameter) if chunk is None else chunk.distributed(chunk.of(whole).clone())
+                    _like(whole, parameter)
+                    if chunk is None
+                    else chunk.distributed(chunk.of(whole).clone(memory_format=torch.contiguous_format))
                 )
                 optimizer.state[parameter][MAIN] = main
             elif chunk is not None and rows_of_state(main, parameter) is None:  # of main_weights
-                rows = chunk.of(_torch.local_of(main)).clone()
+                rows = chunk.of(_torch.local_of(main)).clone(memory_format=torch.contiguous_format)
                 main = optimizer.state[parameter][MAIN] = chunk.distributed(rows)
             _te.forget_high_precision_value(local)
         elif chunk is not None:
-            main = chunk.distributed(chunk.of(local.detach()))
+            # A view where rows lie together; TE's FusedAdam goes through memory without strides.
+            main = chunk.distributed(chunk.of(local.detach()).contiguous())
         else:
             return None
         if COPY in parameter.__dict__:
@@ -266,7 +269,8 @@ class StandIns:
         for place, (_, chunk) in enumerate(cut):
             gradient = locals_[place]
             if chunk.copies.reduced and gradient is not None:
-                found[place] = chunk.of(gradient).to(dtypes[place], copy=True)
+                rows = chunk.of(gradient).to(dtypes[place], copy=True)
+                found[place] = rows.contiguous()
         places = [place for place, (_, chunk) in enumerate(cut) if not chunk.copies.reduced]
         chunks = [cut[place][1] for place in places]
         for (_, dtype), members in by_group(chunks, [dtypes[place] for place in places]).items():

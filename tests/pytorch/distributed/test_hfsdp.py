@@ -69,8 +69,9 @@ def test_equals_one_process(pool, mesh):
 
 @pytest.mark.ranks(4)
 def test_state_of_exempt_parameters_is_cut(pool):
-    """11 rows over 4 ranks: 3, 3, 3, 2."""
-    assert pool.run(bodies.exempt_rows, 4, axes={"dp_replicate": 2, "dp_shard": 2}) == [3, 3, 3, 2]
+    """The weight's 32 columns are even over 4 ranks, its 11 rows are not; the bias has 3, 3, 3 and 2 elements."""
+    shapes = pool.run(bodies.exempt_parts, 4, axes={"dp_replicate": 2, "dp_shard": 2})
+    assert shapes == [[(11, 8), (count,)] for count in (3, 3, 3, 2)]
 
 
 @pytest.mark.ranks(2)
@@ -83,7 +84,7 @@ def test_summed_gradients_would_show(pool):
 
 @pytest.mark.ranks(4)
 def test_precision_policy(pool):
-    """bf16 compute weights, fp32 main ones, which FSDP2 shards; gradients cross the outer axis in the policy's dtype."""
+    """bf16 compute weights, fp32 main ones that FSDP2 shards; gradients cross the outer axis as the policy says."""
     for cost in pool.run(bodies.costs, 4, dtype=torch.bfloat16, outer="optim", wire=torch.bfloat16):
         kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
         assert kinds == [("reduce_scatter", "torch.bfloat16"), ("all_gather", "torch.float32")]

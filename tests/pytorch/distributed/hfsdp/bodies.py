@@ -148,15 +148,17 @@ def counted() -> Iterator[list[tuple[str, str, int]]]:
             setattr(dist, name, call)
 
 
-def exempt_rows(axes: dict[str, int]) -> int:
-    """Rows of a moment that this rank keeps for a parameter which ``fsdp_no_shard`` keeps whole."""
+def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
+    """Shapes of a moment that this rank keeps for parameters which ``fsdp_no_shard`` keeps whole."""
     run = Run(Case("adamw", exempt=("head",)), axes)
     run.steps(1)
-    weight = run.model.head.weight
-    assert not isinstance(weight, DTensor)
-    state = run.optimizer.state[weight]["exp_avg"]
-    assert state.shape == weight.shape
-    return len(state.to_local())
+    shapes = []
+    for parameter in (run.model.head.weight, run.model.head.bias):
+        assert not isinstance(parameter, DTensor)
+        state = run.optimizer.state[parameter]["exp_avg"]
+        assert state.shape == parameter.shape
+        shapes.append(tuple(state.to_local().shape))
+    return shapes
 
 
 # --- gradients that not all holders have

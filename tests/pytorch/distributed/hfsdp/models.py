@@ -72,17 +72,20 @@ class Head(nn.Module):
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(CLASSES, HIDDEN, dtype=dtype, device=device))
+        # Of 11 elements: uneven over any number of ranks. The weight has columns that are even.
+        self.bias = nn.Parameter(torch.empty(CLASSES, dtype=dtype, device=device))
         self.frozen = nn.Parameter(torch.empty(CLASSES, dtype=dtype, device=device), requires_grad=False)
         self.unused = nn.Parameter(torch.empty(3, 2, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.weight.normal_(std=HIDDEN**-0.5)
+            self.bias.normal_()
             self.frozen.uniform_(0.5, 1.5)
             self.unused.normal_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight) * self.frozen
+        return nn.functional.linear(x, self.weight, self.bias) * self.frozen
 
 
 def make_optimizer(name: str, model: nn.Module) -> Any:
