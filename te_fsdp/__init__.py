@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import materialize as materialize
+    from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
-    from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
     from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
