@@ -206,7 +206,8 @@ def fill_unused(group: Any) -> None:
     What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it
     (``FSDPParamGroup.post_backward``).
     """
-    if "post_backward" not in group.__dict__:
+    if "_te_fsdp_fills" not in group.__dict__:
+        group._te_fsdp_fills = True
         group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
 
 

@@ -177,18 +177,26 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: str | None
     """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
     if is_exempt(module, name):
         return "no_shard: whole on all data-parallel ranks"
-    if fmt is None or not isinstance(parameter, DTensor):
+    binding = binding_of(module)
+    rule = binding.rules.get(name) if binding is not None else None
+    grouped = rule is not None and rule.layout.is_grouped
+    if (fmt is None and not grouped) or not isinstance(parameter, DTensor):
         return ""
     info = shard_info(module, name, parameter)
     dim, ranks = info.at.fsdp_dim, info.at.fsdp_size
+    length = info.original_shape[dim] // (info.at.tp_size if info.rule.shard_dim == dim else 1)
+    if grouped:
+        low, high = chunk_range(info.original_shape[0], info.at.ep_size, info.at.ep_rank)
+        length = high - low if dim == 0 else length
+        if ranks > 1 and dim != 0:
+            return f"cut along dim {dim}: {high - low} experts do not divide among {ranks} ranks"
     if ranks > 1 and dim != 0:
         return f"cut along dim {dim}: dim 0 has no whole {fmt} blocks for {ranks} ranks"
-    length = info.original_shape[dim] // (info.at.tp_size if info.rule.shard_dim == dim else 1)
     if length % ranks == 0:
         return ""
     sizes = [high - low for low, high in (chunk_range(length, ranks, rank) for rank in range(ranks))]
     counts = ", ".join(f"{sizes.count(size)} ranks of {size}" for size in dict.fromkeys(sizes))
-    return f"uneven rows: {counts}"
+    return f"uneven {'experts' if grouped else 'rows'}: {counts}"
 
 
 def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) -> str:

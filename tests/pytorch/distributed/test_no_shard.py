@@ -45,9 +45,12 @@ def test_numerics_can_fail(pool, spoil):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["exempt", "setter", "by hand"])
-def test_parameters_that_other_ranks_use(pool, how):
-    for result in pool.run(gradients.unused, 2, how=how):
+@pytest.mark.parametrize(
+    ("how", "mixed"),
+    [("exempt", False), ("setter", False), ("by hand", False), ("setter", True), ("by hand", True)],
+)
+def test_parameters_that_other_ranks_use(pool, how, mixed):
+    for result in pool.run(gradients.unused, 2, how=how, mixed=mixed):
         assert result["never"] == (None if how == "exempt" else 0.0)
 
 

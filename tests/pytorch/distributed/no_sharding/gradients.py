@@ -38,12 +38,15 @@ class Branches(nn.Module):
         return branch(self.common(x))
 
 
-def unused(how: str) -> dict[str, Any]:
+def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     """Gradients of parameters that only some ranks use, against the mean over all ranks' losses in one process.
 
     Args:
         how: "exempt"; "setter" and "by hand": what torch 2.13 has, and what stands in for it before; "neither".
+        mixed: compute in bf16, reduce in fp32, and let gradients wait for the second backward.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     import te_fsdp
     from te_fsdp import _torch
 
@@ -53,7 +56,8 @@ def unused(how: str) -> dict[str, Any]:
     model = Branches()
     if how == "exempt":
         te_fsdp.fsdp_no_shard([model.left, model.right, model.never])
-    te_fsdp.fully_shard(model, meshes_of({}))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    te_fsdp.fully_shard(model, meshes_of({}), mp_policy=policy)
     if how in ("by hand", "neither"):
         model.set_reduce_scatter_unused_params(False)
         for group in _torch.fsdp_parameter_groups(model) if how == "by hand" else ():
@@ -61,14 +65,20 @@ def unused(how: str) -> dict[str, Any]:
     x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(2)).to(
         harness.device()
     )
-    for _ in range(2):
+    for number in range(2):
         sum(reference(part, rank).square().mean() for rank, part in enumerate(x)).backward()
-        model(x[dist.get_rank()], dist.get_rank()).square().mean().backward()
+        with te_fsdp.no_sync(model) if mixed and not number else contextlib.nullcontext():
+            model(x[dist.get_rank()], dist.get_rank()).square().mean().backward()
     gradients = {name: harness.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     checks = harness.Comparisons()
     for name in ("common.weight", "left.weight", "right.weight"):
         expected = reference.get_parameter(name).grad / dist.get_world_size()
-        checks.close(name, gradients[name], expected, 1e-5, "fp32: a few sums in another order")
+        if mixed:
+            checks.close(
+                name, gradients[name], expected, 3e-2, "bf16: values, weights and outputs of 2^-9 each"
+            )
+        else:
+            checks.close(name, gradients[name], expected, 1e-5, "fp32: a few sums in another order")
     never = gradients.get("never.weight")
     return {**checks.require(3), "never": None if never is None else float(never.abs().sum())}
 
