@@ -6,7 +6,8 @@ FSDP2 has no public way to ask whether a unit is gathered, or which gradients wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "interrupted",
     "is_gathered",
     "is_root",
+    "one_gradient_dtype",
     "reduce_outside_backward",
     "reset_iteration",
     "sharded_parameters",
@@ -223,6 +225,35 @@ def reduce_outside_backward(root: nn.Module) -> None:
                 group.reduce_grads, group.all_reduce_grads = before
                 if unused is not None:
                     group.reduce_scatter_unused_params = unused
+
+
+def one_gradient_dtype(group: Any) -> None:
+    """Let a parameter group reduce gradients of which only some have added up over several backwards.
+
+    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
+    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together
+    (``FSDPParamGroup.post_backward``; torch 2.15 keeps all in one dtype by itself).
+    """
+    group.post_backward = functools.partial(_post_backward_in_one_dtype, group, group.post_backward)
+
+
+def _post_backward_in_one_dtype(group: Any, stock: Callable[..., None], *args: Any) -> None:
+    records = (
+        [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
+        if group.reduce_grads
+        else []
+    )
+    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
+    for managed in records if added else ():
+        parameter = managed._unsharded_param
+        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
+            continue
+        if parameter.grad is not None:
+            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
+            parameter.grad = None
+        else:
+            managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
+    stock(*args)
 
 
 def wait_for_reductions(root: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_fsdp import _torch
+from te_fsdp import _fsdp2, _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,3 +32,5 @@ def reduce_unused(model: nn.Module) -> None:
         else:  # torch before 2.13
             for group in _torch.fsdp_parameter_groups(unit):
                 _torch.fill_unused(group)
+        for group in _torch.fsdp_parameter_groups(unit):
+            _fsdp2.one_gradient_dtype(group)

@@ -90,3 +90,11 @@ def test_gathers_by_hand(pool, strategy):
 @pytest.mark.ranks(2)
 def test_gathered_parameters_are_recognised(pool):
     pool.run(contract.while_gathered, 2, strategy="optim_grads")
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_few_microbatches_use(pool):
+    cases = [("optim_grads_params", "plain"), ("optim_grads_params", "no_sync"), ("optim", "microbatch")]
+    for first, *others in pool.run(contract.partly_used, 2, strategies=cases):
+        # The same bf16 gradients, added in fp32 in another order.
+        assert others == pytest.approx([first] * 2, rel=1e-6)

@@ -328,3 +328,51 @@ def while_gathered(strategy: str) -> dict[str, Any]:
         torch.optim.SGD(held, lr=1.0).step()
     pair.same_step()
     return pair.checks.require(15)
+
+
+class Partly(nn.Module):
+    """A branch that only the last microbatch takes, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = harness.device()
+        self.always, self.last, self.never = (nn.Linear(8, 8, device=device) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+        x = self.always(x)
+        return x + self.last(x) if last else x
+
+
+def partly_used(strategies: list[tuple[str, str]]) -> list[float]:
+    """Gradients of bf16 weights that add up in fp32, where not every microbatch gives all of them: their norms.
+
+    Args:
+        strategies: Strategy and loop, each trained for a step; the first reduces in each backward.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    inputs = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        harness.device()
+    )
+    found = []
+    for strategy, loop in strategies:
+        torch.manual_seed(0)
+        policy = te_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = te_fsdp.fully_shard(
+            nn.Sequential(Partly()), meshes, units="0", strategy=strategy, precision=policy
+        )
+        unit = model[0]
+        for index, x in enumerate(inputs):
+            last = index == 2
+            context: Any = contextlib.nullcontext()
+            if loop == "microbatch":
+                context = te_fsdp.microbatch(model, is_last=last)
+            elif loop == "no_sync" and not last:
+                context = te_fsdp.no_sync(model)
+            with context:
+                unit(x, last).float().square().mean().backward()
+        held = list(parameters(model).values())
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in held)
+        found.append(float(te_fsdp.clip_grad_norm_(model, 1e9)))
+    return found
