@@ -167,7 +167,9 @@ def read_objects(stream: IO[bytes], where: str) -> Any:
                 expected="tensors, TransformerEngine's quantized tensors and plain containers",
                 got=got,
                 why="Anything else in a pickle may run code",
-                fix="save a plain state_dict() with torch.save",
+                fix="load it with torch and save it with te_fsdp.checkpoint.save"
+                if "GroupedTensor" in got
+                else "save a plain state_dict() with torch.save",
             )
         ) from error
     except Exception as error:
