@@ -11,6 +11,7 @@ from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
 from te_fsdp.checkpoint.experts import ExpertPlace
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing
+from te_fsdp.quantized.grouped_weight import empty_experts
 
 if TYPE_CHECKING:
     from te_fsdp.checkpoint.owned import Owned
@@ -67,8 +68,6 @@ def _experts(local: torch.Tensor) -> list[Any] | None:
 
 def _like_one(owned: Owned) -> Any:
     """An expert's tensor for a rank that holds none."""
-    from te_fsdp.quantized.grouped_weight import empty_experts
-
     local = owned.local
     shape = (1, *owned.info().original_shape[1:])
     return empty_experts(shape, _te.quantizer_of(local), local.dtype, local.device).experts[0]

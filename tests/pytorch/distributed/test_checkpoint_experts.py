@@ -33,6 +33,12 @@ def check(results: list[dict], pairs: int) -> None:
             assert outcome["lr"] == [3e-3, 2e-3], "options go by the names of the parameters"
 
 
+def skip_without_grouped_kernels(pool, recipe: str = "none") -> None:
+    (problem,) = pool.run(experts.single_problem, 1, recipe=recipe)
+    if problem:
+        pytest.skip(problem)
+
+
 @pytest.fixture
 def between(pool, tmp_path, request):
     """Save in one process and on several ranks, load each on another (`--matrix full`: on all others)."""
@@ -42,6 +48,8 @@ def between(pool, tmp_path, request):
         case: Case, one: list[Place], several: list[Place], *, ranks: int = 4, single: bool = False
     ) -> None:
         where = {"case": case, "directory": str(tmp_path), "env": SINGLE if single else ENVIRONMENT}
+        if single:
+            skip_without_grouped_kernels(pool, case.recipe)
         pool.run(experts.save_on, 1, places=one, **where)
         pool.run(experts.save_on, ranks, places=several, **where)
         sources, steps = [*one, *several], range(1, len(one) + len(several) if everywhere else 2)
@@ -88,10 +96,19 @@ def test_one_parameter_for_all_experts(between):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["current"])
+def test_one_quantized_parameter_for_all_experts(between, recipe):
+    """Bytes and scales of each expert between both forms; three experts on four ranks, one of which has none."""
+    four = [place(True, dp_shard=4), EP2_DP2, place(True, dp_shard=2, ep=2)]
+    between(Case("quantized", recipe, experts=3), [STOCK], four, single=True)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("way", ["into", "out of"])
 def test_other_formats(pool, tmp_path, way):
     """Through high precision, uneven experts and a single parameter too: what one process makes of it, to the bit."""
+    skip_without_grouped_kernels(pool, "mxfp8")
     where = {"directory": str(tmp_path), "env": SINGLE}
     high, low = Case("bf16", "mxfp8", experts=7), Case("quantized", "mxfp8", experts=7)
     saved, loaded = (high, low) if way == "into" else (low, high)
@@ -108,6 +125,7 @@ def test_other_formats(pool, tmp_path, way):
 
 @pytest.mark.ranks(8)
 def test_eight_ranks(pool, tmp_path):
+    skip_without_grouped_kernels(pool)
     where = {"case": Case("bf16"), "directory": str(tmp_path), "env": SINGLE}
     pool.run(experts.save_on, 8, places=[EIGHT], **where)
     check(pool.run(experts.load_on, 8, pairs=[(EIGHT, place(True, dp_shard=2, ep=2, tp=2))], **where), 1)
@@ -122,6 +140,8 @@ def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
     torch writes the names in a group as rank 0 has them, and its set_state_dict takes no options for a group whose
     names it does not find. te_fsdp.checkpoint.load goes by the layer.
     """
+    if single:
+        skip_without_grouped_kernels(pool)
     others = [place(single, ep=4) if apart or single else DP4]
     where = {"directory": str(tmp_path), "env": SINGLE}
     case, source = Case("bf16", apart=apart), place(single, dp_shard=2, ep=2)
