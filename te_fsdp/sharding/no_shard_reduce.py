@@ -29,6 +29,7 @@ from te_fsdp.sharding.agree import check_whole
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.no_shard_bucket import Part, Ranks, pack
 from te_fsdp.sharding.outer_chunks import set_copies
+from te_fsdp.sharding.state import mark, sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,18 +165,23 @@ class ReplicatedGradients:
 
     def attach(self) -> None:
         """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
+        replaced = False
         for slot in self._slots:
             parameter = slot.exempt.parameter
             if not parameter.requires_grad or (slot.hooked is not None and slot.hooked() is parameter):
                 continue
             for handle in slot.handles:
                 handle.remove()
-            slot.hooked = weakref.ref(parameter)
+            slot.hooked, replaced = weakref.ref(parameter), True
             if slot.exempt.cut_state and slot.ranks.mesh is not None:
                 set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
             slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
                 parameter.grad_dtype = self._grads_dtype
+        model = self._model()
+        state = sharding_state(model) if replaced and model is not None else None
+        if state is not None:
+            mark(state)  # optimizer hooks know a model by its parameters
 
     def renewed(self) -> None:
         """Take note of parameters that initialisation has replaced, and check that all ranks hold the same.

@@ -23,7 +23,8 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
     [
         (DP2, {"optimizer": "SGD", "microbatches": 3, "schedule": "no_sync", "clip": "torch"}),
         (DP2, {"optimizer": "FusedAdam", "origin": "meta", "clip": "te_fsdp"}),
-        (DP2, {"parts": (), "strategy": "no_shard", "microbatches": 3}),
+        (DP2, {"parts": (), "strategy": "no_shard", "microbatches": 3, "recompute": "other"}),
+        (DP2, {"recompute": "reentrant", "microbatches": 3}),
         (
             DP2_TP2,
             {"sequence_parallel": True, "microbatches": 3, "schedule": "microbatch", "clip": "te_fsdp"},
@@ -72,18 +73,20 @@ def test_long_sums(pool):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "axes", "exempt", "group"),
+    ("kind", "recipe", "axes", "exempt", "group"),
     [
-        ("current", DP2_TP2, ["second"], "tp"),
-        ("current", DP2_TP2, ["first.weight", "first.bias"], "tp"),
-        ("mxfp8", DP2, ["second"], ""),
-        ("delayed", DP2_TP2, ["second"], "tp"),
+        ("linear", "current", DP2_TP2, ["second"], "tp"),
+        ("linear", "current", DP2_TP2, ["first.weight", "first.bias"], "tp"),
+        ("linear", "mxfp8", DP2, ["second"], ""),
+        ("linear", "delayed", DP2_TP2, ["second"], "tp"),
+        ("mlp_swiglu", "current", DP2_TP2, [""], "tp"),  # all of the model
+        ("mlp_swiglu", "delayed", DP2_TP2, ["fc1_weight"], "weight"),  # fc2_weight of the same module is cut
     ],
 )
-def test_quantized(pool, recipe, axes, exempt, group):
+def test_quantized(pool, kind, recipe, axes, exempt, group):
     ranks = math.prod(axes.values())
     results = pool.run(
-        gradients.quantized, ranks, kind="linear", recipe=recipe, axes=axes, exempt=exempt, group=group
+        gradients.quantized, ranks, kind=kind, recipe=recipe, axes=axes, exempt=exempt, group=group
     )
     assert all(result["init"] and result["steps"] == 2 * result["init"] for result in results)
 

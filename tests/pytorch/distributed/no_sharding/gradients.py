@@ -169,6 +169,6 @@ def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], g
 
 def _get(model: nn.Module, name: str) -> Any:
     found: Any = model
-    for part in name.split("."):
+    for part in name.split(".") if name else ():
         found = getattr(found, part)
     return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import harness
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 SEQUENCE, BATCH, HIDDEN, FFN = 8, 8, 32, 64
@@ -29,6 +30,8 @@ class Adapter(nn.Module):
 
 class Model(nn.Module):
     """encoder (frozen) -> + position -> two blocks -> + adapter -> head."""
+
+    recompute: str | None = None
 
     def __init__(self, device: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -59,8 +62,14 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.encoder(x) + self.position
         for block in self.blocks:
-            x = x + block(x)
-        return self.head(x + self.adapter(x))
+            x = x + self.run(block, x)
+        return self.head(x + self.run(self.adapter, x))
+
+    def run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Forward of a part; with recomputation of its activations if the model says so."""
+        if self.recompute is None:
+            return module(x)
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=self.recompute == "reentrant")
 
 
 def exempt(model: nn.Module, parts: tuple[str, ...] = PARTS) -> None:

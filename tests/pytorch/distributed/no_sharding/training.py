@@ -72,6 +72,7 @@ def numerics(
     sequence_parallel: bool = False,
     clip: str = "",
     origin: str = "device",
+    recompute: str | None = None,
     spoil: str = "",
 ) -> dict[str, Any]:
     """Gradients of every step and the final parameters equal those of one process.
@@ -86,6 +87,7 @@ def numerics(
         sequence_parallel: tp ranks hold parts of the gradients of norms and of foreign parameters.
         clip: "torch" or "te_fsdp": who clips the gradients; torch clips those of exempt parameters alone.
         origin: "device" or "meta".
+        recompute: "reentrant" or "other": activations are recomputed in backward.
         spoil: negative controls, see `spoiled`.
     """
     import te_fsdp
@@ -93,6 +95,7 @@ def numerics(
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     reference = seeded()
     subject = sharded(meshes, strategy, parts, origin, sequence_parallel=sequence_parallel)
+    subject.recompute = recompute
     scramble(reference)
     copy_shards(reference, subject)
     checks, cut = Findings(), Cut.of(meshes)
