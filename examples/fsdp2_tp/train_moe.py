@@ -271,28 +271,21 @@ class ByteModel(train.ByteModel):
 # -------------------------------------------------------------------------------------------------------- the job
 
 
-def expert_memory(options: Options, model: nn.Module, optimizer: Any, device: torch.device) -> str:
-    """What the fullest rank holds of the experts' weights and optimizer states, and which part of all weights."""
-    parameters = [p for name, p in model.named_parameters() if ".experts." in name]
-    states = [s for p in parameters for s in optimizer.state[p].values() if torch.is_tensor(s) and s.ndim]
-    held = [sum(t.nbytes for t in map(local, tensors)) for tensors in (parameters, states)]
-    most = torch.tensor(held, device=device)
+def expert_memory(
+    options: Options, model: nn.Module, optimizer: Any, meshes: te_fsdp.Meshes
+) -> tuple[int, int, int]:
+    """Bytes of the experts' weights and of their optimizer states on the fullest rank; elements of an even share."""
+    weights = sum(row.bytes for row in te_fsdp.report(model) if ".experts." in row.name)
+    states = 0
+    for name, parameter in model.named_parameters():
+        for state in optimizer.state[parameter].values() if ".experts." in name else ():
+            if torch.is_tensor(state) and state.ndim:
+                states += (state.to_local() if isinstance(state, DTensor) else state).nbytes
+    most = torch.tensor([weights, states], device=meshes.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    weights, states = most.tolist()
-    elements = (
-        options.layers
-        * options.experts
-        * options.hidden
-        * options.ffn
-        * (3 if options.activation == "swiglu" else 2)
-    )
-    part = elements * parameters[0].element_size() / weights
-    return f"experts, fullest rank: {weights:,} bytes of weights (1/{part:.2f} of all), {states:,} of optimizer states"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    matrices = options.layers * options.experts * (3 if options.activation == "swiglu" else 2)
+    share = matrices * options.hidden * options.ffn // (meshes.expert_shards * options.ep * options.tp)
+    return int(most[0]), int(most[1]), share
 
 
 def main(options: Options) -> None:
@@ -345,10 +338,13 @@ def main(options: Options) -> None:
         if step + 1 in paths:
             te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
-    memory = expert_memory(options, model, optimizer, meshes.device)
+    weights, states, share = expert_memory(options, model, optimizer, meshes)
     if log:
         log.close()
-        print(memory)
+        each = (
+            f"{weights / share:.2f} and {states / share:.2f} for each of an even share of {share:,} elements"
+        )
+        print(f"experts, fullest rank: {weights:,} bytes of weights, {states:,} of optimizer states; {each}")
 
 
 if __name__ == "__main__":

@@ -178,6 +178,38 @@ def test_experts_under_wrong_indices_are_noticed(pool, whole, tmp_path):
     assert abs(found[-1] - one[-1]) > 2 * LOSSES, (found, one)
 
 
+def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Bytes of the experts' weights and optimizer states on the fullest rank, for each element of an even share."""
+    import te_fsdp
+
+    moe = example()
+    meshes, found = te_fsdp.Meshes.build(**mesh, device_type=harness.device_type()), []
+    for case in cases:
+        given = replace(moe.Options(), **SIZES | {"hidden": 128, "ffn": 128}, **mesh, **case)
+        recipe = moe.RECIPES[given.recipe] and moe.RECIPES[given.recipe]()
+        model, optimizer = moe.train.build(moe.ByteModel, moe.Layer, given, meshes, recipe)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        weights, states, share = moe.expert_memory(given, model, optimizer, meshes)
+        found.append((weights / share, states / share))
+    return found
+
+
+@pytest.mark.ranks(4)
+def test_memory_is_an_even_share(pool, device_type):
+    """Of fp32 weights and AdamW's two moments; bf16 or MXFP8 (both ways, a scale for 32) with fp32 main weights."""
+    cases = [{}, {"optimizer": "fused_adam"}]
+    expected = [(4, 8), (2, 12)]
+    if device_type == "cpu":
+        cases.append({"optimizer": "fused_adam", "recipe": "mxfp8", "quantized_weights": True})
+        expected.append((2 * (1 + 1 / 32), 12))
+    for mesh in ({"ep": 2}, {"ep": 2, "tp": 2}):
+        for rank in pool.run(memory, 4, mesh=mesh, cases=cases):
+            for measured, wanted in zip(rank, expected, strict=True):
+                assert measured == pytest.approx(wanted, rel=0.05)
+
+
 @pytest.mark.ranks(8)
 def test_eight_ranks(pool, whole, tmp_path):
     options = {"ep": 2, "tp": 2, "sequence_parallel": True, "steps": 2}
