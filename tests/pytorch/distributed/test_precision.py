@@ -28,6 +28,8 @@ VALUES = {
     "bf16 wire, fp32 sum": {"policy": {**BF16_WIRE, "grad_reduce_dtype": "float32"}},
     "fp16 wire": {"policy": {"grad_comm_dtype": "float16"}},
     "fp32 model": {"policy": {"param_dtype": "bfloat16"}, "model": "float32"},
+    "optim": {"policy": {"main_params_dtype": None}, "each": False, "strategy": "optim"},
+    "optim_grads": {"policy": BF16_WIRE, "strategy": "optim_grads"},
 }
 HSDP = {
     "default, all-reduce at the end": {"policy": {}, "outer_last": True},
@@ -38,14 +40,15 @@ HSDP = {
 
 
 def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
-    """Bytes of one step by collective and dtype: units gathered twice per microbatch, reduced as the case says."""
+    """Bytes of one step by collective and dtype: units gathered twice per microbatch, or once; reduced as told."""
     arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
     wire, compute = (str(d).removeprefix("torch.") for d in (arithmetic.wire, arithmetic.compute))
     reductions = MICROBATCHES if case.get("each", True) else 1
     shards = world // axes.get("dp_replicate", 1)
     expected = {}
     if shards > 1:
-        expected[f"all_gather {compute}"] = 2 * MICROBATCHES * ELEMENTS * WIDTH[compute]
+        gathers = 1 if "strategy" in case else 2 * MICROBATCHES
+        expected[f"all_gather {compute}"] = gathers * ELEMENTS * WIDTH[compute]
         kind = "all_to_all" if arithmetic.fp32_sum else "reduce_scatter"
         expected[f"{kind} {wire}"] = reductions * ELEMENTS * WIDTH[wire]
     if "dp_replicate" in axes:
@@ -68,7 +71,8 @@ def test_values_and_bytes(pool, cases, axes, ranks):
             assert found["gradients"] == [str(arithmetic.grads)], name
             assert found["weights"] == [str(arithmetic.main)], name
             expected = _bytes(case, axes, ranks)
-            if not case.get("each", True):  # FSDP2 gathers ahead of a backward that is not to come
+            if "strategy" in case or not case.get("each", True):
+                # FSDP2 also gathers ahead of backwards that are not to come, until the last one of a step.
                 gathered = [key for key in expected if key.startswith("all_gather")]
                 assert all(found["bytes"].pop(key) >= expected.pop(key) for key in gathered), name
             assert found["bytes"] == expected, name
@@ -78,7 +82,7 @@ def test_values_and_bytes(pool, cases, axes, ranks):
 def test_accumulation_is_exact(pool):
     cases = {
         "fp32 weights": {"policy": {}},
-        "bf16 weights": {"policy": {"main_params_dtype": None}},
+        "bf16 weights": {"policy": {"main_params_dtype": None}, **AT_ONCE},
         "bf16 wire": {"policy": BF16_WIRE, **AT_ONCE},
         "fp32 weights, delayed": {"policy": {}, "each": False, **AT_ONCE},
         "bf16 weights, delayed": {"policy": {"main_params_dtype": None}, "each": False, **AT_ONCE},
@@ -98,13 +102,15 @@ def test_accumulation_is_exact(pool):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("recipe", "axes", "ranks"), [("mxfp8", {"tp": 2}, 4), ("current", {}, 2), ("delayed", {}, 2)]
+    ("recipe", "axes", "ranks"),
+    [("mxfp8", {"tp": 2}, 4), ("none", {"tp": 2}, 4), ("current", {}, 2), ("delayed", {}, 2)],
 )
-def test_accumulation_is_exact_under_quantized_weights(pool, recipe, axes, ranks):
+def test_accumulation_is_exact_under_quantized_weights_and_tp(pool, recipe, axes, ranks):
+    weights = "" if recipe == "none" else recipe
     cases = {
-        "each": {"policy": {}, "recipe": recipe, **AT_ONCE},
-        "delayed": {"policy": {}, "recipe": recipe, "each": False, **AT_ONCE},
-        "bf16 sum": {"policy": {"main_grads_dtype": None}, "recipe": recipe, **AT_ONCE},
+        "each": {"policy": {}, "recipe": weights, **AT_ONCE},
+        "delayed": {"policy": {}, "recipe": weights, "each": False, **AT_ONCE},
+        "bf16 sum": {"policy": {"main_grads_dtype": None}, "recipe": weights, **AT_ONCE},
     }
     for found in pool.run(bodies.accumulated, ranks, cases=cases, axes=axes):
         control = found.pop("bf16 sum")

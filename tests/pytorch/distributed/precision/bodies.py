@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import harness
@@ -57,14 +58,16 @@ def resolved(options: dict[str, Any], model: torch.dtype, **schedule: Any) -> Ar
     )
 
 
-def sharded(options: dict[str, Any], meshes: Any, *, meta: bool, params_dtype: torch.dtype) -> nn.Module:
+def sharded(
+    options: dict[str, Any], meshes: Any, *, meta: bool, params_dtype: torch.dtype, **kwargs: Any
+) -> nn.Module:
     """A pair on its meshes with a policy, its weights drawn with seed 3."""
     import te_fsdp
 
     torch.manual_seed(3)
     model = Pair(device="meta" if meta else harness.device(), params_dtype=params_dtype, **meshes.te_kwargs())
     policy = te_fsdp.MixedPrecisionPolicy(**dtypes(options))
-    te_fsdp.fully_shard(model, meshes, units=UNITS, precision=policy)
+    te_fsdp.fully_shard(model, meshes, units=UNITS, precision=policy, **kwargs)
     return te_fsdp.materialize(model, seed=3) if meta else model
 
 
@@ -73,7 +76,7 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
 
     Args:
         cases: Name -> ``policy`` (options of the class), ``meta``, ``model`` (dtype), ``each`` (reduce each
-            microbatch), ``outer_last``.
+            microbatch), ``outer_last``, ``strategy`` (with te_fsdp's contexts instead of FSDP2's switches).
         axes: Mesh sizes.
 
     Returns:
@@ -93,11 +96,15 @@ def _values(
     model: str = "bfloat16",
     each: bool = True,
     outer_last: bool = False,
+    strategy: str = "",
 ) -> dict[str, Any]:
+    import te_fsdp
+
     own = getattr(torch, model)
     replicas = meshes.size("dp_replicate")
     rule = resolved(policy, own, each=each, replicas=replicas, outer_last=outer_last)
-    subject = sharded(policy, meshes, meta=meta, params_dtype=own)
+    options = {"strategy": strategy} if strategy else {}
+    subject = sharded(policy, meshes, meta=meta, params_dtype=own, **options)
     oracle = _oracle(rule, own, meta)
     optimizer = torch.optim.AdamW(subject.parameters(), **ADAM)
     oracle.optimizer = torch.optim.AdamW(oracle.main.values(), **ADAM)
@@ -113,8 +120,10 @@ def _values(
         with recorded() as seen:
             for number in range(MICROBATCHES):
                 last = number == MICROBATCHES - 1
-                _schedule(subject, last, each, outer_last)
-                subject(x[number, dist.get_rank()]).backward(seed[number, dist.get_rank()])
+                if not strategy:
+                    _schedule(subject, last, each, outer_last)
+                with te_fsdp.microbatch(subject, is_last=last) if strategy else contextlib.nullcontext():
+                    subject(x[number, dist.get_rank()]).backward(seed[number, dist.get_rank()])
         found = [[oracle.gradients(x[m, r], seed[m, r]) for r in range(ranks)] for m in range(MICROBATCHES)]
         expected = {
             name: rule.reduced([[rank[name] for rank in microbatch] for microbatch in found])
