@@ -6,6 +6,7 @@ global names. `matrix.tolerances` says how close is close enough: two GEMMs in a
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import harness
@@ -19,6 +20,7 @@ from experts import breaking
 from experts.model import ROUTES, TOKENS, build, routes, width_of
 
 CLIP = 1.0
+_EXPERT = re.compile(r"(.* )?mixture\.(up|down)\.(weight|bias)\d+")
 
 
 def training(
@@ -31,6 +33,7 @@ def training(
     *,
     single: bool = False,
     broken: str = "",
+    steps: int = STEPS,
     **how: Any,
 ) -> dict[str, Any]:
     """Body of one case; `how` are further arguments of fully_shard.
@@ -44,7 +47,9 @@ def training(
     assert route in ROUTES
     if weights == "fp32":
         check_full_precision()
-    expected, originals = _reference(recipe, weights, experts, bias, route, single)
+    expected, originals = _reference(recipe, weights, experts, bias, route)
+    if single:
+        expected.tensors, originals = _stacked(expected.tensors), _stacked(originals)
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model = build(recipe, weights, experts, meshes, "meta", bias=bias, single=single)
     with breaking.broken_piece(broken):
@@ -52,20 +57,22 @@ def training(
         te_fsdp.materialize(model, seed=SEED)
         breaking.silence(broken, model)
         check = ExpertCheck(recipe, weights, "grouped", expected, originals)
-        return _train(check, model, meshes, (recipe, weights, experts, route))
+        check.initial(model)
+        if steps:
+            _train(check, model, meshes, (recipe, weights, experts, route), steps)
+        return {**check.settle(dist.get_world_size()), "zeros": check.zeros}
 
 
 def _train(
-    check: ExpertCheck, model: nn.Module, meshes: Any, data: tuple[str, str, int, str]
-) -> dict[str, Any]:
-    """Three steps, with comparisons."""
+    check: ExpertCheck, model: nn.Module, meshes: Any, data: tuple[str, str, int, str], steps: int
+) -> None:
+    """Steps, with comparisons."""
     import te_fsdp
 
     expected = check.expected
-    check.initial(model)
     before = {name: _dense(parameter).clone() for name, parameter, _ in shards(model)}
     optimizer = _optimizer(model)
-    for step in range(STEPS):
+    for step in range(steps):
         x, target, chosen = (_part(t, meshes) for t in batch(*data, step))
         output, loss, slope = _pass(model, x, target, chosen)
         dp = meshes.size("dp_replicate") * meshes.size("dp_shard")
@@ -83,7 +90,6 @@ def _train(
         optimizer.zero_grad()
     for name, parameter, info in shards(model):
         check.shard("update", name, _main(optimizer, parameter) - before[name], info)
-    return {**check.settle(dist.get_world_size()), "zeros": check.zeros}
 
 
 def batch(
@@ -114,7 +120,7 @@ def _pass(
 
 
 def _reference(
-    recipe: str, weights: str, experts: int, bias: bool, route: str, single: bool
+    recipe: str, weights: str, experts: int, bias: bool, route: str
 ) -> tuple[Seen, dict[str, torch.Tensor]]:
     """What one process with stock TE sees, and the initial parameters. Collective over the world."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -122,7 +128,7 @@ def _reference(
     from te_fsdp import _te
 
     torch.manual_seed(SEED)
-    model = build(recipe, weights, experts, None, harness.device(), bias=bias, single=single)
+    model = build(recipe, weights, experts, None, harness.device(), bias=bias)
     model.recipe = _without_reduction(model.recipe)
     before = {name: _dense(parameter).clone() for name, parameter in model.named_parameters()}
     seen: dict[str, torch.Tensor] = {}
@@ -151,6 +157,16 @@ def _reference(
     found.send()
     FP8GlobalStateManager.reset()  # else each of the two models would roll the other's amax histories
     return found, before
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of experts, one by one, as those of the one parameter of all."""
+    found = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if _EXPERT.fullmatch(name):
+            parts.setdefault(name.rstrip("0123456789"), []).append(tensor)
+    return found | {name: torch.stack(several) for name, several in parts.items()}
 
 
 def _without_reduction(recipe: Any) -> Any:
