@@ -59,7 +59,13 @@ def resolved(options: dict[str, Any], model: torch.dtype, **schedule: Any) -> Ar
 
 
 def sharded(
-    options: dict[str, Any], meshes: Any, *, meta: bool, params_dtype: torch.dtype, **kwargs: Any
+    options: dict[str, Any],
+    meshes: Any,
+    *,
+    meta: bool,
+    params_dtype: torch.dtype,
+    exempt: str = "",
+    **kwargs: Any,
 ) -> nn.Module:
     """A pair on its meshes with a policy, its weights drawn with seed 3."""
     import te_fsdp
@@ -67,6 +73,8 @@ def sharded(
     torch.manual_seed(3)
     model = Pair(device="meta" if meta else harness.device(), params_dtype=params_dtype, **meshes.te_kwargs())
     policy = te_fsdp.MixedPrecisionPolicy(**dtypes(options))
+    if exempt:
+        te_fsdp.fsdp_no_shard(model.get_submodule(exempt))
     te_fsdp.fully_shard(model, meshes, units=UNITS, precision=policy, **kwargs)
     return te_fsdp.materialize(model, seed=3) if meta else model
 
@@ -76,7 +84,8 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
 
     Args:
         cases: Name -> ``policy`` (options of the class), ``meta``, ``model`` (dtype), ``each`` (reduce each
-            microbatch), ``outer_last``, ``strategy`` (with te_fsdp's contexts instead of FSDP2's switches).
+            microbatch), ``outer_last``, ``strategy`` (with te_fsdp's contexts instead of FSDP2's switches), ``exempt``
+            (a module that is not sharded).
         axes: Mesh sizes.
 
     Returns:
@@ -97,6 +106,7 @@ def _values(
     each: bool = True,
     outer_last: bool = False,
     strategy: str = "",
+    exempt: str = "",
 ) -> dict[str, Any]:
     import te_fsdp
 
@@ -104,8 +114,8 @@ def _values(
     replicas = meshes.size("dp_replicate")
     rule = resolved(policy, own, each=each, replicas=replicas, outer_last=outer_last)
     options = {"strategy": strategy} if strategy else {}
-    subject = sharded(policy, meshes, meta=meta, params_dtype=own, **options)
-    oracle = _oracle(rule, own, meta)
+    subject = sharded(policy, meshes, meta=meta, params_dtype=own, exempt=exempt, **options)
+    oracle = _oracle(rule, own, meta, exempt)
     optimizer = torch.optim.AdamW(subject.parameters(), **ADAM)
     oracle.optimizer = torch.optim.AdamW(oracle.main.values(), **ADAM)
     checks = harness.Comparisons()
@@ -146,11 +156,14 @@ def _values(
     return outcome
 
 
-def _oracle(rule: Arithmetic, own: torch.dtype, meta: bool) -> Oracle:
-    """One process' model. From meta main weights are drawn in their own dtype."""
+def _oracle(rule: Arithmetic, own: torch.dtype, meta: bool, exempt: str) -> Oracle:
+    """One process' model. From meta main weights are drawn in their own dtype; what is not sharded has none."""
     torch.manual_seed(3)
     drawn = Pair(params_dtype=rule.main if meta else own)
-    main = {n: nn.Parameter(p.detach().to(rule.main).clone()) for n, p in drawn.named_parameters()}
+    main = {}
+    for name, parameter in drawn.named_parameters():
+        dtype = own if exempt and name.startswith(exempt) else rule.main
+        main[name] = nn.Parameter(parameter.detach().to(dtype).clone())
     return Oracle(Pair(params_dtype=rule.compute), rule, main)
 
 
