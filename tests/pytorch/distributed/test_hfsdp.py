@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from typing import Any
 
 import pytest
 import torch
 from hfsdp import bodies, checkpoints, experts
+from hfsdp.models import OPTIMIZERS
 from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
 
 #: Axes of each mesh -> cases that run on it one after the other.
 PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
@@ -60,10 +66,30 @@ def _mesh(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.ranks(math.prod(PARITY[name][0].values())), id=name)
 
 
+def _all_cases(mesh: str) -> list[dict[str, Any]]:
+    """Every combination on a mesh."""
+    factors = {
+        "optimizer": list(OPTIMIZERS),
+        "microbatches": [1, 3],
+        "clip": [0.0, 0.5],
+        "strategy": ["optim", "optim_grads", "optim_grads_params"],
+        "contexts": [False, True],
+    }
+    same = {"exempt": PARITY[mesh][1][0].get("exempt", ())}
+    found = [
+        dict(zip(factors, values, strict=True)) | same for values in itertools.product(*factors.values())
+    ]
+    return [case for case in found if case["microbatches"] > 1 or not case["contexts"]]
+
+
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in PARITY])
-def test_equals_one_process(pool, mesh):
+def test_equals_one_process(pool, request, mesh):
+    """Pairs of what matters; with `--matrix full` every optimizer, strategy, loop, clipping or not, on each mesh."""
     axes, cases = PARITY[mesh]
-    results = pool.run(bodies.parity, math.prod(axes.values()), axes=axes, cases=cases)
+    if request.config.getoption("--matrix", "covering") == "full":
+        cases = _all_cases(mesh)
+    arguments = {"axes": axes, "cases": cases, "env": ENVIRONMENT, "timeout": 120 + 10 * len(cases)}
+    results = pool.run(bodies.parity, math.prod(axes.values()), **arguments)
     assert all(len(result) == len(cases) for result in results)
 
 
@@ -78,7 +104,7 @@ def test_state_of_exempt_parameters_is_cut(pool):
 def test_summed_gradients_would_show(pool):
     """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
+    for seen in pool.run(bodies.summed, 2, env=ENVIRONMENT, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
 
 
@@ -94,7 +120,7 @@ def test_precision_policy(pool):
 
 @pytest.mark.ranks(2)
 def test_holders_without_gradients(pool):
-    pool.run(bodies.some_lack_gradients, 2)
+    pool.run(bodies.some_lack_gradients, 2, env=ENVIRONMENT)
 
 
 @pytest.mark.ranks(4)
@@ -149,7 +175,10 @@ ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "o
 )
 def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
     arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}
-    assert all(len(counts) == len(others) for counts in pool.run(checkpoints.elsewhere, 4, **arguments))
+    assert all(
+        len(counts) == len(others)
+        for counts in pool.run(checkpoints.elsewhere, 4, env=ENVIRONMENT, **arguments)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -157,7 +186,9 @@ def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
     "case", [{"optimizer": "adamw"}, {"optimizer": "te", "dtype": torch.bfloat16}], ids=["adamw", "te-bf16"]
 )
 def test_state_dict_of_the_optimizer(pool, case):
-    pool.run(bodies.state_dict_round_trip, 2, case=case, axes={"dp_replicate": 2, "dp_shard": 1})
+    pool.run(
+        bodies.state_dict_round_trip, 2, env=ENVIRONMENT, case=case, axes={"dp_replicate": 2, "dp_shard": 1}
+    )
 
 
 @pytest.mark.ranks(4)
@@ -165,7 +196,15 @@ def test_state_dict_of_the_optimizer(pool, case):
 def test_torch_checkpoints(pool, tmp_path, case):
     """11 rows over 2 x 2 ranks: right on the same mesh, refused on another, never in wrong places."""
     on_2x2, on_4x1 = {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4, "dp_shard": 1}
-    pool.run(bodies.through_dcp, 4, case=case, saved=on_2x2, axes=on_2x2, path=str(tmp_path / "same"))
+    pool.run(
+        bodies.through_dcp,
+        4,
+        env=ENVIRONMENT,
+        case=case,
+        saved=on_2x2,
+        axes=on_2x2,
+        path=str(tmp_path / "same"),
+    )
     arguments = {"case": case, "saved": on_2x2, "axes": on_4x1, "path": str(tmp_path / "other")}
     for error in pool.run_expect_error(bodies.through_dcp, 4, **arguments):
         assert "ize mismatch" in error.message, error
@@ -193,8 +232,8 @@ def test_refused(pool, case, kind, words):
 def test_experts(pool):
     """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
-    results = pool.run(experts.training, 4, env=ENVIRONMENT, axes=axes, experts=7, route="uneven")
-    for shares in results:
-        assert max(shares["shares"].values()) <= 1 and {"norm", "update"} <= shares["shares"].keys()
-    for rows in pool.run(experts.rows_of_states, 4, axes=axes, experts=4):
-        assert len(rows) == 4 and all(whole == 2 * cut for whole, cut in rows.values())
+    arguments = {"env": ENVIRONMENT, "axes": axes, "route": "uneven"}
+    pool.run(experts.training, 4, experts=7, single=False, **arguments)
+    pool.run(experts.training, 4, experts=4, single=True, **arguments)
+    for elements in pool.run(experts.rows_of_states, 4, axes=axes, experts=4):
+        assert len(elements) == 8 and all(whole == 2 * cut for whole, cut in elements.values())

@@ -1,4 +1,4 @@
-"""Body: a mixture of experts under HFSDP, against one process with all experts."""
+"""Bodies: a mixture of experts under HFSDP, beside HSDP, which is compared with one process elsewhere."""
 
 from __future__ import annotations
 
@@ -6,55 +6,54 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
-from experts.bodies import CLIP, ExpertCheck, _part, _pass, _reference, batch
+from experts.bodies import _part, _pass, batch
 from experts.model import build
-from matrix.bodies import SEED, STEPS, _dense, _optimizer
-from parity.runs import check_full_precision, shards
+from parity.runs import check_full_precision
+from torch import nn
+
+from hfsdp.bodies import CLOSE, STEPS
 
 
-def training(axes: dict[str, int], experts: int, route: str) -> dict[str, Any]:
-    """Norms of the gradients in each of three clipped steps, and the parameters' change after them, in fp32.
+def sharded(axes: dict[str, int], experts: int, outer: str, single: bool) -> tuple[Any, nn.Module, Any]:
+    """Meshes, model and AdamW, whose eps keeps the rounding of small gradients small."""
+    import te_fsdp
 
-    Returns:
-        Per kind of value the largest error as a share of its bound; the number of ranks.
-    """
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model = build("none", "fp32", experts, meshes, "meta", bias=True, single=single)
+    te_fsdp.fully_shard(model, meshes, outer_strategy=outer)
+    te_fsdp.materialize(model, seed=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    return meshes, model, te_fsdp.shard_optimizer(optimizer)
+
+
+def training(axes: dict[str, int], experts: int, route: str, single: bool) -> int:
+    """Norms and parameters in each of three clipped steps, in fp32; returns the number of comparisons."""
     import te_fsdp
 
     check_full_precision()
-    expected, originals = _reference("none", "fp32", experts, True, route, False)
-    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
-    model = build("none", "fp32", experts, meshes, "meta", bias=True)
-    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
-    te_fsdp.materialize(model, seed=SEED)
-    check = ExpertCheck("none", "fp32", "grouped", expected, originals)
-    check.initial(model)
-    before = {name: _dense(parameter).clone() for name, parameter, _ in shards(model)}
-    optimizer = te_fsdp.shard_optimizer(_optimizer(model))
+    runs = [sharded(axes, experts, outer, single) for outer in ("optim", "no_shard")]
+    checks = harness.Comparisons()
     for step in range(STEPS):
-        x, target, chosen = (_part(t, meshes) for t in batch("none", "fp32", experts, route, step))
-        _pass(model, x, target, chosen)
-        check.norm(step, te_fsdp.clip_grad_norm_(model, CLIP), expected.tensors[f"norm {step}"])
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter, info in shards(model):
-        check.shard("update", name, _dense(parameter) - before[name], info)
-    return check.settle(dist.get_world_size())
+        norms = []
+        for meshes, model, optimizer in runs:
+            _pass(model, *(_part(t, meshes) for t in batch("none", "fp32", experts, route, step)))
+            norms.append(te_fsdp.clip_grad_norm_(model, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        checks.close(f"norm {step}", norms[0], norms[1], **CLOSE)
+        (_, ours, _), (_, theirs, _) = runs
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            checks.close(f"step {step} {name}", one.to_local(), other.to_local(), **CLOSE)
+    return checks.require(STEPS * 4)
 
 
 def rows_of_states(axes: dict[str, int], experts: int) -> dict[str, tuple[int, int]]:
-    """Rows of each expert weight's shard here, and of its moments."""
-    import te_fsdp
-
-    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
-    model = build("none", "fp32", experts, meshes, "meta", bias=False)
-    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
-    te_fsdp.materialize(model, seed=SEED)
-    optimizer = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    """Elements of each expert parameter's shard here, and of its moments."""
+    meshes, model, optimizer = sharded(axes, experts, "optim", False)
     _pass(model, *(_part(t, meshes) for t in batch("none", "fp32", experts, "every", 0)))
     optimizer.step()
     return {
-        name: (len(p.to_local()), len(optimizer.state[p]["exp_avg"].to_local()))
+        name: (p.to_local().numel(), optimizer.state[p]["exp_avg"].to_local().numel())
         for name, p in model.named_parameters()
         if "mixture" in name
     }

@@ -162,7 +162,7 @@ def twins(
             optimizer.zero_grad()
     checks = harness.Comparisons()
     for (name, fused), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        if microbatches == 1:
+        if microbatches == 1 and harness.device_type() == "cpu":  # cuBLAS may choose another kernel for sums
             checks.same_bits(name, fused, plain)
         elif not name.endswith("qkv.bias"):
             why = (
