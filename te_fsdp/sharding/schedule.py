@@ -98,6 +98,8 @@ def _paced(model: nn.Module, pace: Pace, where: str) -> Iterator[None]:
 
 def set_pace(state: ShardingState, pace: Pace) -> None:
     """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation."""
+    if pace is state.pace:
+        return
     state.pace = pace
     last = pace is Pace.LAST
     state.unfinished |= not last

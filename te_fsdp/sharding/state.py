@@ -104,7 +104,6 @@ class ShardingState:
         failed: Whether a backward has raised since gradients were last cleared, so that they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
-        marked: Whether :func:`state_of` knows the parameters that there are when training begins.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
@@ -125,7 +124,6 @@ class ShardingState:
     failed: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
-    marked: bool = False
     nan_report: Any = None
     recognised: set[str] = field(default_factory=set)
 

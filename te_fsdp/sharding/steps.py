@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.binding import CUT
+from te_fsdp.binding import CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
 from te_fsdp.quantized.installed import give_back_halves
@@ -61,9 +61,17 @@ def watch_forward(state: ShardingState) -> None:
 def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
     if not _torch.in_backward():
         recover(state)
-        if not state.marked:
+        if not _is_marked(state):
             mark(state)
-            state.marked = True
+
+
+def _is_marked(state: ShardingState) -> bool:
+    """Whether the parameters are still those that were marked: initialisation and loading replace them."""
+    firsts = (next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values())
+    marked = all(STATE in parameter.__dict__ for parameter in firsts if parameter is not None)
+    if state.replicated is None or not marked:
+        return marked
+    return all(STATE in shard_of(parameter).__dict__ for parameter in state.model.parameters())
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
