@@ -62,3 +62,40 @@ def test_both_forms(pool, mesh, experts, splits, recipe, quantized, options):
     kwargs = {"mesh": mesh, "experts": experts, "splits": splits, "recipe": recipe, "quantized": quantized}
     for outcome in pool.run(bodies.both_forms, ranks_of(mesh), **kwargs, **options):
         assert outcome["checked"]["real"] >= 4 * bodies.STEPS
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("mesh", "unused"), [(DP2, 1), (TP2, 2)], ids=["dp2", "tp2"])
+def test_one_process(pool, mesh, unused):
+    """Against stock TE; some experts get no token on any rank."""
+    for outcome in pool.run(bodies.one_process, 2, mesh=mesh, experts=3, splits=(1, 0, 0)):
+        assert outcome["checked"]["real"] >= 4 and outcome["unused"] == unused
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("experts", "quantized"), [(3, False), (1, True)])
+def test_torchs_fully_shard(pool, experts, quantized):
+    outcomes = pool.run(bodies.torchs_fully_shard, 2, experts=experts, quantized=quantized)
+    assert [outcome["held"] for outcome in outcomes] == {3: [2, 1], 1: [1, 0]}[experts]
+
+
+@pytest.mark.ranks(2)
+def test_placements_of_a_flat_weight_are_caught(pool):
+    """The fault of TransformerEngine PR #2713: 2-D placements, reused on the stack of all experts, cut the experts."""
+    assert pool.run(bodies.placed, 2, flat=False) == [2, 2]
+    for error in pool.run_expect_error(bodies.placed, 2, flat=True):
+        assert (
+            error.type_name == "AssertionError"
+            and "fc1.weight: shape: expected (2, 256, 128)" in error.message
+        )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
+@pytest.mark.parametrize(
+    ("mesh", "experts"), [(DP4, 2), (DP2_TP2, 2), (EP2_DP2, 4)], ids=["dp4", "dp2xtp2", "dp2xep2"]
+)
+def test_memory(pool, mesh, experts, single):
+    """Each rank holds its share of weights and of optimizer state: logical values / (ep x dp_shard x tp)."""
+    for shares in pool.run(bodies.bytes_per_rank, 4, mesh=mesh, experts=experts, single=single):
+        assert all(abs(share - 1) <= 0.05 for share in shares), shares

@@ -135,7 +135,8 @@ def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
     """Values or gradients of this rank's experts, whole, for both forms: ``fc1.weight`` (experts, out, in)."""
     from te_fsdp.binding import binding_of
 
-    experts = binding_of(model.fc1).experts
+    binding = binding_of(model.fc1)
+    experts = binding.experts if binding is not None else None
     found: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         tensor = parameter if what == "value" else parameter.grad
@@ -166,8 +167,6 @@ def both_forms(
     fsdp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Three steps of both forms: every loss, gradient and value is the same to the bit."""
-    import transformer_engine.pytorch as te
-
     import te_fsdp
 
     meshes = meshes_of(mesh)
@@ -183,6 +182,8 @@ def both_forms(
     optimizers = []
     for model in models:
         if optimizer == "fused":
+            import transformer_engine.pytorch as te
+
             optimizers.append(te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True))
         else:
             optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -214,3 +215,129 @@ def _compare(checks: Any, when: str, one: dict[str, torch.Tensor], other: dict[s
     assert one.keys() == other.keys(), (one.keys(), other.keys())
     for name, value in one.items():
         checks.same_bits(f"{name}, {when}", value, other[name])
+
+
+def one_process(
+    mesh: dict[str, int], experts: int, splits: tuple[int, ...], *, recipe: str = "none"
+) -> dict[str, Any]:
+    """The single form on meshes, and stock TE with one parameter per expert in one process on all tokens.
+
+    Returns:
+        Comparisons; gradients of bf16 sums over two ranks round once more than the sum of one process does.
+    """
+    meshes = meshes_of(mesh)
+    checks = harness.Comparisons()
+    model = sharded(
+        meshes, experts, single=True, use_grouped_tensor=True, recipe=recipe, quantized=False, bias=True
+    )
+    torch.manual_seed(SEED)
+    options = {"recipe": recipe, "quantized": False, "single": False, "bias": meshes.tp is None}
+    reference = build(experts, harness.device(), use_grouped_tensor=True, **options)
+    _compare(checks, "initial", by_expert(model), by_expert(reference))
+    ranks = meshes.size("dp_shard")
+    own = 0 if meshes.fsdp is None else meshes.fsdp.get_local_rank("dp_shard")
+    batches = [tokens(rank, splits, experts, 0) for rank in range(ranks)]
+    loss_of(model, meshes, recipe, batches[own]).backward()
+    for batch in batches:
+        (loss_of(reference, None, recipe, batch) / ranks).backward()
+    expected = by_expert(reference, "gradient")
+    for name, value in by_expert(model, "gradient").items():
+        # bf16: each rank's part is rounded, and so is their mean: 2^-8 of the largest value, for both runs.
+        checks.close(
+            f"gradient of {name}", value, expected[name], rtol=2 * 2**-8, why="bf16 sums rounded twice"
+        )
+        unused = [i for i in range(experts) if all(int(counts[i]) == 0 for _, counts in batches)]
+        assert all(not value[i].any() for i in unused), "no tokens, no gradient"
+    return {"checked": checks.require(4), "unused": len(unused)}
+
+
+def bytes_per_rank(mesh: dict[str, int], experts: int, *, single: bool) -> list[float]:
+    """Bytes of this rank's expert weights and AdamW states over logical bytes / (ep x dp_shard x tp)."""
+    meshes = meshes_of(mesh)
+    model = sharded(
+        meshes, experts, single=single, use_grouped_tensor=True, recipe="none", quantized=False, bias=False
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    splits = (1,) * experts
+    rank = 0 if meshes.expert_fsdp is None else meshes.expert_fsdp.get_local_rank()
+    loss_of(model, meshes, "none", tokens(rank, splits, len(meshes.experts(experts)), 0)).backward()
+    optimizer.step()
+    from te_fsdp import _torch
+
+    logical = experts * 2 * (2 * HIDDEN * HIDDEN)  # values of fc1 and fc2
+    cuts = dist.get_world_size() // mesh.get("dp_replicate", 1)
+    held = [0, 0]
+    for parameter in model.parameters():
+        held[0] += _torch.local_of(parameter).numel()
+        moments = [v for v in optimizer.state[parameter].values() if v.dim() == parameter.dim()]
+        assert len(moments) == 2
+        held[1] += sum(_torch.local_of(moment).numel() for moment in moments)
+    return [held[0] * cuts / logical, held[1] * cuts / (2 * logical)]
+
+
+def placed(*, flat: bool) -> int:
+    """Bind device tensors, and look whether the DTensors say where the values are.
+
+    Args:
+        flat: Reuse the placements of a 2-D weight on the stack of all experts, as if the leading dim were not there.
+    """
+    import te_fsdp
+    from te_fsdp.layout import table
+    from te_fsdp.layout.rules import GROUPED, ParameterRule
+    from te_fsdp.modules import plan
+
+    meshes = meshes_of({"dp_shard": 1, "tp": 2})
+    stock = table.single_grouped_rules
+    form = {"single": True, "use_grouped_tensor": True, "recipe": "none", "quantized": False, "bias": False}
+    model = build(2, harness.device(), **form, tp_size=2, tp_group=meshes.tp.get_group())
+    local = {}
+    for name, parameter in model.named_parameters():
+        parameter.rowwise_data.data.add_(dist.get_rank())
+        local[name] = parameter.rowwise_data.detach().clone().view(parameter.shape)
+    if flat:
+        plan.table.single_grouped_rules = lambda names, mode: {
+            name: ParameterRule({"column": 0, "row": 1}[mode], GROUPED, quantizable=True) for name in names
+        }
+    try:
+        te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp)
+    finally:
+        table.single_grouped_rules = stock
+    parameters = dict(model.named_parameters())
+    for name, cut in (("fc1.weight", 1), ("fc2.weight", 2)):
+        parts = [torch.empty_like(local[name]) for _ in range(2)]
+        dist.all_gather(parts, local[name], group=meshes.tp.get_group())
+        harness.assert_same_bits(name, harness.full(parameters[name]), torch.cat(parts, dim=cut))
+    return len(parameters)
+
+
+def torchs_fully_shard(experts: int, *, quantized: bool) -> dict[str, Any]:
+    """FSDP2 called by the user on meta, then ``reset_parameters``: as with te_fsdp's, though experts lie unevenly."""
+    from torch.distributed.fsdp import fully_shard
+
+    import te_fsdp
+    from te_fsdp import _torch
+
+    meshes = meshes_of({"dp_shard": 2})
+    checks = harness.Comparisons()
+    recipe = "mxfp8" if quantized else "none"
+    form = {
+        "single": True,
+        "use_grouped_tensor": True,
+        "recipe": recipe,
+        "quantized": quantized,
+        "bias": False,
+    }
+    ours = sharded(meshes, experts, **form)
+    theirs = build(experts, "meta", **form)
+    te_fsdp.set_device_mesh(theirs, weight_mesh=meshes.weight)
+    for module in (theirs.fc1, theirs.fc2, theirs):
+        fully_shard(module, mesh=meshes.fsdp)
+    torch.manual_seed(SEED)
+    for module in (theirs.fc1, theirs.fc2):
+        module.reset_parameters()
+    batch = tokens(dist.get_rank(), (1, 0, 2)[:experts], experts, 0)
+    for model in (ours, theirs):
+        loss_of(model, meshes, recipe, batch).backward()
+    _compare(checks, "initial", by_expert(theirs), by_expert(ours))
+    _compare(checks, "gradient", by_expert(theirs, "gradient"), by_expert(ours, "gradient"))
+    return {**checks.require(4), "held": len(_torch.local_of(theirs.fc1.weight))}

@@ -1,0 +1,138 @@
+"""What a single grouped parameter needs of TransformerEngine and of the device, said before anything changes."""
+
+import types
+import warnings
+
+import pytest
+import torch
+
+import te_fsdp
+from te_fsdp.errors import PlacementError, PrecisionError
+from te_fsdp.modules.single import check_single, check_single_recipe, single_cuts
+from te_fsdp.quantized.alignment import Grid
+from te_fsdp.quantized.grouped import grouped_cut
+from te_fsdp.quantized.grouped_support import grouped_path_problem
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch):
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+
+
+def build(te, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experimental, says TE
+        return te.GroupedLinear(
+            3,
+            128,
+            256,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            device="cpu",
+            single_grouped_weight=True,
+            **options,
+        )
+
+
+def on(te, monkeypatch, capability, version):
+    """A pretended device and cuBLASLt."""
+    linear = te.module.grouped_linear
+    monkeypatch.setattr(linear, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(linear, "tex", types.SimpleNamespace(get_cublasLt_version=lambda: version))
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "enough", "short", "words"),
+    [
+        ((9, 0), None, 130400, 130300, "cuBLASLt 13.4 or later"),
+        ((9, 0), "Float8CurrentScaling", 130500, 130400, "cuBLASLt 13.5 or later"),
+        ((9, 0), "Float8BlockScaling", 130600, 130500, "cuBLASLt 13.6 or later"),
+        ((10, 0), None, 130300, 130200, "cuBLASLt 13.3 or later"),
+        ((10, 0), "MXFP8BlockScaling", 130300, 130200, "cuBLASLt 13.3 or later"),
+    ],
+)
+def test_cublas(te, monkeypatch, capability, recipe, enough, short, words):
+    from transformer_engine.common import recipe as recipes
+
+    made = getattr(recipes, recipe)() if recipe else None
+    on(te, monkeypatch, capability, enough)
+    assert grouped_path_problem(made) == ""
+    on(te, monkeypatch, capability, short)
+    problem = grouped_path_problem(made)
+    assert words in problem and f"found 13.{short // 100 % 100}" in problem
+
+
+def test_devices_and_recipes(te, monkeypatch):
+    from transformer_engine.common import recipe as recipes
+
+    on(te, monkeypatch, (8, 9), 130600)
+    assert "not for compute capability 8.9" in grouped_path_problem(None)
+    on(te, monkeypatch, (10, 0), 130600)
+    for recipe in (recipes.DelayedScaling(), recipes.Float8BlockScaling()):
+        assert f"no grouped kernels for {type(recipe).__name__}" in grouped_path_problem(recipe)
+
+
+def test_refused_before_binding(te, monkeypatch):
+    module = build(te, use_grouped_tensor=True)
+    check_single(module, "experts")
+    on(te, monkeypatch, (9, 0), 130100)
+    with pytest.raises(PlacementError, match=r"with this device.*13\.4 or later for it .* found 13\.1"):
+        te_fsdp.set_device_mesh(module)
+    assert type(module) is te.GroupedLinear and not isinstance(module.weight, te_fsdp.errors.TeFsdpError)
+    del module.use_grouped_tensor  # as before TransformerEngine 2.19
+    with pytest.raises(PlacementError, match=r"no gradient ever reaches it.*2\.19 or later"):
+        check_single(module, "experts")
+
+
+def test_delayed_scaling(te):
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(enabled=True, recipe=recipes.DelayedScaling()):
+        module = build(te, use_grouped_tensor=True)
+    with pytest.raises(PlacementError, match=r"delayed scaling.*keeps such weights apart"):
+        check_single(module, "experts")
+    module = build(te, use_grouped_tensor=True)
+    te_fsdp.set_device_mesh(module)
+    x, splits = torch.randn(384, 128).bfloat16(), torch.tensor([128, 128, 128])
+    with (
+        pytest.raises(PrecisionError, match="no grouped kernels for DelayedScaling"),
+        te.autocast(enabled=True, recipe=recipes.DelayedScaling()),
+    ):
+        module(x, splits)
+    check_single_recipe(module, "experts")  # outside of any recipe
+
+
+def test_switch(te, monkeypatch):
+    """TE would pass over the option with a warning alone; stock modules then are as they are."""
+    monkeypatch.delenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM")
+    with pytest.raises(PlacementError, match=r"NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, got not set"):
+        te_fsdp.GroupedLinear(2, 128, 128, device="cpu", single_grouped_weight=True)
+    assert build(te, use_grouped_tensor=True).weight0.shape == (256, 128)
+
+
+def test_same_memory(te):
+    """The bound parameter and what TE reads are the memory that TE made."""
+    module = build(te, use_grouped_tensor=True)
+    pointer = module.weight.rowwise_data.data_ptr()
+    te_fsdp.set_device_mesh(module)
+    assert type(module.weight) is torch.nn.Parameter and module.weight.shape == (3, 256, 128)
+    seen = module._get_weight_tensors()[0]
+    assert isinstance(seen, te.tensor.GroupedTensor)
+    assert module.weight.data_ptr() == seen.rowwise_data.data_ptr() == pointer
+    module(torch.randn(384, 128).bfloat16(), torch.tensor([256, 0, 128])).sum().backward()
+    assert module.weight.grad.shape == (3, 256, 128) and bool(module.weight.grad[0].any())
+    assert not bool(module.weight.grad[1].any()), "an expert without tokens has a gradient of zeros"
+
+
+def test_cuts(te):
+    assert [grouped_cut((4, 6, 5), ranks) for ranks in (1, 2, 4, 3, 5, 7)] == [0, 0, 0, 1, 2, 0]
+    module = build(te, use_grouped_tensor=True)
+    assert single_cuts(module, Grid(dp_shard=2)) == {(id(module), "weight"): 1}
+    assert single_cuts(module, Grid(dp_shard=3)) == {(id(module), "weight"): 0}
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):
+        module = build(te, use_grouped_tensor=True)
+    assert single_cuts(module, Grid(dp_shard=2)) == {(id(module), "weight"): 0}, (
+        "quantized experts stay whole"
+    )
