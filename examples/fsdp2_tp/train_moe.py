@@ -192,6 +192,10 @@ class MixtureOfExperts(nn.Module):
         # Rows arrive by rank, and by expert within. They shall lie by expert, a multiple of rows for each: the rest
         # stays zero, and has no part in anything.
         rows = [-(-sum(column) // self.multiple) * self.multiple for column in zip(*table, strict=True)]
+        if not any(rows):
+            rows[0] = (
+                self.multiple
+            )  # all tokens are elsewhere: zeros, so that no kernel is started on nothing
         begin = list(accumulate(rows, initial=0))
         places = torch.cat([torch.arange(0), *blocks(table, begin)]).to(copies.device)
 
