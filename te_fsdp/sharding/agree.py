@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from te_fsdp.modules.plan import Planned
 
 __all__ = ["check_replicas", "check_same_model", "check_whole", "raised_on_all_ranks"]
+
+_log = logging.getLogger("te_fsdp")
 
 # Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
 _MULTIPLIER = 6364136223846793005
@@ -157,6 +160,26 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
     with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
         _check_none(bad, sum(map(len, held.values())))
+    if meshes.ep is not None:
+        _warn_of_equal_experts(held[True], meshes.ep)
+
+
+def _warn_of_equal_experts(held: list[_Held], ep_mesh: DeviceMesh) -> None:
+    """Warn if all ranks of ``ep`` hold the same experts, which differ among each other: equal seeds draw them so.
+
+    Collective over ``ep_mesh``: one small object gather.
+    """
+    mine = [(item.label, int(item.checksum)) for item in held if item.label.endswith("weight0")]
+    own = {item.label: int(item.checksum) for item in held}
+    drawn = [(name, value) for name, value in mine if own.get(f"{name[:-1]}1", value) != value]
+    everyone: list[list[tuple[str, int]]] = [[] for _ in range(ep_mesh.size())]
+    dist.all_gather_object(everyone, drawn, group=ep_mesh.get_group())
+    if drawn and all(other == everyone[0] for other in everyone):
+        _log.warning(
+            "%s and others hold the same experts on all ranks of ep, as equal seeds draw them. Build the model on meta "
+            "and call te_fsdp.materialize for those of one process, or load a checkpoint.",
+            drawn[0][0],
+        )
 
 
 def check_whole(parameters: Iterable[tuple[str, nn.Module, str]], meshes: Meshes) -> None:

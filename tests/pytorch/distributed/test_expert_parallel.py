@@ -195,6 +195,19 @@ def test_a_missing_piece_is_found(pool, broken, found):
         _train(pool, CONTROL, broken)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", ["ep4", "ep2_dp2", "hsdp_ep2"])
+def test_gradients_in_fp16(pool, mesh):
+    """FSDP2 divides them before and after the sum, and once more over a single rank."""
+    pool.run(binding.halves, 4, axes=MESHES[mesh])
+
+
+@pytest.mark.ranks(2)
+def test_equally_drawn_experts_are_told(pool):
+    for outcome in pool.run(binding.drawn_on_the_device, 2):
+        assert outcome == {"warnings": [1, 0, 0]}
+
+
 # --- names ----------------------------------------------------------------------------------------------------------
 
 

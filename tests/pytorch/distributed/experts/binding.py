@@ -222,3 +222,55 @@ def memory(axes: dict[str, int]) -> dict[str, Any]:
         "reported": sum(row.bytes for row in rows),
         "rows": [(row.name, row.shape, row.local_shape, row.placements) for row in rows],
     }
+
+
+def drawn_on_the_device() -> dict[str, Any]:
+    """Experts drawn with equal seeds on all ranks, and experts of one process' initialisation: what the log says."""
+    import logging
+
+    import te_fsdp
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("te_fsdp").addHandler(handler)
+    counts = []
+    meshes = _meshes(ep=2)
+    for values in ("drawn", "own", "constant"):
+        said.clear()
+        torch.manual_seed(1)
+        model = build("none", "fp32", 4, meshes, harness.device(), bias=False)
+        with torch.no_grad():
+            for parameter in model.mixture.parameters():
+                parameter += dist.get_rank() if values == "own" else 0
+                if values == "constant":
+                    parameter.zero_()
+        te_fsdp.fully_shard(model, meshes)
+        counts.append(sum("hold the same experts" in line for line in said))
+    logging.getLogger("te_fsdp").removeHandler(handler)
+    return {"warnings": counts}
+
+
+def halves(axes: dict[str, int]) -> dict[str, Any]:
+    """Gradients in fp16, which FSDP2 divides in another way than fp32: those of the same model in fp32, rounded."""
+    import te_fsdp
+
+    meshes = _meshes(**axes)
+    models = [build("none", weights, 4, meshes, "meta", bias=True) for weights in ("fp32", "fp16")]
+    checks = harness.Comparisons()
+    dp = meshes.size("dp_replicate") * meshes.size("dp_shard")
+    for model in models:
+        te_fsdp.fully_shard(model, meshes)
+        te_fsdp.materialize(model, seed=1)
+        part = dist.get_rank()
+        x, target, chosen = (t.chunk(dp)[part] for t in batch("none", "fp32", 4, "every", 0))
+        dtype = next(model.parameters()).dtype
+        (model(x.to(dtype), chosen).float() - target.float()).square().mean().backward()
+    for (name, exact), (_, half) in zip(*(m.named_parameters() for m in models), strict=True):
+        if name.startswith("mixture"):
+            pair = half.grad._local_tensor.float(), exact.grad._local_tensor
+            error = float((pair[0] - pair[1]).norm() / pair[1].norm())
+            # 11 bits, four operations in a row; a wrong divisor is off by a factor of two or more.
+            assert error < 0.02, (name, error)
+            checks.close(name, *pair, 0.1, "fp16: a few operations of 11 bits each")
+    return checks.require(4)

@@ -152,7 +152,7 @@ def build(
     import transformer_engine.pytorch as te
 
     recipe, quantized = recipe_of(recipe_name), weights == "quantized"
-    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(weights, torch.bfloat16)
     kwargs = {} if meshes is None else meshes.te_kwargs()
     with te.quantized_model_init(enabled=True, recipe=recipe) if quantized else nullcontext():
         return Model(
