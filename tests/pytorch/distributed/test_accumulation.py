@@ -98,3 +98,9 @@ def test_parameters_that_few_microbatches_use(pool):
     for first, *others in pool.run(contract.partly_used, 2, strategies=cases):
         # The same bf16 gradients, added in fp32 in another order.
         assert others == pytest.approx([first] * 2, rel=1e-6)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_one_rank_with_a_narrow_wire(pool, strategy):
+    pool.run(contract.narrow_wire, 1, strategy=strategy)

@@ -131,6 +131,7 @@ def test_refused(pool):
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
+        (None, {"": "optim_grads_params"}),
         ("optim", {"": "optim", "blocks.0": "optim", "blocks.1": "optim"}),
         # A container hands it on to its children; the root has the default.
         ({"blocks": "optim"}, {"": "optim_grads_params", "blocks.0": "optim", "blocks.1": "optim"}),
@@ -144,7 +145,8 @@ def test_refused(pool):
     ],
 )
 def test_strategies_of_units(pool, strategy, expected):
-    assert pool.run(arguments.rows, 1, strategy=strategy) == [expected]
+    units = None if strategy is None else "blocks.*"
+    assert pool.run(arguments.rows, 1, strategy=strategy, units=units) == [expected]
 
 
 @pytest.mark.ranks(2)

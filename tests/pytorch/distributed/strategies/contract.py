@@ -376,3 +376,22 @@ def partly_used(strategies: list[tuple[str, str]]) -> list[float]:
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in held)
         found.append(float(te_fsdp.clip_grad_norm_(model, 1e9)))
     return found
+
+
+def narrow_wire(strategy: str) -> dict[str, Any]:
+    """One data-parallel rank, gradients that travel in bf16 and add up in fp32: each counts once."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    checks = harness.Comparisons()
+    policy = te_fsdp.MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
+    for loop in ("plain", "microbatch", "no_sync"):
+        model, reference = sharded(meshes, strategy, precision=policy), whole()
+        inputs = batch(0, 1, 3)
+        run(model, inputs[:, 0], loop)
+        run_whole(reference, inputs)
+        ours, wanted = gradients(model), gradients(reference)
+        for name, gradient in wanted.items():
+            why = "each of 3 gradients rounded to bf16 once: 2^-9 of the largest, and they may cancel"
+            checks.close(f"{loop}: gradient of {name}", ours[name], gradient, 2**-7, why)
+    return checks.require(3 * 8)

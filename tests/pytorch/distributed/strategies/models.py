@@ -36,13 +36,15 @@ def sharded(
     strategy: str | Mapping[Any, str],
     outer: str = "no_shard",
     dtype: torch.dtype = torch.float32,
+    precision: Any = None,
 ) -> nn.Module:
     """The model on its meshes."""
     import te_fsdp
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
     model = Model("meta", dtype, **kwargs)
-    te_fsdp.fully_shard(model, meshes, units="blocks.*", strategy=strategy, outer_strategy=outer)
+    options = {"strategy": strategy, "outer_strategy": outer, "precision": precision}
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", **options)
     return te_fsdp.materialize(model, seed=SEED)
 
 
