@@ -90,6 +90,10 @@ class UnitReduceScatter(_torch.ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce and scatter. Collective over ``group``, finished or queued on the current stream on return."""
+        """Reduce and scatter. Collective over ``group``, finished or queued on the current stream on return.
+
+        A range of the profiler, by the name of the unit.
+        """
         assert not async_op  # FSDP2 runs it on a stream of its own
-        reduce_scatter_gradients(output_tensor, input_tensor, group, self.comm, op=op)
+        with torch.profiler.record_function(f"te_fsdp::reduce_scatter ({self.name})"):
+            reduce_scatter_gradients(output_tensor, input_tensor, group, self.comm, op=op)

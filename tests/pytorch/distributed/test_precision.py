@@ -150,6 +150,7 @@ def test_grad_comm_holds_for_a_while(pool):
     fp32, bf16 = ["float32"], ["bfloat16"]
     expected = {"before": fp32, "inside": bf16, "nested": fp32, "inside again": bf16, "after": fp32}
     expected["gradients"] = ["torch.float32"]
+    expected["ranges"] = ["te_fsdp::reduce_scatter (first)", "te_fsdp::reduce_scatter (second)"]
     assert pool.run(bodies.temporarily, 2, dtype="bfloat16") == [expected] * 2
 
 
