@@ -161,8 +161,12 @@ class Training:
         self.position = 0
 
     def _optimizer(self, dtype: torch.dtype) -> torch.optim.Optimizer:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        groups = [{"params": trained[::2], "lr": 3e-3}, {"params": trained[1::2], "weight_decay": 0.2}]
+        trained: dict[str, list[torch.nn.Parameter]] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:  # the experts of a layer stay together
+                trained.setdefault(name.rstrip("0123456789"), []).append(parameter)
+        halves = [[p for some in list(trained.values())[half::2] for p in some] for half in (0, 1)]
+        groups = [{"params": halves[0], "lr": 3e-3}, {"params": halves[1], "weight_decay": 0.2}]
         if dtype is torch.float32:
             return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95))
         from transformer_engine.pytorch.optimizers import FusedAdam
