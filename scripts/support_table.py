@@ -131,9 +131,9 @@ Sequence parallelism, gradient accumulation (gradients reduced each time, or wit
 A recipe on a device that does not have its format raises before the first step. What else to know:
 
 - Quantized weights must be cut into whole blocks of their format; `fully_shard` says so if a size does not fit.
-- GroupedLinear means one weight per expert, without bias under tensor parallelism. With one weight for all experts: bf16 and current
-  scaling on both devices, block scaling on Hopper, MXFP8 and NVFP4 on Blackwell, with bf16 and with quantized weights; see
-  [concepts](concepts.md#experts).
+- GroupedLinear means one weight per expert, without bias under tensor parallelism.
+- GroupedLinear with one weight for all experts, bf16 or quantized: no recipe and current scaling on both devices,
+  block scaling on Hopper, MXFP8 and NVFP4 on Blackwell; see [concepts](concepts.md#experts).
 - The hybrid recipe of the table has 8-bit blocks forward and high precision backward. In quantized weights an
   `IdentityQuantizer` needs a dtype, and NVFP4 parts cannot be gathered: `fully_shard` refuses both.
 - torch's checkpoint knows nothing of `te.autocast`: enter it inside of the checkpointed function.
