@@ -22,6 +22,7 @@ __all__ = [
     "accumulated_gradient",
     "forget_unreduced",
     "gathered_parameters",
+    "gradients_copy_into",
     "interrupted",
     "is_gathered",
     "is_root",
@@ -32,6 +33,25 @@ __all__ = [
     "unreduced",
     "wait_for_reductions",
 ]
+
+
+@functools.cache
+def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:
+    """Whether FSDP2 can copy gradients of other dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
+
+    It always could up to torch 2.13; later sources say that it rejects casts to a narrower dtype.
+
+    Args:
+        dtype: Of the buffer.
+        device: Type of the device.
+    """
+    out = torch.empty((2, 4), dtype=dtype, device=device)
+    try:
+        for source in (torch.float32, torch.bfloat16, torch.float16):
+            torch._chunk_cat([torch.ones((4,), dtype=source, device=device)] * 2, 0, 2, out=out)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_gathered(unit: nn.Module) -> bool:

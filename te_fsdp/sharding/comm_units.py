@@ -4,7 +4,7 @@ FSDP2 calls ``allocate`` for the input, copies gradients into it (and casts them
 the output, reduces, all-reduces the output over ``dp_replicate``, and casts it to the sharded gradient's dtype. It
 takes whatever dtype the buffers have, which is where the wire's dtype comes in:
 
-    input     wire's dtype where there is a wire, so that no further cast is needed
+    input     wire's dtype where there is a wire and FSDP2 can copy into it, so that no further cast is needed
     output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch
+from te_fsdp import _fsdp2, _torch
 from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class UnitReduceScatter(_torch.ReduceScatter):
             given = wire if outer and replicas > 1 else dtype
         else:
             self._input = (backward, numel)
-            given = wire if shards > 1 else dtype
+            travels = shards > 1 and _fsdp2.gradients_copy_into(wire, device.type)
+            given = wire if travels else dtype
         buffer = torch.empty(*size, dtype=given, device=device)
         if self._input is not None and self.comm.look is not None:
             self._buffer = buffer
