@@ -136,6 +136,9 @@ A recipe on a device that does not have its format raises before the first step.
   block scaling on Hopper, MXFP8 and NVFP4 on Blackwell; see [concepts](concepts.md#experts).
 - The hybrid recipe of the table has 8-bit blocks forward and high precision backward. In quantized weights an
   `IdentityQuantizer` needs a dtype, and NVFP4 parts cannot be gathered: `fully_shard` refuses both.
+- `fuse_wgrad_accumulation=True` works under `fully_shard` for Linear, LayerNormLinear, LayerNormMLP and what is made
+  of them: TE adds weight gradients to the buffer that FSDP2 reduces. GroupedLinear's, split parameters and modules
+  that are only bound are refused.
 - torch's checkpoint knows nothing of `te.autocast`: enter it inside of the checkpointed function.
 
 ## How it is tested
