@@ -101,7 +101,7 @@ class Arguments:
         init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters``.
         mixed_precision_policy: Dtypes of main weights, main gradients and the wire.
         sync_model_each_microbatch: Whether each backward counts as the last one of its step.
-        report_nan_in_param_grad: Name parameter and rank of a gradient that is not finite.
+        report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
         calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
 
     The others have no meaning here: :data:`WITHOUT_MEANING`.

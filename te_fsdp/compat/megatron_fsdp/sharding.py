@@ -20,6 +20,7 @@ from te_fsdp.errors import OrderError, message
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.main_weights import main_weights
 from te_fsdp.sharding.materialize import materialize
+from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.outer_optimizer import shard_optimizer
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
 from te_fsdp.sharding.state import ShardingState, state_of
@@ -63,7 +64,6 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     meshes = native_meshes(given.device_mesh, *axes, given.expt_device_mesh)
     if not given.init_model_with_meta_device:
         module.to(given.device or meshes.device)
-    further = {"average_gradients": False} if given.calculate_per_token_loss else {}
     native_fully_shard(
         module,
         meshes,
@@ -71,10 +71,12 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
         strategy=strategy,
         outer_strategy=outer,
         precision=policy,
-        **further,
+        average_gradients=not given.calculate_per_token_loss,
     )
     if given.init_model_with_meta_device:
         materialize(module)
+    if given.report_nan_in_param_grad:
+        report_nan(module)
     return MegatronFSDP(module, given.mixed_precision_policy, auto_sync=given.sync_model_each_microbatch)
 
 

@@ -60,3 +60,10 @@ def test_quantized_weights(pool, recipe, tp, meta):
         assert outcome["wrong"] == [] and outcome["tensors"] > 8
         assert outcome["losses"] == outcome["expected"]
         assert outcome["losses"][-1] < outcome["losses"][0]
+
+
+@pytest.mark.ranks(2)
+def test_sums_per_token_and_gradients_that_are_not_finite(pool):
+    for found in pool.run(bodies.sums_and_nan, 2):
+        assert found["worst"] < RTOL
+        assert found["error"].startswith("GradientError") and "rank 1" in found["error"]

@@ -253,3 +253,26 @@ def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
     (losses, weights), (expected_losses, expected) = runs
     wrong = [n for n, w in weights.items() if not torch.equal(w, expected[n.removeprefix("module.")])]
     return {"losses": losses, "expected": expected_losses, "wrong": wrong, "tensors": len(weights)}
+
+
+def sums_and_nan() -> dict[str, Any]:
+    """Gradients as sums over ranks; and a gradient that is not finite."""
+    from te_fsdp.compat import megatron_fsdp
+
+    net, reference = make_net(), make_net()
+    options: dict[str, Any] = {"calculate_per_token_loss": True, "report_nan_in_param_grad": True}
+    model = megatron_fsdp.fully_shard_model(net, fsdp_unit_modules=[torch.nn.Linear], **options)
+    optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    model(batch(0, 0, dist.get_rank())).square().sum().backward()
+    for rank in range(dist.get_world_size()):
+        reference(batch(0, 0, rank)).square().sum().backward()
+    pairs = zip(net.parameters(), reference.parameters(), strict=True)
+    worst = max(((p.grad.full_tensor() - r.grad).abs().max() / r.grad.abs().max()).item() for p, r in pairs)
+    optimizer.zero_grad()
+    data = batch(0, 1, dist.get_rank())
+    model(data * float("nan") if dist.get_rank() == 1 else data).square().sum().backward()
+    try:
+        optimizer.step()
+    except Exception as error:
+        return {"worst": worst, "error": f"{type(error).__name__}: {error}"}
+    return {"worst": worst, "error": "none"}
