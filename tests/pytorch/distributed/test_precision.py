@@ -25,6 +25,7 @@ VALUES = {
     "bf16 gradients": {"policy": {"main_grads_dtype": None}},
     "bf16 wire": {"policy": BF16_WIRE},
     "bf16 wire, delayed": {"policy": BF16_WIRE, "each": False},
+    "bf16 wire, cast here": {"policy": BF16_WIRE, "each": False, "copies": False},
     "bf16 wire, fp32 sum": {"policy": {**BF16_WIRE, "grad_reduce_dtype": "float32"}},
     "fp16 wire": {"policy": {"grad_comm_dtype": "float16"}},
     "fp32 model": {"policy": {"param_dtype": "bfloat16"}, "model": "float32"},

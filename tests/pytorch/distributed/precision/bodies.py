@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -85,7 +86,7 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
     Args:
         cases: Name -> ``policy`` (options of the class), ``meta``, ``model`` (dtype), ``each`` (reduce each
             microbatch), ``outer_last``, ``strategy`` (with te_fsdp's contexts instead of FSDP2's switches), ``exempt``
-            (a module that is not sharded).
+            (a module that is not sharded), ``copies`` (see :func:`_copying`).
         axes: Mesh sizes.
 
     Returns:
@@ -94,7 +95,26 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
-    return {name: _values(meshes, **case) for name, case in cases.items()}
+    outcomes = {}
+    for name, case in cases.items():
+        case = dict(case)
+        with _copying(case.pop("copies", True)):
+            outcomes[name] = _values(meshes, **case)
+    return outcomes
+
+
+@contextlib.contextmanager
+def _copying(possible: bool) -> Iterator[None]:
+    """Whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
+    from te_fsdp import _fsdp2
+
+    stock = _fsdp2.gradients_copy_into
+    if not possible:
+        _fsdp2.gradients_copy_into = lambda dtype, device: False
+    try:
+        yield
+    finally:
+        _fsdp2.gradients_copy_into = stock
 
 
 def _values(
