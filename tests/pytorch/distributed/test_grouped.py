@@ -64,6 +64,16 @@ def test_both_forms(pool, mesh, experts, splits, recipe, quantized, options):
         assert outcome["checked"]["real"] >= 4 * bodies.STEPS
 
 
+@pytest.mark.arch("9.0")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "quantized"), [("block", True), ("current", False)])
+def test_both_forms_on_hopper(pool, recipe, quantized):
+    """Gathered once for forward and backward, and cut unevenly."""
+    kwargs = {"mesh": DP2, "experts": 3, "splits": (1, 0, 2), "recipe": recipe, "quantized": quantized}
+    for outcome in pool.run(bodies.both_forms, 2, fsdp={"reshard_after_forward": False}, **kwargs):
+        assert outcome["checked"]["real"] >= 4 * bodies.STEPS
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mesh", "unused"), [(DP2, 1), (TP2, 2)], ids=["dp2", "tp2"])
 def test_one_process(pool, mesh, unused):
