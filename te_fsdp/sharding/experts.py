@@ -120,7 +120,7 @@ def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None
     as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
     gradients are divided by one if the user wants sums.
     """
-    average = getattr(state, "average_gradients", True)
+    average = state.average_gradients
     amax = state.meshes.expert_amax
     for binding in filter(None, map(binding_of, state.model.modules())):
         if binding.experts is not None:

@@ -47,6 +47,7 @@ def fully_shard(
     mp_policy: Fsdp2Policy | None = None,
     reshard_after_forward: bool | None = None,
     experts: Selection = None,
+    average_gradients: bool = True,
 ) -> nn.Module:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
@@ -65,15 +66,13 @@ def fully_shard(
         strategy: What is cut over ``dp_shard``: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or
             ``"optim_grads_params"`` (the default), for the model or as a mapping of classes or names to them. A key
             holds for all in its module, which becomes a unit; ``""`` is the root.
-        outer_strategy: What is cut over ``dp_replicate`` as well: ``"no_shard"`` (nothing: HSDP) or ``"optim"``
-            (main weights and optimizer state: HFSDP).
-        precision: Dtypes of main weights, gradients and the wire (:class:`te_fsdp.MixedPrecisionPolicy`). ``None``:
-            all in the parameters' own dtype.
+        outer_strategy: What is cut over ``dp_replicate`` too: nothing (``"no_shard"``) or optimizer state ("optim").
+        precision: Dtypes of main weights, gradients and the wire. ``None``: all in the parameters' own dtype.
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
-        reshard_after_forward: FSDP2's word instead of ``strategy``: True is ``"optim_grads_params"``, False is
-            ``"optim_grads"``.
+        reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
         experts: With expert parallelism: names or classes of the ``GroupedLinear`` modules to deal out over ``ep``, or
             of modules that hold some; by default all of them. They are units of their own.
+        average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
 
     Returns:
         ``model``.
@@ -85,7 +84,8 @@ def fully_shard(
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not.
     """
-    request = Request(units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, experts)
+    asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
+    request = Request(*asked, experts, average_gradients)
     with wgrad_fusion_set_aside(model) as fused:
         plan = plan_sharding(model, meshes, request)
         _check_ranks(plan, fused)
@@ -186,7 +186,7 @@ def _finish(plan: Plan) -> None:
             plan.exempt,
             state.meshes,
             grads_dtype=getattr(state.precision, "main_grads_dtype", None),
-            average=getattr(state, "average_gradients", True),
+            average=state.average_gradients,
         )
     state.model.__dict__[KEY] = state
     mark(state)

@@ -94,6 +94,7 @@ class ShardingState:
         replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
         modules: Name -> module of the units that FSDP2 manages, inner before outer.
         outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
+        average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
             the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
@@ -113,6 +114,7 @@ class ShardingState:
     units: dict[str, Strategy]
     outer: str = "no_shard"
     precision: Any = None
+    average_gradients: bool = True
     precision_plan: Any = None
     modules: dict[str, nn.Module] = field(default_factory=dict)
     replicated: Replicated | None = None

@@ -202,6 +202,14 @@ def test_gradients_in_fp16(pool, mesh):
     pool.run(binding.halves, 4, axes=MESHES[mesh])
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", [{}, {"strategy": {"mixture": "no_shard"}}], ids=["sharded", "no_shard"])
+@pytest.mark.parametrize("mesh", ["ep2_dp2", "hsdp_ep2"])
+def test_sums_of_gradients(pool, mesh, how):
+    """Four times the means over four ranks, to the bit, of experts and of all else."""
+    pool.run(binding.sums, 4, axes=MESHES[mesh], how=how)
+
+
 @pytest.mark.ranks(2)
 def test_equally_drawn_experts_are_told(pool):
     for outcome in pool.run(binding.drawn_on_the_device, 2):

@@ -274,3 +274,23 @@ def halves(axes: dict[str, int]) -> dict[str, Any]:
             assert error < 0.02, (name, error)
             checks.close(name, *pair, 0.1, "fp16: a few operations of 11 bits each")
     return checks.require(4)
+
+
+def sums(axes: dict[str, int], how: dict[str, Any]) -> dict[str, Any]:
+    """Gradients that are sums over the data-parallel ranks, against gradients that are means."""
+    import te_fsdp
+
+    meshes = _meshes(**axes)
+    checks = harness.Comparisons()
+    gradients = []
+    for average in (True, False):
+        model = build("none", "fp32", EXPERTS, meshes, "meta", bias=True)
+        te_fsdp.fully_shard(model, meshes, average_gradients=average, **how)
+        te_fsdp.materialize(model, seed=1)
+        x, target, chosen = (t.chunk(4)[dist.get_rank()] for t in batch("none", "fp32", EXPERTS, "every", 0))
+        (model(x.float(), chosen) - target.float()).square().mean().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    for name, mean in gradients[0].items():
+        pair = (t._local_tensor if isinstance(t, DTensor) else t for t in (gradients[1][name], 4 * mean))
+        checks.same_bits(name, *pair)
+    return checks.require(4)
