@@ -175,9 +175,9 @@ class ReplicatedGradients:
             slot.hooked, replaced = weakref.ref(parameter), True
             if slot.exempt.cut_state and slot.ranks.mesh is not None:
                 set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
-            slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
                 parameter.grad_dtype = self._grads_dtype
+            slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
         model = self._model()
         state = sharding_state(model) if replaced and model is not None else None
         if state is not None:

@@ -79,15 +79,14 @@ def test_long_sums(pool):
         ("linear", "current", DP2_TP2, ["first.weight", "first.bias"], "tp"),
         ("linear", "mxfp8", DP2, ["second"], ""),
         ("linear", "delayed", DP2_TP2, ["second"], "tp"),
-        ("mlp_swiglu", "current", DP2_TP2, [""], "tp"),  # all of the model
+        ("mlp_swiglu", "current", DP2_TP2, [""], "tp fp32"),  # all of the model
         ("mlp_swiglu", "delayed", DP2_TP2, ["fc1_weight"], "weight"),  # fc2_weight of the same module is cut
     ],
 )
 def test_quantized(pool, kind, recipe, axes, exempt, group):
-    ranks = math.prod(axes.values())
-    results = pool.run(
-        gradients.quantized, ranks, kind=kind, recipe=recipe, axes=axes, exempt=exempt, group=group
-    )
+    options = {"kind": kind, "recipe": recipe, "axes": axes, "exempt": exempt}
+    options |= {"group": group.removesuffix(" fp32"), "fp32_gradients": "fp32" in group}
+    results = pool.run(gradients.quantized, math.prod(axes.values()), **options)
     assert all(result["init"] and result["steps"] == 2 * result["init"] for result in results)
 
 

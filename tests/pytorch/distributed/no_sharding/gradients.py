@@ -125,7 +125,9 @@ def long_sum(schedule: str, grads_dtype: str | None, comm_dtype: str | None = No
     return float(gradient.flatten()[0])
 
 
-def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], group: str) -> dict[str, int]:
+def quantized(
+    kind: str, recipe: str, axes: dict[str, int], exempt: list[str], group: str, fp32_gradients: bool = False
+) -> dict[str, int]:
     """Quantized exempt weights: bytes and scales are one process' at the start and after each of two steps.
 
     Args:
@@ -134,6 +136,7 @@ def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], g
         axes: mesh sizes.
         exempt: names of modules and parameters.
         group: over whom their amax is reduced: "", "tp" or "weight".
+        fp32_gradients: under a precision policy, which draws sharded weights from other values than `stock` does.
 
     Returns:
         Buffers compared at the start, in the steps, and weights in the forms that kernels read.
@@ -144,7 +147,7 @@ def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], g
     meshes = meshes_of(axes)
     model = stock(kind, recipe, "meta", **meshes.te_kwargs())
     te_fsdp.fsdp_no_shard([_get(model, name) for name in exempt])
-    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy() if fp32_gradients else None)
     te_fsdp.materialize(model, seed=SEED)
     owner = model.get_submodule(
         exempt[0] if isinstance(_get(model, exempt[0]), nn.Module) else exempt[0].rpartition(".")[0]
@@ -153,6 +156,11 @@ def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], g
     assert binding_of(owner).weight_mesh == expected, binding_of(owner).weight_mesh
     oracle = stock(kind, recipe)
     counts = {"init": compare(model, oracle, "init"), "steps": 0}
+    dtypes = set()
+    for name in exempt:
+        found = _get(model, name)
+        for parameter in found.parameters() if isinstance(found, nn.Module) else [found]:
+            parameter.register_post_accumulate_grad_hook(lambda p: dtypes.add(p.grad.dtype))
     step = Stepper(model, recipe_of(recipe), meshes, False)
     te_fsdp.main_weights(model, step.optimizer)
     for number in range(2):
@@ -164,6 +172,7 @@ def quantized(kind: str, recipe: str, axes: dict[str, int], exempt: list[str], g
         requantize(oracle, values)
         counts["steps"] += compare(model, oracle, f"step {number + 1}")
     counts["gathered"] = compare_unsharded(model, oracle)
+    assert dtypes == {torch.float32 if fp32_gradients else torch.bfloat16}, dtypes
     return counts
 
 
