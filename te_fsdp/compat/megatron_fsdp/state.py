@@ -39,10 +39,11 @@ def _allocate(optimizer: Optimizer) -> None:
     stepped = any(set(state) - {"master_param"} for state in optimizer.state.values())
     if stepped or any(p.grad is not None for p in parameters):
         return
-    if hasattr(optimizer, "initialize_state"):  # TE's FusedAdam
+    if _te.is_fused_adam(optimizer):
+        fused: Any = optimizer
         for parameter in parameters:
-            remainders = parameter.dtype == torch.bfloat16 and optimizer.store_param_remainders
-            optimizer.initialize_state(parameter, remainders)  # type: ignore[operator]
+            remainders = parameter.dtype == torch.bfloat16 and fused.store_param_remainders
+            fused.initialize_state(parameter, remainders)
         return
     dampened = any(group.get("dampening") for group in optimizer.param_groups)
     quantized = any(_te.is_quantized(_torch.local_of(p)) for p in parameters)
