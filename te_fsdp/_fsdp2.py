@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "accumulated_gradient",
+    "forget_forward_order",
     "forget_unreduced",
     "gathered_parameters",
     "gradients_copy_into",
@@ -217,6 +218,17 @@ def _forget_reductions(comm: Any) -> None:
         comm.reduce_scatter_states.clear()
     else:
         comm.reduce_scatter_state = None
+
+
+def forget_forward_order(root: nn.Module) -> None:
+    """Forget the order of units in forwards whose backwards have all run (``FSDPCommContext.post_forward_order``).
+
+    FSDP2 gathers ahead in backward by that order, and forgets it after a last backward alone: in a later microbatch the
+    first unit would gather the last one of the microbatch before, in the form that backward needs.
+    """
+    groups = (group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0]))
+    if not any(group._post_forward_indices for group in groups):
+        _comm(root).post_forward_order.clear()
 
 
 def reduce_outside_backward(root: nn.Module) -> None:

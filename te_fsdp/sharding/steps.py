@@ -61,6 +61,8 @@ def watch_forward(state: ShardingState) -> None:
 def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
     if not _torch.in_backward():
         recover(state)
+        for root in state.roots() if state.unfinished else ():
+            _fsdp2.forget_forward_order(root)
         if not _is_marked(state):
             mark(state)
 

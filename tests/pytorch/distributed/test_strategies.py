@@ -110,6 +110,13 @@ def test_collectives(pool, dp_replicate, outer, microbatches):
             assert calls == {kind: count for kind, count in expected.items() if count}, name
 
 
+@pytest.mark.ranks(2)
+def test_nothing_is_gathered_ahead_in_vain(pool):
+    table = documented()
+    for outcome in pool.run(counting.gathers_without_root, 2, microbatches=3):
+        assert outcome == {name: value(table[name][0], 3, 2) for name in outcome}
+
+
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", counting.STRATEGIES)

@@ -78,6 +78,27 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     return found
 
 
+def gathers_without_root(microbatches: int) -> dict[str, int]:
+    """All-gathers of one step of a model whose two units hold all parameters: ``"strategy loop"`` -> calls."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    inputs = torch.ones(microbatches, 4, 8, device=harness.device())
+    found = {}
+    for strategy in STRATEGIES[1:]:
+        layers = (nn.Linear(8, 8, device=harness.device()) for _ in range(2))
+        torch.manual_seed(0)
+        model = te_fsdp.fully_shard(nn.Sequential(*layers), meshes, units=nn.Linear, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for loop in LOOPS:
+            with counted() as calls:
+                run(model, inputs, loop)
+                optimizer.step()
+            optimizer.zero_grad()
+            found[f"{strategy} {loop}"] = calls["all_gather"]
+    return found
+
+
 # --- memory
 
 
