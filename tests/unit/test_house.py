@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-# The one door to each library's private names (torch's FSDP2 has one of its own), and the room that patches for a living.
+# The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py")
 TE_DOOR = "te_fsdp/_te.py"
 EMULATION = "te_fsdp/emulation/"
