@@ -138,6 +138,8 @@ class Filling:
         if self.saved_optimizer is None:
             return
         vectors = shared_numbers(self.saved_optimizer, self.state.members, self.left_states)
+        if not vectors:  # on no rank, then
+            return
         self.source.read({key: whole_entry(vector) for key, (vector, _) in vectors.items()})
         differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
         if differing:
