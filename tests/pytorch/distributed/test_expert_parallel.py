@@ -61,10 +61,11 @@ def _allowed(case: dict[str, Any]) -> bool:
 
 
 def _default(case: dict[str, Any]) -> bool:
-    """Every format on two ranks, one of each kind on four; the two meshes of eight have cases of their own."""
-    kinds = [("none", "fp32"), ("delayed", "quantized"), ("mxfp8", "quantized")]
-    wide = ranks(case["mesh"])
-    uneven = case["experts"] != 4
+    """Every format on two ranks, one or two on four; the two meshes of eight have cases of their own."""
+    kinds = [("delayed", "quantized"), ("mxfp8", "quantized")]
+    if case["mesh"] in ("ep4", "ep2_dp2"):
+        kinds = [("none", "fp32"), ("delayed", "quantized")]
+    wide, uneven = ranks(case["mesh"]), case["experts"] != 4
     if wide > 4 or (wide == 4 and case["form"] not in kinds) or uneven != (case["route"] != "every"):
         return False
     return _allowed(case)
