@@ -49,10 +49,12 @@ class Copies:
     Attributes:
         mesh: The parameter's own mesh (none for a plain tensor) with the axis of its holders put in front.
         reduced: Whether gradients arrive equal on all holders, so that they are only cut. Otherwise they are averaged.
+        sums: Whether those that are not reduced are summed instead.
     """
 
     mesh: DeviceMesh
     reduced: bool
+    sums: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -200,7 +202,7 @@ def copies_of(parameter: torch.Tensor) -> Copies | None:
     if state is None or state.outer != "optim" or not isinstance(parameter, DTensor):
         return None
     mesh = _outer_mesh(parameter, state.meshes)
-    return Copies(mesh, reduced=False) if mesh is not None else None
+    return Copies(mesh, reduced=False, sums=not state.average_gradients) if mesh is not None else None
 
 
 def _outer_mesh(parameter: DTensor, meshes: Meshes) -> DeviceMesh | None:

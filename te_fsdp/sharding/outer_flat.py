@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from te_fsdp import _torch
 from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, reduce_scatter_gradients
@@ -38,7 +39,7 @@ def by_group(chunks: Sequence[Chunk], dtypes: Sequence[torch.dtype]) -> dict[Key
 def average(
     chunks: Sequence[Chunk], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> list[torch.Tensor | None]:
-    """This rank's rows of each gradient, averaged over the holders.
+    """This rank's rows of each gradient, averaged over the holders, or summed if the user wants sums.
 
     Collective over the holders, all the same: one reduce-scatter, in ``dtype`` or what the model's precision policy
     says. Temporary memory: the gradients once in ``dtype``.
@@ -68,7 +69,8 @@ def average(
             for holder, rows in enumerate(gradient.split(chunk.step) if chunk.step else ()):
                 part[holder, : rows.numel()].copy_(rows.reshape(-1))
     result = torch.empty(packed.shape[1], dtype=dtype, device=device)
-    reduce_scatter_gradients(result, packed.view(-1), first.copies.group, _comm(first))
+    op = dist.ReduceOp.SUM if first.copies.sums else dist.ReduceOp.AVG
+    reduce_scatter_gradients(result, packed.view(-1), first.copies.group, _comm(first), op=op)
     found: list[torch.Tensor | None] = []
     for place, (chunk, part) in enumerate(zip(chunks, _parts(result, chunks), strict=True)):
         # Only a rank without a gradient has to ask, which on a GPU waits for the device.

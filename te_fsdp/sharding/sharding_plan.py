@@ -70,26 +70,12 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
         rows = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
         state = ShardingState(model, meshes, rows, check_outer(request.outer_strategy), request.precision)
         state.average_gradients = request.average_gradients
-        _check_sums(state)
         exempt = _plan_units(state, request.experts)
         state.precision_plan = _plan_precision(state, exempt)
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         parameters, cuts = plan_parameters(model, meshes, exempt.keys, request.experts)
     return Plan(state, parameters, cuts, exempt, request.mp_policy or Fsdp2Policy(), request.experts)
-
-
-def _check_sums(state: ShardingState) -> None:
-    """Over ``dp_replicate`` sharded optimizers take means."""
-    if state.outer == "optim" and not state.average_gradients:
-        raise PlacementError(
-            message(
-                "fully_shard: average_gradients=False with outer_strategy='optim'",
-                expected="one of the two",
-                why="The sharded optimizer averages gradients over dp_replicate",
-                fix="leave average_gradients out, and multiply the loss by the number of data-parallel ranks",
-            )
-        )
 
 
 def _plan_units(state: ShardingState, experts: Selection) -> NoShard:

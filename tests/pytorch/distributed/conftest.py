@@ -134,6 +134,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(
             f"{timing.seconds:7.2f} s  {timing.world_size} ranks  {timing.test or '?'}  {timing.body}"
         )
+    files: dict[str, float] = {}
+    for timing in pools.timings:
+        name = Path((timing.test or "?").split("::")[0]).name
+        files[name] = files.get(name, 0.0) + timing.seconds
+    shares = sorted(files.items(), key=lambda item: -item[1])
+    terminalreporter.line("by file: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in shares))
 
 
 @pytest.fixture(scope="session")

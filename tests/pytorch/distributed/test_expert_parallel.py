@@ -204,8 +204,16 @@ def test_gradients_in_fp16(pool, mesh):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("how", [{}, {"strategy": {"mixture": "no_shard"}}], ids=["sharded", "no_shard"])
-@pytest.mark.parametrize("mesh", ["ep2_dp2", "hsdp_ep2"])
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("ep2_dp2", {}),
+        ("hsdp_ep2", {"strategy": {"mixture": "no_shard"}}),
+        ("hsdp_ep2", {}),
+        ("hsdp_ep2", {"outer_strategy": "optim"}),
+    ],
+    ids=["sharded", "no_shard", "hsdp", "hfsdp"],
+)
 def test_sums_of_gradients(pool, mesh, how):
     """Four times the means over four ranks, to the bit, of experts and of all else."""
     pool.run(binding.sums, 4, axes=MESHES[mesh], how=how)

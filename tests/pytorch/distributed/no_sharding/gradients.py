@@ -58,7 +58,9 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
         te_fsdp.fsdp_no_shard([model.left, model.right, model.never])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     te_fsdp.fully_shard(model, meshes_of({}), mp_policy=policy)
-    if how in ("by hand", "neither"):
+    if how in ("by hand", "neither") and hasattr(
+        model, "set_reduce_scatter_unused_params"
+    ):  # else it is by hand
         model.set_reduce_scatter_unused_params(False)
         for group in _torch.fsdp_parameter_groups(model) if how == "by hand" else ():
             _torch.fill_unused(group)
