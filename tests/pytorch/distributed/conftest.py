@@ -82,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(n): the test needs n ranks; skipped where there are fewer GPUs",
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
+        "every(n): on the CPU each n-th case only, all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
     ):
@@ -104,12 +105,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests that use a pool by architecture, default first: pools are then switched once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `every` says; order tests that use a pool by architecture, default first: one switch of pools."""
+    _leave_out(config, items)
     places = [place for place, item in enumerate(items) if "pool" in getattr(item, "fixturenames", ())]
     ours = sorted((items[place] for place in places), key=_arch_order)
     for place, item in zip(places, ours, strict=True):
         items[place] = item
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests with the mark `every(n)` keep each n-th case: all with `--matrix full` and on GPUs"""
+    if devices.device_type() == "cuda" or config.getoption("--matrix", default="covering") == "full":
+        return
+    seen: dict[str, int] = {}
+    kept, left = [], []
+    for item in items:
+        mark = item.get_closest_marker("every")
+        place = seen[item.nodeid.split("[")[0]] = seen.get(item.nodeid.split("[")[0], -1) + 1
+        (kept if mark is None or place % mark.args[0] == 0 else left).append(item)
+    if kept:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -84,6 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("mesh", "recipe"), wanted)
 
 
+@pytest.mark.every(2)
 def test_same_format_on_another_mesh(pool, saved, mesh, recipe, request):
     origins = list(ORIGINS[mesh])
     if mesh == "one":  # loads also what uneven shards hold, and eight ranks

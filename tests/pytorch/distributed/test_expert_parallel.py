@@ -117,6 +117,7 @@ def _train(pool, case: dict[str, Any], broken: str = "") -> list[dict[str, Any]]
     )
 
 
+@pytest.mark.every(2)
 def test_training(pool, recipe, case):
     outcomes = _train(pool, case)
     for outcome in outcomes:
@@ -127,6 +128,7 @@ def test_training(pool, recipe, case):
     assert (max(outcome["zeros"] for outcome in outcomes) > 0) == (case["route"] == "some")
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("mesh", "recipe", "weights", "how"),
@@ -196,6 +198,7 @@ def test_a_missing_piece_is_found(pool, broken, found):
         _train(pool, CONTROL, broken)
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["ep4", "ep2_dp2", "hsdp_ep2"])
 def test_gradients_in_fp16(pool, mesh):

@@ -42,6 +42,7 @@ def case(mesh, experts, splits, recipe="none", *, quantized=False, **options):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mesh", "experts", "splits", "recipe", "quantized", "options"),
     [
@@ -100,6 +101,7 @@ def test_placements_of_a_flat_weight_are_caught(pool):
         )
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ HSDP, FSDP = ({"dp_replicate": 2, "dp_shard": 2}, "no_shard"), ({"dp_shard": 4},
 ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "optim")
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("case", "saved", "others"),

@@ -42,6 +42,7 @@ def test_zoo_equals_stock(pool, mesh, route):
     pool.run(bodies.equals_stock, WORLD.get(mesh, 4), kind="zoo", options={}, axes=MESHES[mesh], route=route)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in ("one", "dp2_tp2", "tp4")])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "zoo"])
 def test_module_equals_stock(pool, mesh, model):
@@ -53,6 +54,7 @@ def test_module_equals_stock(pool, mesh, model):
 # --- TE's own reset_parameters ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("device", ["meta", "real"])
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_what_nothing_initialises_is_named(pool, mesh, which, names):
 # --- tied parameters -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["dp2_tp2", "dp4", "hsdp"])
 @pytest.mark.parametrize("route", ["after", "before", "device"])

@@ -69,6 +69,7 @@ def check(results: list[dict], recipe: str, quantized: bool) -> None:
         )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "recipe", "quantized", "mesh"), _cases())
 def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
     dp_replicate, tp, ranks = mesh
@@ -84,6 +85,7 @@ def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
     check(results, recipe, quantized)
 
 
+@pytest.mark.every(2)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("mesh", _meshes(DP2_TP2, *((DP2, TP2) if devices.device_type() == "cuda" else ())))
 @pytest.mark.parametrize(("reshard", "quantized"), [(True, True), (False, True), (True, False)])

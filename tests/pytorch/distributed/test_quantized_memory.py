@@ -39,6 +39,7 @@ def check(results: list[dict]) -> None:
         assert outcome["step"]["held"] > outcome["init"]["held"]  # the optimizer's state is there
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(2)
 @pytest.mark.cpu
 @pytest.mark.parametrize("case", CASES)

@@ -6,6 +6,7 @@ required, so that a torch version without one of them still works.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -99,6 +100,7 @@ def reset() -> None:
     gc.collect()
     leave_group()
     _clear_dtensor_caches()
+    _clear_te_caches()
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
@@ -113,6 +115,14 @@ def restore_environment(saved: dict[str, str], updates: dict[str, str]) -> None:
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     os.environ.update(wanted)
+
+
+def _clear_te_caches() -> None:
+    """Forget sizes and ranks of groups by group: TE's cache keeps the groups, and gloo two threads for each."""
+    distributed = sys.modules.get("transformer_engine.pytorch.distributed")
+    for value in list(getattr(distributed, "__dict__", {}).values()):
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
 
 
 def _clear_dtensor_caches() -> None:

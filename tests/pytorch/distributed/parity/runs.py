@@ -320,10 +320,10 @@ def _spoiled(drop: str) -> Iterator[None]:
         yield
         return
     from te_fsdp.layout.rules import ParameterRule
-    from te_fsdp.modules import apply
+    from te_fsdp.modules import checks
 
     change = {drop: getattr(ParameterRule(None), drop)}
-    stock = apply.plan_tree
+    stock = checks.plan_tree
 
     def spoiled(*args: Any, **kwargs: Any) -> list[Any]:
         planned = stock(*args, **kwargs)
@@ -331,11 +331,11 @@ def _spoiled(drop: str) -> Iterator[None]:
             item.rules.update({n: dataclasses.replace(rule, **change) for n, rule in item.rules.items()})
         return planned
 
-    apply.plan_tree = spoiled
+    checks.plan_tree = spoiled
     try:
         yield
     finally:
-        apply.plan_tree = stock
+        checks.plan_tree = stock
 
 
 def check_full_precision() -> None:
