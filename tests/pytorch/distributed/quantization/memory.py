@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +131,7 @@ def _held(model: Pair, optimizer: Any) -> Iterator[torch.UntypedStorage]:
 
 def _storages() -> dict[int, torch.Tensor]:
     """One plain tensor per live storage of this process, by address. Empty and meta storages left out."""
+    time.sleep(0.1)  # gloo's threads let go of what they have sent a moment after the collective has ended
     gc.collect()
     found = {}
     for item in gc.get_objects():
