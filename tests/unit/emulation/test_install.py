@@ -175,8 +175,10 @@ def test_launcher_runs_scripts_and_modules(tmp_path):
 def test_launcher_under_torchrun(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
-        "import torch.distributed as d, transformer_engine.pytorch as te\n"
-        "d.init_process_group('gloo')\nprint('rank', d.get_rank(), 'of', d.get_world_size(), flush=True)\n"
+        "import os, torch.distributed as d, transformer_engine.pytorch as te\n"
+        "d.init_process_group('gloo')\n"
+        # In one write, lest the other rank's words come in between.
+        "os.write(1, f'rank {d.get_rank()} of {d.get_world_size()}\\n'.encode())\n"
         "d.destroy_process_group()\n"
     )
     launch = [
