@@ -34,7 +34,7 @@ class Pools:
             self.close()
         if self.current is None:
             gpus = devices.device_type() == "cuda"
-            ranks = _gpu_count() if gpus else CPU_RANKS
+            ranks = devices.gpu_ranks() if gpus else CPU_RANKS
             self.current = WorkerPool(ranks, None if gpus else arch)
         return self.current
 
@@ -62,6 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where distributed tests run (default auto)",
     )
     group.addoption(
+        "--nodes",
+        type=int,
+        default=None,
+        help="pretend that this machine's GPUs are so many nodes: more ranks than GPUs (default 1)",
+    )
+    group.addoption(
         "--matrix",
         choices=["covering", "formats", "full", "subset"],
         default="covering",
@@ -74,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--device", default=None)
     if wanted is not None:
         os.environ[devices.DEVICE_VARIABLE] = wanted
+    nodes = config.getoption("--nodes", default=None)
+    if nodes is not None:
+        os.environ[devices.NODES_VARIABLE] = str(nodes)
     try:
         devices.choose()
     except ValueError as error:
@@ -82,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(n): the test needs n ranks; skipped where there are fewer GPUs",
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
-        "every(n): on the CPU each n-th case only, all with --matrix full",
+        "every(n): each n-th case only, all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
     ):
@@ -115,8 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with the mark `every(n)` keep each n-th case: all with `--matrix full` and on GPUs"""
-    if devices.device_type() == "cuda" or config.getoption("--matrix", default="covering") == "full":
+    """Of tests with the mark `every(n)` keep each n-th case: all with `--matrix full`"""
+    if config.getoption("--matrix", default="covering") == "full":
         return
     seen: dict[str, int] = {}
     kept, left = [], []
@@ -137,8 +146,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("tests the CPU emulation")
     marker = item.get_closest_marker("ranks")
     needed = max(marker.args[0] if marker else 1, _parameter(item, "world_size", int) or 1)
-    if on_gpu and needed > _gpu_count():
-        pytest.skip(f"needs {needed} GPUs, found {_gpu_count()}")
+    if on_gpu and needed > devices.gpu_ranks():
+        pytest.skip(f"needs {needed} GPUs, found {devices.gpu_ranks()} (--nodes can pretend more)")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -193,12 +202,6 @@ def _parameter(item: pytest.Item, name: str, kind: type):
     callspec = getattr(item, "callspec", None)
     value = callspec.params.get(name) if callspec else None
     return value if isinstance(value, kind) else None
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _gpu_arch() -> str:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from harness import devices
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,14 +43,12 @@ def environment() -> dict[str, str]:
 
 def train(out: Path, processes: int, options: str, script: Path = TRAIN) -> str:
     """Run the example; returns what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-    ]
+    gpus = torch.cuda.device_count()
+    if ON_CPU or processes <= gpus:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(processes)]
+    else:
+        command = [sys.executable, str(ROOT / "scripts/torchrun_nodes.py"), str(processes // gpus), str(gpus)]
     command += [str(script), *SIZES.split(), "--out", str(out), *options.split()]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=180, check=False

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 @pytest.fixture(scope="module")
 def plain_pool():
     """Workers without TE: these tests are about processes."""
-    ranks = 4 if harness.device_type() == "cpu" else torch.cuda.device_count()
+    ranks = 4 if harness.device_type() == "cpu" else harness.gpu_ranks()
     with WorkerPool(ranks, te=False) as pool:
         yield pool
 

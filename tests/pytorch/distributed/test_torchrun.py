@@ -21,8 +21,16 @@ def gathered_ranks(factor: int) -> list:
     return [int(part) for part in parts]
 
 
+LAUNCHERS = {
+    "one-node": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
+    "two-nodes": (["scripts/torchrun_nodes.py", "2", "2"], 4),
+}
+
+
 @pytest.mark.ranks(2)
-def test_a_body_under_torchrun():
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_body_under_torchrun(launcher):
+    command, ranks = LAUNCHERS[launcher]
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -31,8 +39,34 @@ def test_a_body_under_torchrun():
         "OMP_NUM_THREADS": "1",
         "TE_FSDP_TEST_DEVICE": harness.device_type(),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "harness.torchrun", "test_torchrun:gathered_ranks", '{"factor": 3}']
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=here)
+    command = [
+        sys.executable,
+        *command,
+        "-m",
+        "harness.torchrun",
+        "test_torchrun:gathered_ranks",
+        '{"factor": 3}',
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, cwd=here.parents[2]
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == [[0, 3], [0, 3]]
+    expected = [3 * rank for rank in range(ranks)]
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == [expected] * ranks
+
+
+def test_a_node_that_fails_ends_the_others():
+    root = Path(__file__).parents[3]
+    sleeps = "import os, time; assert os.environ['GROUP_RANK'] == '0', 'second node'; time.sleep(60)"
+    command = [
+        sys.executable,
+        "scripts/torchrun_nodes.py",
+        "2",
+        "1",
+        "--no-python",
+        sys.executable,
+        "-c",
+        sleeps,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, cwd=root)
+    assert done.returncode != 0 and "second node" in done.stderr

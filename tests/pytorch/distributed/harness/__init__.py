@@ -46,7 +46,7 @@ machine. Under torchrun: `torchrun --nproc-per-node 2 -m harness.torchrun module
 from __future__ import annotations
 
 from .compare import Comparisons, Difference, assert_close, assert_same_bits, full
-from .devices import backend, device, device_type
+from .devices import backend, device, device_type, gpu_ranks
 from .pool import RaisedError, WorkerPool
 from .report import BodyFailed
 
@@ -62,4 +62,5 @@ __all__ = [
     "device",
     "device_type",
     "full",
+    "gpu_ranks",
 ]

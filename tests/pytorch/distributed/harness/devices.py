@@ -9,6 +9,8 @@ import torch
 
 DEVICE_VARIABLE = "TE_FSDP_TEST_DEVICE"
 """Environment variable "cpu", "cuda" or "auto"; the pytest option --device goes first."""
+NODES_VARIABLE = "TE_FSDP_TEST_NODES"
+"""Environment variable, a number; the pytest option --nodes goes first."""
 
 
 def choose(wanted: str | None = None) -> str:
@@ -43,6 +45,22 @@ def device() -> torch.device:
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def gpu_ranks() -> int:
+    """Ranks that this machine's GPUs can carry: one a GPU, times the nodes it is pretended to be."""
+    return torch.cuda.device_count() * int(os.environ.get(NODES_VARIABLE) or "1")
+
+
+def node_environment(rank: int) -> dict[str, str]:
+    """Variables of a rank's process on GPUs.
+
+    Every pretended node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host, and takes hosts with
+    another name for other machines, to which it talks over sockets: slow, but its own algorithms on real tensors.
+    """
+    node, local = divmod(rank, torch.cuda.device_count())
+    pretended = {"NCCL_HOSTID": f"node{node}"} if gpu_ranks() > torch.cuda.device_count() else {}
+    return {"LOCAL_RANK": str(local), **pretended}
 
 
 def backend() -> str:

@@ -128,7 +128,7 @@ class Processes:
         environment[devices.DEVICE_VARIABLE] = self._device_type
         environment["PYTHONPATH"] = os.pathsep.join([_PACKAGE_PARENT, *(path for path in sys.path if path)])
         if "rank" in extra:
-            environment["LOCAL_RANK"] = str(extra["rank"])
+            environment.update(devices.node_environment(extra["rank"]))
         options = json.dumps({**self._options, **extra})
         return subprocess.Popen([sys.executable, "-m", f"harness.{module}", options], env=environment)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from harness.collectives import recorded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -95,12 +94,14 @@ def costs(dtype: torch.dtype, outer: str, wire: torch.dtype | None = None) -> di
     (te_fsdp.shard_optimizer(optimizer) if outer == "optim" else te_fsdp.main_weights(model, optimizer))
     x = torch.randn(4, 2, 64, device=harness.device(), dtype=dtype)
     model(x).float().square().mean().backward()
-    with counted() as sent:
+    with recorded() as calls:
         optimizer.step()
     parameters = list(model.parameters())
     states = [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"]
     return {
-        "sent": [entry for entry in sent if entry[2] > 8],  # not the amaxes
+        "sent": [
+            (call.kind, f"torch.{call.dtype}", call.given) for call in calls if call.given > 8
+        ],  # not the amaxes
         "state": stored(states),
         "weights": stored(parameters),
         "gradients": stored([p.grad for p in parameters]),
@@ -115,37 +116,6 @@ def stored(tensors: list[Any]) -> int:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[tuple[str, str, int]]]:
-    """Collectives called inside: name, dtype, elements of the input."""
-    found: list[tuple[str, str, int]] = []
-    kinds = {
-        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
-        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
-        "all_reduce": ("all_reduce",),
-        "broadcast": ("broadcast",),
-    }
-    stock = {name: getattr(dist, name) for names in kinds.values() for name in names if hasattr(dist, name)}
-
-    def wrap(kind: str, call: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[1] if kind in ("reduce_scatter", "all_gather") else args[0]
-            found.append((kind, str(tensor.dtype), tensor.numel()))
-            return call(*args, **kwargs)
-
-        return wrapped
-
-    for kind, names in kinds.items():
-        for name in names:
-            if name in stock:
-                setattr(dist, name, wrap(kind, stock[name]))
-    try:
-        yield found
-    finally:
-        for name, call in stock.items():
-            setattr(dist, name, call)
 
 
 def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:

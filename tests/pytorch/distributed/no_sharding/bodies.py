@@ -12,6 +12,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from harness.collectives import recorded
 from parity.runs import Cut, _local, copy_shards, scramble, shards
 from quantization.one_scale import gathered
 from torch import nn
@@ -20,36 +21,6 @@ from no_sharding.models import BATCH, HIDDEN, SEQUENCE, exempt, seeded
 from no_sharding.training import optimizer_of, sharded
 
 UNITS = ["encoder", "blocks.*"]
-#: c10d's functions, and what they are.
-KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count this rank's collectives by kind."""
-    counts: Counter[str] = Counter()
-    stock = {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[KINDS[name]] += 1
-            return stock[name](*args, **kwargs)
-
-        return call
-
-    for name in stock:
-        setattr(dist, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
 
 
 def meshes_of(axes: dict[str, int]) -> Any:
@@ -86,7 +57,7 @@ def cost(
     te_fsdp.fully_shard(model, meshes, units=UNITS)
     model(batch(meshes)).sum().backward()  # what happens once
     te_fsdp.zero_grad(model)
-    with counted() as counts:
+    with recorded() as calls:
         for number in range(microbatches):
             last = number == microbatches - 1
             with te_fsdp.microbatch(model, is_last=last) if told else contextlib.nullcontext():
@@ -94,7 +65,7 @@ def cost(
     hooks = [m._forward_pre_hooks or m._forward_hooks for m in model.encoder.modules()]
     report = te_fsdp.report(model)
     return {
-        **counts,
+        **Counter(call.kind for call in calls),
         "bytes": report.total_bytes,
         "encoder": sum(size for name, size in whole.items() if name.startswith("encoder")),
         "all": sum(whole.values()),

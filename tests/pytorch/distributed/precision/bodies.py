@@ -9,10 +9,11 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from harness.collectives import recorded
 from torch import nn
 
 from precision.oracle import Arithmetic, Oracle
-from precision.wire import recorded
+from precision.wire import travelled
 
 HIDDEN, MIDDLE, TOKENS = 32, 64, 4
 UNITS = ("first", "second")
@@ -147,7 +148,7 @@ def _values(
     for step in range(STEPS):
         batch = torch.randn((2, MICROBATCHES, ranks, TOKENS, HIDDEN), generator=generator)
         x, seed = batch.to(rule.compute).to(harness.device())
-        with recorded() as seen:
+        with recorded() as calls:
             for number in range(MICROBATCHES):
                 last = number == MICROBATCHES - 1
                 if not strategy:
@@ -170,7 +171,7 @@ def _values(
             checks.same_bits(f"step {step} weight {name}", parameter, oracle.main[name])
         optimizer.zero_grad()
     outcome["weights"] = sorted({str(p.dtype) for p in subject.parameters()})
-    outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in seen.items()}
+    outcome["bytes"] = {f"{kind} {dtype}": size for (kind, dtype), size in travelled(calls).items()}
     # Biases begin at zero, which is nothing to compare.
     outcome["comparisons"] = checks.require((1 + 2 * STEPS) * len(oracle.main) - 3)
     return outcome
@@ -263,12 +264,12 @@ def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
     subject = _one_linear(recipe)
     te_fsdp.fully_shard(subject, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
     x = torch.ones((32, subject.weight.shape[1]), dtype=BF16, device=harness.device())
-    with recorded() as seen, _autocast(recipe):
+    with recorded() as calls, _autocast(recipe):
         y = subject(x)
         y.backward(torch.ones_like(y))
     gradients = {name: p.grad.dtype for name, p in subject.named_parameters()}
     return {
-        "bytes": {f"{kind} {dtype}": size for (kind, dtype), size in seen.items()},
+        "bytes": {f"{kind} {dtype}": size for (kind, dtype), size in travelled(calls).items()},
         "weight": subject.weight.numel(),
         "bias": subject.bias.numel(),
         "gradients": sorted({str(dtype) for dtype in gradients.values()}),
@@ -285,9 +286,9 @@ def temporarily(dtype: str) -> dict[str, Any]:
 
     def backward(when: str) -> None:
         x = torch.ones((TOKENS, HIDDEN), dtype=BF16, device=harness.device())
-        with recorded() as travelled:
+        with recorded() as calls:
             subject(x).sum().backward()
-        seen[when] = sorted(dtype for kind, dtype in travelled if kind == "reduce_scatter")
+        seen[when] = sorted({call.dtype for call in calls if call.kind == "reduce_scatter"})
 
     backward("before")
     with te_fsdp.grad_comm(subject, getattr(torch, dtype)):

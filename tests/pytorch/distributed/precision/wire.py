@@ -1,56 +1,21 @@
-"""What crosses the wire: every collective of torch.distributed on bulk data, by kind and dtype."""
+"""Bytes on the wire, by kind of collective and dtype."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
-
-#: Functions of torch.distributed -> kind, and the position of the tensor that this rank sends or gets whole. The old
-#: and the new names of c10d; torch 2.13's FSDP2 calls the new ones, and the old ones call none of them.
-FUNCTIONS = {
-    "all_gather_into_tensor": ("all_gather", 0, "output_tensor"),
-    "all_gather_single": ("all_gather", 0, "output_tensor"),
-    "reduce_scatter_tensor": ("reduce_scatter", 1, "input"),
-    "reduce_scatter_single": ("reduce_scatter", 1, "input"),
-    "all_reduce": ("all_reduce", 0, "tensor"),
-    "all_to_all_single": ("all_to_all", 1, "input"),
-}
+from harness.collectives import Collective
 
 
-@contextmanager
-def recorded() -> Iterator[collections.Counter]:
-    """Bytes by (kind, dtype) of the collectives inside: of the gathered, the scattered, or the reduced whole."""
-    seen: collections.Counter = collections.Counter()
-    stock = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
-    depth = [0]
-
-    def counting(name: str) -> Any:
-        kind, position, keyword = FUNCTIONS[name]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[position] if len(args) > position else kwargs[keyword]
-            if depth[0] == 0:
-                seen[kind, str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
-            depth[0] += 1
-            try:
-                return stock[name](*args, **kwargs)
-            finally:
-                depth[0] -= 1
-
-        return call
-
-    for name in stock:
-        setattr(dist, name, counting(name))
-    try:
-        yield seen
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
+def travelled(calls: Iterable[Collective]) -> collections.Counter[tuple[str, str]]:
+    """Bytes by (kind, dtype): of the gathered, the scattered, or the reduced whole."""
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    for call in calls:
+        if call.kind != "broadcast":  # copies over tp, which no policy is about
+            seen[call.kind, call.dtype] += call.bytes
+    return seen
 
 
 def padded(model: torch.nn.Module, unit: str, ranks: int) -> int:

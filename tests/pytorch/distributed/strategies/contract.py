@@ -10,6 +10,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
+from harness.collectives import recorded
 from torch import nn
 
 from strategies.bodies import compare, gradients, loss_of, parameters, replaced, run, run_whole
@@ -286,14 +287,13 @@ def by_hand(strategy: Any, dp_replicate: int = 1) -> dict[str, Any]:
 def gathered_ahead(strategy: str) -> dict[str, Any]:
     """Units gathered by hand are not gathered again; those that change afterwards are refused."""
     import te_fsdp
-    from strategies.counting import counted
     from te_fsdp.errors import PlacementError
 
     pair = Pair(strategy)
     pair.whole_step()
     te_fsdp.start_param_gather(pair.model, ["blocks.0"])
     te_fsdp.finish_param_gather(pair.model)
-    with counted() as calls, torch.no_grad():
+    with recorded() as calls, torch.no_grad():
         loss = loss_of(pair.model, pair.mine()[0])
     assert not calls, calls
     pair.checks.close("loss", loss, loss_of(pair.reference, pair.mine()[0]), 1e-5, "fp32")

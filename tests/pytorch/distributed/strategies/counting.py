@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import gc
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
-from precision.wire import FUNCTIONS
+from harness.collectives import recorded
 from torch import nn
 
 from strategies.bodies import loss_of, run
@@ -20,34 +17,6 @@ from strategies.models import batch, optimizer_of, sharded
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LOOPS = ("plain", "microbatch", "no_sync")
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[collections.Counter]:
-    """Calls of torch.distributed's collectives, by kind."""
-    seen: collections.Counter = collections.Counter()
-    stock = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
-    depth = [0]
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if depth[0] == 0:  # old names may call new ones
-                seen[FUNCTIONS[name][0]] += 1
-            depth[0] += 1
-            try:
-                return stock[name](*args, **kwargs)
-            finally:
-                depth[0] -= 1
-
-        return call
-
-    for name in stock:
-        setattr(dist, name, counting(name))
-    try:
-        yield seen
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
 
 
 def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, dict[str, int]]:
@@ -71,11 +40,11 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
             te_fsdp.shard_optimizer(optimizer)
         inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
         for loop in ("plain", *LOOPS):  # the first one warms up
-            with counted() as calls:
+            with recorded() as calls:
                 run(model, inputs, loop)
                 optimizer.step()
             optimizer.zero_grad()
-            found[f"{strategy} {loop}"] = dict(calls)
+            found[f"{strategy} {loop}"] = dict(collections.Counter(call.kind for call in calls))
     return found
 
 
@@ -92,11 +61,11 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
         model = te_fsdp.fully_shard(nn.Sequential(*layers), meshes, units=nn.Linear, strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for loop in LOOPS:
-            with counted() as calls:
+            with recorded() as calls:
                 run(model, inputs, loop)
                 optimizer.step()
             optimizer.zero_grad()
-            found[f"{strategy} {loop}"] = calls["all_gather"]
+            found[f"{strategy} {loop}"] = sum(call.kind == "all_gather" for call in calls)
     return found
 
 

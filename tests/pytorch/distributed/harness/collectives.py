@@ -1,0 +1,78 @@
+"""What crosses the wire: the collectives that a body calls through `torch.distributed`, by kind, dtype and size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+#: Functions of torch.distributed -> kind, place and name of the tensor that has all ranks' parts (or the only one), and
+#: of the one that this rank gives. The old and the new names of c10d; old ones may call new ones.
+_FUNCTIONS = {
+    "all_gather_into_tensor": ("all_gather", (0, "output_tensor"), (1, "input_tensor")),
+    "all_gather_single": ("all_gather", (0, "output_tensor"), (1, "input_tensor")),
+    "reduce_scatter_tensor": ("reduce_scatter", (1, "input"), (1, "input")),
+    "reduce_scatter_single": ("reduce_scatter", (1, "input"), (1, "input")),
+    "all_reduce": ("all_reduce", (0, "tensor"), (0, "tensor")),
+    "all_to_all_single": ("all_to_all", (1, "input"), (1, "input")),
+    "broadcast": ("broadcast", (0, "tensor"), (0, "tensor")),
+}
+
+
+class Collective(NamedTuple):
+    """One call.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+        dtype: of its tensors, as in "float32".
+        whole: elements of all ranks' parts together: what is gathered, scattered or reduced.
+        given: elements that this rank gives.
+        bytes: of the whole.
+    """
+
+    kind: str
+    dtype: str
+    whole: int
+    given: int
+    bytes: int
+
+
+@contextmanager
+def recorded() -> Iterator[list[Collective]]:
+    """Collectives called inside, in order. A call that another one makes is part of that one."""
+    seen: list[Collective] = []
+    stock = {name: getattr(dist, name) for name in _FUNCTIONS if hasattr(dist, name)}
+    depth = [0]
+
+    def recording(name: str) -> Any:
+        kind, *places = _FUNCTIONS[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if depth[0] == 0:
+                whole, given = (args[at] if len(args) > at else kwargs[key] for at, key in places)
+                seen.append(_described(kind, whole, given))
+            depth[0] += 1
+            try:
+                return stock[name](*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, recording(name))
+    try:
+        yield seen
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def _described(kind: str, whole: torch.Tensor, given: torch.Tensor) -> Collective:
+    size = whole.numel()
+    return Collective(
+        kind, str(whole.dtype).removeprefix("torch."), size, given.numel(), size * whole.element_size()
+    )
