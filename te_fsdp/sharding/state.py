@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,6 +107,7 @@ class ShardingState:
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
+        mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
 
@@ -127,6 +129,7 @@ class ShardingState:
     gathers: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None
+    mixing: ExitStack = field(default_factory=ExitStack)
     recognised: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
@@ -233,6 +236,7 @@ def recover(state: ShardingState) -> None:
     After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
     microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
     """
+    state.mixing.close()  # of a step that raised
     phases = {root: _fsdp2.interrupted(root) for root in state.roots()}
     lost = "backward" in phases.values()
     for root, phase in phases.items():

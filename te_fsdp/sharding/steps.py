@@ -1,7 +1,8 @@
 """What happens by itself around forward and ``optimizer.step()``, for models of ``fully_shard``.
 
     before a forward   what an exception has left half done is mended; stale gathered weights are refused
-    before a step      gradients are complete, or it raises; outer reductions; copies over tp made equal; main gradients
+    before a step      gradients are complete, or it raises; outer reductions; copies over tp made equal; main
+                       gradients; torch is told to take unsharded parameters and DTensors together
     after a step       main weights installed; kept weights released, so that the next forward gathers the new ones
 
 The hooks of optimizers are torch's global ones, and look only at parameters that ``fully_shard`` has marked.
@@ -12,6 +13,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _torch
@@ -163,10 +167,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in states:
         if state.precision_plan is not None:
             state.precision_plan.before_step(optimizer)
+    if states and _mixes(optimizer):
+        states[0].mixing.close()
+        states[0].mixing.enter_context(implicit_replication())
+
+
+def _mixes(optimizer: Optimizer) -> bool:
+    """Whether torch would refuse a group's foreach and fused kernels: some parameters are DTensors, others are not.
+
+    Optimizers choose these kernels by themselves on GPUs. Parameters that are not sharded count as replicated; updates
+    are by element, so that each rank's part is what it would be alone.
+    """
+    return any(
+        len({isinstance(p, DTensor) for p in group["params"]}) == 2 for group in optimizer.param_groups
+    )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for state in _states(optimizer)[0]:
+    states, parameters = _states(optimizer)
+    # Foreach and fused kernels change DTensors without counting it (torch 2.11 to 2.13).
+    increment_version(parameters)
+    for state in states:
+        state.mixing.close()
         if state.precision_plan is not None:
             state.precision_plan.after_step(optimizer)
         for finish in state.after_step:

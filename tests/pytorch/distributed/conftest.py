@@ -27,6 +27,7 @@ class Pools:
         self.current: WorkerPool | None = None
         self.timings: list = []
         self._support: dict[str, tuple[bool, str]] | None = None
+        self._single: dict[str, str] = {}
 
     def get(self, arch: str) -> WorkerPool:
         """The pool for an architecture."""
@@ -45,12 +46,21 @@ class Pools:
             self._support = pool.run(bodies.recipe_support, 1, init_group=False)[0]
         return self._support
 
+    def single_grouped_problem(self, arch: str, recipe: str) -> str:
+        """Why the device cannot train one parameter for all experts, or nothing."""
+        pool = self.get(arch)
+        if recipe not in self._single:
+            self._single[recipe] = pool.run(
+                bodies.single_grouped_problem, 1, recipe=recipe, init_group=False
+            )[0]
+        return self._single[recipe]
+
     def close(self) -> None:
         """End the workers."""
         if self.current is not None:
             self.timings += self.current.timings
             self.current.close()
-        self.current = self._support = None
+        self.current, self._support, self._single = None, None, {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(n): the test needs n ranks; skipped where there are fewer GPUs",
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
+        "single_grouped: skipped, with TE's reason, where the device cannot train one parameter for all experts",
         "every(n): each n-th case only, all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
@@ -190,6 +201,10 @@ def pool(request: pytest.FixtureRequest, _pools: Pools, arch: str) -> WorkerPool
             supported, reason = _pools.support(arch)[recipe]
             if not supported:
                 pytest.skip(reason)
+    if request.node.get_closest_marker("single_grouped"):
+        problem = _pools.single_grouped_problem(arch, _parameter(request.node, "recipe", str) or "none")
+        if problem:
+            pytest.skip(problem)
     return _pools.get(arch)
 
 

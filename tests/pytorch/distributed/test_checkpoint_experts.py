@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from checkpointing import experts
 from checkpointing.experts import Case, Place
+from harness import bodies as harness_bodies
 
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
@@ -34,7 +35,7 @@ def check(results: list[dict], pairs: int) -> None:
 
 
 def skip_without_grouped_kernels(pool, recipe: str = "none") -> None:
-    (problem,) = pool.run(experts.single_problem, 1, recipe=recipe)
+    (problem,) = pool.run(harness_bodies.single_grouped_problem, 1, recipe=recipe)
     if problem:
         pytest.skip(problem)
 

@@ -168,6 +168,7 @@ def _single(
     return pool.run(bodies.training, ranks(mesh), env=SINGLE, **options)
 
 
+@pytest.mark.single_grouped
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("mesh", "recipe", "bias"),
@@ -179,6 +180,7 @@ def test_one_parameter_for_all_experts(pool, mesh, recipe, bias):
         assert max(outcome["shares"].values()) <= 1
 
 
+@pytest.mark.single_grouped
 @pytest.mark.ranks(4)
 def test_placements_of_two_dims_on_the_stack_are_found(pool):
     with pytest.raises(BodyFailed, match=r"initial mixture\.(up|down)\.weight"):

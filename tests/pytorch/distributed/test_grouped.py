@@ -42,6 +42,7 @@ def case(mesh, experts, splits, recipe="none", *, quantized=False, **options):
     )
 
 
+@pytest.mark.single_grouped
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mesh", "experts", "splits", "recipe", "quantized", "options"),
@@ -65,6 +66,7 @@ def test_both_forms(pool, mesh, experts, splits, recipe, quantized, options):
         assert outcome["checked"]["real"] >= 4 * bodies.STEPS
 
 
+@pytest.mark.single_grouped
 @pytest.mark.arch("9.0")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "quantized"), [("block", True), ("current", False)])
@@ -75,6 +77,7 @@ def test_both_forms_on_hopper(pool, recipe, quantized):
         assert outcome["checked"]["real"] >= 4 * bodies.STEPS
 
 
+@pytest.mark.single_grouped
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("mesh", "unused"), [(DP2, 1), (TP2, 2)], ids=["dp2", "tp2"])
 def test_one_process(pool, mesh, unused):
@@ -83,6 +86,7 @@ def test_one_process(pool, mesh, unused):
         assert outcome["checked"]["real"] >= 4 and outcome["unused"] == unused
 
 
+@pytest.mark.single_grouped
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("experts", "quantized"), [(3, False), (1, True)])
 def test_torchs_fully_shard(pool, experts, quantized):
@@ -90,6 +94,7 @@ def test_torchs_fully_shard(pool, experts, quantized):
     assert [outcome["held"] for outcome in outcomes] == {3: [2, 1], 1: [1, 0]}[experts]
 
 
+@pytest.mark.single_grouped
 @pytest.mark.ranks(2)
 def test_placements_of_a_flat_weight_are_caught(pool):
     """The fault of TransformerEngine PR #2713: 2-D placements, reused on the stack of all experts, cut the experts."""
@@ -103,7 +108,10 @@ def test_placements_of_a_flat_weight_are_caught(pool):
 
 @pytest.mark.every(2)
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("single", [True, False], ids=["single", "discrete"])
+@pytest.mark.parametrize(
+    "single",
+    [pytest.param(True, id="single", marks=pytest.mark.single_grouped), pytest.param(False, id="discrete")],
+)
 @pytest.mark.parametrize(
     ("mesh", "experts"), [(DP4, 2), (DP2_TP2, 2), (EP2_DP2, 4)], ids=["dp4", "dp2xtp2", "dp2xep2"]
 )

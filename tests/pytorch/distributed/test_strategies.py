@@ -117,7 +117,6 @@ def test_nothing_is_gathered_ahead_in_vain(pool):
         assert outcome == {name: value(table[name][0], 3, 2) for name in outcome}
 
 
-@pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", counting.STRATEGIES)
 def test_bytes(pool, strategy):

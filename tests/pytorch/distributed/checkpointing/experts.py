@@ -187,15 +187,6 @@ def _together(name: str, held: list[tuple[tuple[int, ...], list[tuple[Any, torch
     return whole
 
 
-def single_problem(recipe: str) -> str:
-    """Why this device cannot multiply with one parameter for all experts; empty if it can."""
-    from matrix.models import recipe_of
-
-    from te_fsdp.quantized.grouped_support import grouped_path_problem
-
-    return grouped_path_problem(None) or grouped_path_problem(recipe_of(recipe))
-
-
 def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 

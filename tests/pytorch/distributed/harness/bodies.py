@@ -17,3 +17,16 @@ def recipe_support() -> dict[str, tuple[bool, str]]:
     import transformer_engine.pytorch as te
 
     return {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}
+
+
+def single_grouped_problem(recipe: str) -> str:
+    """Why this device cannot multiply with one parameter for all experts under a recipe; empty if it can.
+
+    Args:
+        recipe: "none" or a name in RECIPES.
+    """
+    from matrix.models import recipe_of
+
+    from te_fsdp.quantized.grouped_support import grouped_path_problem
+
+    return grouped_path_problem(None) or grouped_path_problem(recipe_of(recipe))

@@ -53,11 +53,13 @@ def gpu_ranks() -> int:
 
 
 def node_environment(rank: int) -> dict[str, str]:
-    """Variables of a rank's process on GPUs.
+    """What says where a rank runs: on the CPU one node, all of whose ranks share the machine.
 
-    Every pretended node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host, and takes hosts with
-    another name for other machines, to which it talks over sockets: slow, but its own algorithms on real tensors.
+    On GPUs every pretended node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host; a host with
+    another name it takes for another machine, and talks to it over sockets: slow, but by its own algorithms.
     """
+    if device_type() == "cpu":
+        return {"LOCAL_RANK": str(rank)}
     node, local = divmod(rank, torch.cuda.device_count())
     pretended = {"NCCL_HOSTID": f"node{node}"} if gpu_ranks() > torch.cuda.device_count() else {}
     return {"LOCAL_RANK": str(local), **pretended}

@@ -253,7 +253,7 @@ def _rank_environment(rank: int, world_size: int, store: dist.TCPStore | None) -
     """What torchrun sets; with a store, that of torchrun's agent, which spares the workers hosting one."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        **devices.node_environment(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",

@@ -50,8 +50,19 @@ def preload(te: bool, arch: str | None) -> None:
     if not te:
         return
     if devices.device_type() == "cpu":
+        _foreach_as_on_gpus()
         importlib.import_module("te_fsdp.emulation").install(arch=arch)
     importlib.import_module("transformer_engine.pytorch")
+
+
+def _foreach_as_on_gpus() -> None:
+    """Let torch's optimizers take all tensors at once by default, as they do on GPUs: which may refuse a mixture."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    devices_with_kernels = _foreach_utils._get_foreach_kernels_supported_devices()
+    for module in (optimizer, _foreach_utils):
+        module._get_foreach_kernels_supported_devices = lambda: [*devices_with_kernels, "cpu"]
 
 
 def seed_everything(seed: int = 0) -> None:

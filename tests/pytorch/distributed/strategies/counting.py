@@ -72,14 +72,20 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
 # --- memory
 
 
+#: Features into, within and out of the model: rows that two ranks do not divide. On GPUs large beside the blocks of 512
+#: bytes that the allocator deals out.
+SIZES = {"cpu": (256, 301, 99), "cuda": (2048, 2409, 793)}
+
+
 class Wide(nn.Module):
-    """Two units and a root, large enough that counters do not matter; rows that two ranks do not divide."""
+    """Two units and a root, large enough that counters do not matter."""
 
     def __init__(self) -> None:
         super().__init__()
         device = harness.device()
-        self.blocks = nn.ModuleList(nn.Linear(256, 301, device=device) for _ in range(2))
-        self.head = nn.Linear(301, 99, device=device)
+        inner, middle, outer = SIZES[device.type]
+        self.blocks = nn.ModuleList(nn.Linear(inner, middle, device=device) for _ in range(2))
+        self.head = nn.Linear(middle, outer, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.blocks
@@ -87,18 +93,28 @@ class Wide(nn.Module):
 
 
 def memory(strategy: str) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank holds beside those that are expected: between microbatches, and between steps."""
+    """Bytes that this rank holds beside those that are expected: between microbatches, and between steps.
+
+    On GPUs by the allocator.
+    """
+    if harness.device_type() == "cuda":
+        _memory(strategy)  # workspaces of cuBLAS, allocated once
+    return _memory(strategy)
+
+
+def _memory(strategy: str) -> dict[str, tuple[int, int]]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    inner, middle, _ = SIZES[harness.device_type()]
     before = _storages()
     torch.manual_seed(0)
     model = te_fsdp.fully_shard(Wide(), meshes, units="blocks.*", strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     whole, cut, rows = _elements(model, meshes.size("dp_shard"))
     # FSDP2 keeps what it has sent last, here one block's gradients with rows filled up, until the next reduction.
-    in_flight = 2 * -(-301 // 2) * (256 + 1)
-    x = torch.randn(8, 256, device=harness.device())
+    in_flight = 2 * -(-middle // 2) * (inner + 1)
+    x = torch.randn(8, inner, device=harness.device())
     found = {}
     for _ in range(2):
         with te_fsdp.microbatch(model, is_last=False):
@@ -127,7 +143,7 @@ def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:
 
 
 def _storages() -> int:
-    """Bytes of all storages that Python can reach, each once, gradients included.
+    """Bytes of all storages that Python can reach, each once, gradients included; on GPUs, what is allocated.
 
     The least of a few looks: gloo's threads let go of what they have sent a moment after the collective has ended.
     """
@@ -140,6 +156,9 @@ def _storages() -> int:
 
 def _reachable() -> int:
     gc.collect()
+    if harness.device_type() == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
     found = {}
     for item in gc.get_objects():
         if not isinstance(item, torch.Tensor) or item.is_meta:
