@@ -18,7 +18,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,18 +137,22 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, fp8: bool, devi
 
 def build_fsdp2(variant: Variant, options: argparse.Namespace, fp8: bool, device: torch.device) -> Any:
     """Torch's own: FSDP2 with the closest setting, DDP where nothing is sharded."""
-    from contextlib import nullcontext
-
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     with te.quantized_model_init(enabled=fp8, recipe=Float8CurrentScaling()):
-        ddp = variant.strategy == "no_shard"
-        model: Any = Model(options, torch.bfloat16 if fp8 or ddp else torch.float32, device)
-    if ddp:
+        model: Any = Model(options, torch.bfloat16 if fp8 else torch.float32, device)
+    if variant.strategy == "no_shard":
         model = DistributedDataParallel(model)
         optimizer = make_optimizer(model, fp8)
-        return model, optimizer, lambda is_last: nullcontext() if is_last else model.no_sync()
+
+        @contextmanager
+        def whole_microbatch(is_last: bool) -> Iterator[None]:
+            unsynced = nullcontext() if is_last else model.no_sync()
+            with unsynced, torch.autocast(device.type, torch.bfloat16, enabled=not fp8):
+                yield
+
+        return model, optimizer, whole_microbatch
     shape, names = ((OUTER, dist.get_world_size() // OUTER), ("replicate", "shard"))
     if variant.outer is None:
         shape, names = (dist.get_world_size(),), ("shard",)
@@ -170,8 +175,6 @@ def build_fsdp2(variant: Variant, options: argparse.Namespace, fp8: bool, device
 
 def build_megatron(variant: Variant, options: argparse.Namespace, fp8: bool, device: torch.device) -> Any:
     """megatron-fsdp's."""
-    from contextlib import nullcontext
-
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     with te.quantized_model_init(
@@ -323,27 +326,32 @@ def main() -> None:
                 rounds.setdefault(key, []).append(attempt(variant, options, weights == "fp8", device))
                 if dist.get_rank() == 0:
                     print(f"round {number}: {key}: {rounds[key][-1]}", flush=True)
+        if dist.get_rank() == 0:  # after every round: a machine may be taken away
+            write_down(options, device, rounds)
     if dist.get_rank() == 0:
-        report(options, device, rounds)
+        for weights in options.weights:
+            Console(width=140).print(table(medians(rounds), weights))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(
-    options: argparse.Namespace, device: torch.device, rounds: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Tables for people, JSON for the file."""
-    results = {
+def medians(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Of each variant the medians over the rounds so far, or the reason against it."""
+    return {
         key: next((f for f in found if "refused" in f), None)
         or {name: statistics.median(f[name] for f in found) for name in ("ms", "bytes")}
         for key, found in rounds.items()
     }
-    for weights in options.weights:
-        Console(width=140).print(table(results, weights))
+
+
+def write_down(
+    options: argparse.Namespace, device: torch.device, rounds: dict[str, list[dict[str, Any]]]
+) -> None:
+    """The results as JSON."""
     if options.out:
         sizes = {key: value for key, value in vars(options).items() if key != "out"}
         whole = {"machine": machine(device), "ranks": dist.get_world_size(), "options": sizes}
-        text = json.dumps({**whole, "results": results, "rounds": rounds}, indent=1)
+        text = json.dumps({**whole, "results": medians(rounds), "rounds": rounds}, indent=1)
         Path(options.out).write_text(text + "\n", encoding="utf-8")
 
 

@@ -155,10 +155,9 @@ def test_differing_copies(pool, where, kind, words):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("form", [("none", "fp32"), ("mxfp8", "quantized")])
-def test_experts(pool, form):
+@pytest.mark.parametrize(("recipe", "weights"), [("none", "fp32"), ("mxfp8", "quantized")])
+def test_experts(pool, recipe, weights):
     """Each rank of ep holds other experts; their gradients are divided as those of dense parameters are."""
-    recipe, weights = form
     options = {"experts": 4, "bias": False, "route": "every", "strategy": "no_shard"}
     pool.run(experts.training, 4, axes={"ep": 2, "dp_shard": 2}, recipe=recipe, weights=weights, **options)
 

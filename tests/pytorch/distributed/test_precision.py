@@ -183,17 +183,22 @@ MEMORY = {
     ),
     "quantized": ({}, "current", {"weights": 1, "reduced": 4, "unreduced": 4, "main": 4}),
 }
+TRANSPOSED = 2
+"""Hopper multiplies FP8 along rows alone: quantized weights hold their transposes as well."""
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_memory_is_that_of_the_table(pool):
+@pytest.mark.arch("10.0", "9.0")
+def test_memory_is_that_of_the_table(pool, arch):
     """Within 1 %: what is not counted are scales and the few elements of biases that are not quantized."""
     cases = {name: {"policy": policy, "recipe": recipe} for name, (policy, recipe, _) in MEMORY.items()}
     for found in pool.run(memory.held, 2, cases=cases):
         for name, (_, _, size) in MEMORY.items():
             got, elements = found[name], found[name]["elements"]
             weights = size["weights"] * elements
+            if name == "quantized" and arch == "9.0":
+                weights *= TRANSPOSED
             expected = {
                 "weights": weights,
                 "unreduced": weights + size["unreduced"] * 2 * elements,

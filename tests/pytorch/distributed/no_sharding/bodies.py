@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,8 @@ import harness
 import torch
 import torch.distributed as dist
 from harness.collectives import recorded
-from parity.runs import Cut, _local, copy_shards, scramble, shards
+from harness.memory import live_bytes
+from parity.runs import Cut, copy_shards, scramble, shards
 from quantization.one_scale import gathered
 from torch import nn
 
@@ -72,18 +71,6 @@ def cost(
         "hooks": sum(map(bool, hooks)),
         "noted": sorted(row.name for row in report if "no_shard" in row.note),
     }
-
-
-def live_bytes() -> int:
-    """Bytes of all tensors that this process can reach, each storage once."""
-    time.sleep(0.1)  # gloo's threads let go of what they have sent a moment after the collective has ended
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not item.is_meta:
-            storage = _local(item).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def no_second_copy(axes: dict[str, int], strategy: str) -> dict[str, float]:

@@ -7,8 +7,9 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from harness.memory import allocated as bytes_allocated
+from harness.memory import size_of, storages
 from quantization.alignment import pair
-from quantization.memory import _allocated, _storages
 
 from precision.bodies import Pair, dtypes
 
@@ -37,7 +38,7 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
     import te_fsdp
     from te_fsdp import _torch
 
-    before, allocated = _storages(), _allocated()
+    before, allocated = storages(), bytes_allocated()
     model = pair(recipe, HIDDEN, MIDDLE, "meta") if recipe else _plain()
     te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
     te_fsdp.materialize(model, seed=3)
@@ -52,10 +53,10 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
         waiting = [
             managed._unsharded_param.grad for managed in _torch.managed_by(model) if when == "unreduced"
         ]
-        live = {ptr: t for ptr, t in _storages().items() if ptr not in before}
-        size = sum(t.untyped_storage().nbytes() for t in live.values())
+        live = {ptr: t for ptr, t in storages().items() if ptr not in before}
+        size = size_of(live)
         del waiting
-        outcome[when] = size if harness.device_type() == "cpu" else _allocated() - allocated
+        outcome[when] = size if harness.device_type() == "cpu" else bytes_allocated() - allocated
 
     measure("weights")
     for when, sync in (("unreduced", False), ("reduced", True)):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from harness.memory import allocated as bytes_allocated
+from harness.memory import size_of, storages
 
 from quantization import bodies
 from quantization.alignment import Pair, pair
@@ -63,7 +63,7 @@ def accounted(
 
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
     _warm_up(recipe, hidden)
-    before, allocated = _storages(), _allocated()
+    before, allocated = storages(), bytes_allocated()
     with _broken(fault):
         torch.manual_seed(bodies.SEED)
         model = pair(recipe, hidden, middle, "meta" if meta else harness.device(), **meshes.te_kwargs())
@@ -98,18 +98,18 @@ def _compare(
             module.reshard()  # type: ignore[operator]
     overhead = 2 * PER_WEIGHT[recipe] + (0 if optimizer is None else OPTIMIZER)
     held = {storage.data_ptr(): storage.nbytes() for storage in _held(model, optimizer)}
-    live = {ptr: t for ptr, t in _storages().items() if ptr not in before}
+    live = {ptr: t for ptr, t in storages().items() if ptr not in before}
     rest = sorted((t.untyped_storage().nbytes(), ptr) for ptr, t in live.items() if ptr not in held)
     # The report's bytes are those of the buffers: the same sum by another way.
     reported = te_fsdp.report(model).total_bytes
     own = sum({s.data_ptr(): s.nbytes() for s in _held(model, None)}.values())
     return {
-        "live": sum(t.untyped_storage().nbytes() for t in live.values()),
+        "live": size_of(live),
         "held": sum(held.values()),
         "parameters": own,
         "reported": reported,
         "overhead": overhead,
-        "allocated": None if harness.device_type() == "cpu" else _allocated() - allocated,
+        "allocated": None if harness.device_type() == "cpu" else bytes_allocated() - allocated,
         "tensors": len(live),
         "rest": [(tuple(live[ptr].shape), str(live[ptr].dtype), size) for size, ptr in rest[:-7:-1]],
         "full": math.prod(model.first.weight.shape) + math.prod(model.second.weight.shape),
@@ -127,28 +127,6 @@ def _held(model: Pair, optimizer: Any) -> Iterator[torch.UntypedStorage]:
         local = _torch.local_of(tensor)
         for buffer in _te.buffers_of(local) if _te.is_quantized(local) else [local]:
             yield buffer.untyped_storage()
-
-
-def _storages() -> dict[int, torch.Tensor]:
-    """One plain tensor per live storage of this process, by address. Empty and meta storages left out."""
-    time.sleep(0.1)  # gloo's threads let go of what they have sent a moment after the collective has ended
-    gc.collect()
-    found = {}
-    for item in gc.get_objects():
-        if type(item) in (torch.Tensor, torch.nn.Parameter) and not item.is_meta:
-            storage = item.untyped_storage()
-            if storage.nbytes() > 0:
-                found[storage.data_ptr()] = item.detach()
-    return found
-
-
-def _allocated() -> int:
-    """Bytes that the CUDA allocator has given out."""
-    if harness.device_type() == "cpu":
-        return 0
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
 
 
 def _warm_up(recipe: str, hidden: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import gc
-import time
 
 import harness
 import torch
 import torch.distributed as dist
 from harness.collectives import recorded
+from harness.memory import live_bytes
 from torch import nn
 
 from strategies.bodies import loss_of, run
@@ -107,7 +106,7 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     inner, middle, _ = SIZES[harness.device_type()]
-    before = _storages()
+    before = live_bytes()
     torch.manual_seed(0)
     model = te_fsdp.fully_shard(Wide(), meshes, units="blocks.*", strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -119,12 +118,12 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
     for _ in range(2):
         with te_fsdp.microbatch(model, is_last=False):
             loss_of(model, x).backward()
-        found["between microbatches"] = _storages() - before - x.nbytes
+        found["between microbatches"] = live_bytes() - before - x.nbytes
         with te_fsdp.microbatch(model, is_last=True):
             loss_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found["between steps"] = _storages() - before - x.nbytes
+        found["between steps"] = live_bytes() - before - x.nbytes
     shards = strategy != "no_shard"
     weights, state = (cut, 2 * rows) if shards else (whole, 2 * whole)
     kept = whole if strategy in ("optim", "optim_grads") else 0
@@ -140,32 +139,3 @@ def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:
     whole = sum(p.numel() for p in model.parameters())
     cut = sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in model.parameters())
     return whole, cut, sum(_torch.local_of(p).numel() for p in model.parameters())
-
-
-def _storages() -> int:
-    """Bytes of all storages that Python can reach, each once, gradients included; on GPUs, what is allocated.
-
-    The least of a few looks: gloo's threads let go of what they have sent a moment after the collective has ended.
-    """
-    looks = []
-    for _ in range(4):
-        time.sleep(0.05)
-        looks.append(_reachable())
-    return min(looks)
-
-
-def _reachable() -> int:
-    gc.collect()
-    if harness.device_type() == "cuda":
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-    found = {}
-    for item in gc.get_objects():
-        if not isinstance(item, torch.Tensor) or item.is_meta:
-            continue
-        for tensor in (item, item.grad if item.is_leaf else None):
-            local = getattr(tensor, "_local_tensor", tensor)
-            if local is not None:
-                storage = local.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
