@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from machine import machine
+from machine import join, machine
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -164,11 +164,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, write down."""
     options = arguments()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = join()
     box = [
         options.directory or tempfile.mkdtemp(prefix="te_fsdp-benchmark-") if dist.get_rank() == 0 else None
     ]

@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["machine"]
+__all__ = ["join", "machine"]
+
+
+def join() -> torch.device:
+    """Start torch.distributed in a rank of a torchrun; returns the rank's device. Collective over the world."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return device
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -28,10 +39,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         text=True,
         check=False,
     )
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
     words = " ".join(Path(word).name for word in sys.argv)  # whose folders these were is nobody's business
     return {
-        "commit": commit.stdout.strip() + (" (changed)" if changed.stdout.strip() else ""),
-        "command": f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')} benchmarks/{words}",
+        "commit": (commit.stdout.strip() or archived(root))
+        + (" (changed)" if changed.stdout.strip() else ""),
+        "command": f"{launcher} benchmarks/{words}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": platform.processor() or platform.machine(),
@@ -39,3 +53,9 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def archived(root: Path) -> str:
+    """The commit that `git archive` wrote down, where there is no repository."""
+    words = (root / ".git_archival.txt").read_text(encoding="utf-8").split()
+    return words[-1] if "$" not in words[-1] else ""
