@@ -1,0 +1,160 @@
+"""The documentation's code is run, and what it mentions exists: names, arguments, files, tests.
+
+The quickstart's Python blocks, joined, are the script that its commands start; both are taken from the page.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fsdp
+
+ROOT = Path(__file__).resolve().parents[2]
+MORE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/fsdp2_tp/README.md"]
+PAGES = [*(ROOT / page for page in MORE), *sorted((ROOT / "docs").glob("*.md"))]
+QUICKSTART = ROOT / "docs/quickstart.md"
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Contents of the page's fenced blocks of a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def run(command: str, folder: Path) -> str:
+    """Run a command of the page with this interpreter; returns what it printed."""
+    program, *arguments = shlex.split(command)
+    module = {"torchrun": "torch.distributed.run", "te-fsdp": "te_fsdp.cli"}[program]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def losses(output: str) -> dict[int, float]:
+    """Step -> loss of the lines that the script prints."""
+    return {
+        int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", output, re.MULTILINE)
+    }
+
+
+def test_the_quickstart_runs(tmp_path):
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < 4:
+        pytest.skip(f"the quickstart's commands need 4 GPUs, found {gpus}")
+    (tmp_path / "quickstart.py").write_text("\n".join(blocks(QUICKSTART, "python")))
+    language = "text" if gpus else "sh"
+    lines = [line for block in blocks(QUICKSTART, language) for line in block.splitlines()]
+    *commands, look = [line for line in lines if line.startswith(("torchrun", "te-fsdp"))]
+    assert len(commands) == 2, commands
+    assert all(("te_fsdp.emulation" in command) == (gpus == 0) for command in commands), commands
+
+    first, second = (run(command, tmp_path) for command in commands)
+    assert "placements" in first, f"no report in\n{first}"
+    assert "float8 (bfloat16)" in first, f"no quantized weight in\n{first}"
+    assert list(losses(first)) == list(range(10)), first
+    assert list(losses(second)) == list(range(10, 20)), second
+    everything = [*losses(first).values(), *losses(second).values()]
+    assert all(math.isfinite(loss) for loss in everything), everything
+    # Ten steps take a fifth off the toy task's loss: a resume without the weights would begin at the top.
+    assert losses(second)[10] < 0.9 * losses(first)[0], everything
+    assert json.loads(run(f"{look} --json", tmp_path))["extra"]["step"] == 20
+
+
+@every_page
+def test_code_blocks_are_python(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+@every_page
+def test_names_exist(page):
+    for name in sorted(set(re.findall(r"(?<![\"\w])te_fsdp(?:\.[A-Za-z_]\w*)+", page.read_text()))):
+        if name != "te_fsdp.json":  # a checkpoint's manifest
+            find(name)
+
+
+@every_page
+def test_arguments_in_code_blocks_exist(page):
+    for block in blocks(page, "python"):
+        for name, arguments, keywords in calls(block):
+            inspect.signature(find(name)).bind_partial(*arguments, **dict.fromkeys(keywords))
+
+
+@every_page
+def test_files_and_tests_exist(page):
+    text = page.read_text()
+    linked = {
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target
+    }
+    gone = [target for target in sorted(linked) if target and not (page.parent / target).exists()]
+    assert not gone, f"{page.name} links to {gone}"
+    named = re.findall(r"\b((?:tests|scripts|examples|benchmarks|constraints|docs)/[\w/]+\.\w+)", text)
+    assert not [path for path in named if not (ROOT / path).exists()]
+    for tests, names in re.findall(r"(test_\w+\.py)((?:`?,?\s*`?::test_\w+)*)", text):
+        sources = [path.read_text() for path in ROOT.glob(f"tests/**/{tests}")]
+        assert sources, f"{page.name} names {tests}, which is gone"
+        for name in re.findall(r"test_\w+", names):
+            assert any(f"def {name}(" in source for source in sources), f"{page.name} names {tests}::{name}"
+
+
+def test_the_reference_lists_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    names = [f"te_fsdp.{name}" for name in te_fsdp.__all__ if name not in ("__version__", "checkpoint")]
+    names += [f"te_fsdp.checkpoint.{name}" for name in te_fsdp.checkpoint.__all__]
+    errors = {
+        f"te_fsdp.{name}" for name in importlib.import_module("te_fsdp.errors").__all__
+    }  # docs/errors.md
+    assert not [name for name in names if name not in errors and not re.search(rf"{re.escape(name)}\b", page)]
+
+
+def calls(block: str) -> Iterator[tuple[str, list[None], list[str]]]:
+    """(name, positional arguments, keywords) of the calls of te_fsdp's functions in a block."""
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("te_fsdp."):
+            yield name, [None] * len(node.args), [keyword.arg for keyword in node.keywords if keyword.arg]
+
+
+@functools.cache
+def find(name: str) -> object:
+    """The module or attribute of a dotted name of te_fsdp."""
+    first, *rest = name.split(".")
+    found = importlib.import_module(first)
+    if rest[0] in te_fsdp._MODULES:  # subclasses of TransformerEngine's, which may be absent
+        return object
+    for n, part in enumerate(rest, 1):
+        if not hasattr(found, part):
+            importlib.import_module(".".join([first, *rest[:n]]))
+        found = getattr(found, part)
+    return found
+
+
+def test_wrong_names_and_arguments_are_noticed():
+    find("te_fsdp.errors.MeshError")
+    for name in ("te_fsdp.errors.MashError", "te_fsdp.nowhere"):
+        with pytest.raises(ModuleNotFoundError):
+            find(name)
+    ((name, arguments, keywords),) = calls("te_fsdp.fully_shard(model, meshes, strategie='optim')")
+    with pytest.raises(TypeError, match="strategie"):
+        inspect.signature(find(name)).bind_partial(*arguments, **dict.fromkeys(keywords))
