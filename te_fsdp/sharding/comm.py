@@ -12,6 +12,7 @@ axis of hybrid sharding alike.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = [
     "COMM_DTYPES",
     "GradComm",
-    "all_reduce_gradients",
     "comm_of",
     "grad_comm",
     "reduce_scatter_gradients",
     "set_comm",
+    "start_all_reduce",
 ]
 
 #: Dtypes that gradients may travel in; every transport adds these.
@@ -115,44 +116,67 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def all_reduce_gradients(
+def start_all_reduce(
     buffer: torch.Tensor, group: dist.ProcessGroup, comm: GradComm | None, *, average: bool = True
-) -> None:
-    """Add a buffer of gradients up over a group, in place, by way of the wire's dtype.
+) -> Callable[[], torch.Tensor]:
+    """Begin to add a buffer of gradients up over a group, by way of the wire's dtype. Nothing waits for it yet.
 
-    Collective over ``group``: one all-reduce; with fp32 sums of another wire dtype an all-to-all and an all-gather.
+    Collective over ``group``: one all-reduce; with fp32 sums of another wire dtype an all-to-all, and an all-gather
+    when the result is asked for.
 
     Args:
-        buffer: Contiguous, the same shape on all ranks.
+        buffer: Contiguous, the same shape on all ranks. It is given away: its memory may become the result's.
         group: Who adds.
         comm: The model's; ``None``: the buffer's own dtype.
         average: Divide by the number of ranks.
+
+    Returns:
+        Lets the current stream (without streams: the caller) wait, and returns the sums, as ``buffer`` was.
     """
     ranks = group.size()
     if comm is not None and comm.look is not None:
         comm.look(None, buffer)
     if ranks == 1 or buffer.numel() == 0:
-        return
+        return functools.partial(_waited_for, None, buffer, buffer.dtype, 1)
     wire = buffer.dtype if comm is None else comm.wire(buffer.dtype)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if comm is not None and comm.fp32_sum and wire != torch.float32:
         padded = -(-buffer.numel() // ranks)
         sent = buffer.new_zeros(padded * ranks, dtype=wire)
         sent[: buffer.numel()].copy_(buffer.view(-1))
-        part = _sum_in_fp32(sent, group, op).to(wire)
-        all_gather_single(sent, part, group=group)
-        buffer.view(-1).copy_(sent[: buffer.numel()])
-        return
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return functools.partial(_gathered_sums, work, received, sent, buffer.shape, buffer.dtype, group, op)
     before, after = _half_factors(wire, ranks, op)
-    travelling = buffer if wire == buffer.dtype else buffer.to(wire)
-    if before != 1:
-        travelling = torch.div(buffer, before).to(wire)
-        op = dist.ReduceOp.SUM
-    dist.all_reduce(travelling, op=op, group=group)
-    if travelling is not buffer:
-        buffer.copy_(travelling)
-    if after != 1:
-        buffer.div_(after)
+    travelling = buffer.to(wire) if before == 1 else torch.div(buffer, before).to(wire)
+    op = op if before == 1 else dist.ReduceOp.SUM
+    work = dist.all_reduce(travelling, op=op, group=group, async_op=True)
+    return functools.partial(_waited_for, work, travelling, buffer.dtype, after)
+
+
+@torch.no_grad()
+def _waited_for(work: Any, travelling: torch.Tensor, dtype: torch.dtype, after: float) -> torch.Tensor:
+    """What an all-reduce has summed, in the buffer's dtype."""
+    if work is not None:
+        work.wait()
+    result = travelling.to(dtype)
+    return result if after == 1 else result.div_(after)
+
+
+@torch.no_grad()
+def _gathered_sums(
+    work: Any,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    op: Any,
+) -> torch.Tensor:
+    """The sums in fp32 of what an all-to-all has brought, of all ranks. Collective over ``group``: one all-gather."""
+    work.wait()
+    all_gather_single(sent, _add_in_fp32(received, group, op).to(sent.dtype), group=group)
+    return sent[: shape.numel()].to(dtype).view(shape)
 
 
 @torch.no_grad()
@@ -193,9 +217,14 @@ def reduce_scatter_gradients(
 
 def _sum_in_fp32(sent: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
     """This rank's part of the sum, in fp32, added in the order of the ranks."""
-    ranks = group.size()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
+    return _add_in_fp32(received, group, op)
+
+
+def _add_in_fp32(received: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
+    """The sum, in fp32, of what each rank has sent of this rank's part."""
+    ranks = group.size()
     total = received.view(ranks, -1).sum(0, dtype=torch.float32)
     if op == dist.ReduceOp.AVG:
         return total.div_(ranks)

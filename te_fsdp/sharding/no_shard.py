@@ -22,6 +22,7 @@ from torch import nn
 from te_fsdp import _torch
 from te_fsdp.binding import NO_SHARD, binding_of, is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.modules.single import single_names
 from te_fsdp.sharding.agree import dist_rank
 from te_fsdp.sharding.ties import unit_by_module
 
@@ -116,13 +117,18 @@ class Exempt:
         label: Name in the model.
         module: Owner; for tied parameters the first one.
         name: Name in the owner.
-        cut_state: Whether its optimizer state shall be cut nevertheless: that of its unit is.
+        unit: Its unit if that has strategy ``no_shard``; ``None`` if it is exempt from a unit that is sharded.
     """
 
     label: str
     module: nn.Module
     name: str
-    cut_state: bool
+    unit: str | None
+
+    @property
+    def cut_state(self) -> bool:
+        """Whether its optimizer state shall be cut nevertheless: that of its unit is."""
+        return self.unit is None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -131,10 +137,14 @@ class Exempt:
 
     def bound(self) -> Exempt:
         """The same by the names it has when its module is bound: experts then count globally."""
-        binding = binding_of(self.module)
-        if binding is None or binding.experts is None:
+        binding, name = binding_of(self.module), self.name
+        if binding is None:
             return self
-        name = binding.experts.registered_name(self.name)
+        single = name.rstrip("0123456789")
+        if single in single_names(self.module):
+            name = single  # made of the parameters of all experts
+        elif binding.experts is not None:
+            name = binding.experts.registered_name(name)
         return replace(self, label=self.label.removesuffix(self.name) + name, name=name)
 
 
@@ -147,16 +157,23 @@ class NoShard:
         parameters: Each exempt parameter once, in the order of their names: the same on all ranks.
         keys: Each of them at every place where it is registered.
         whole: Ids of modules that have parameters, all of them exempt, in them and below them.
+        units: Names of the units with strategy ``no_shard``, as backward leaves them if forward runs through the tree.
     """
 
     model: nn.Module
     parameters: tuple[Exempt, ...]
     keys: frozenset[Key]
     whole: frozenset[int]
+    units: tuple[str, ...]
 
     def ignored(self) -> set[nn.Parameter]:
         """The exempt parameters there are now, for FSDP2's ``ignored_params``."""
-        return {exempt.bound().parameter for exempt in self.parameters}
+        return {exempt.parameter for exempt in self.bound()}
+
+    def bound(self) -> list[Exempt]:
+        """The exempt parameters by the names that they have when the model is bound, each once."""
+        found = {(id(exempt.module), exempt.name): exempt for exempt in (e.bound() for e in self.parameters)}
+        return list(found.values())
 
     def without_units(self, units: dict[str, Strategy]) -> dict[str, Strategy]:
         """The units that are left: no unit is made of a module that is exempt as a whole."""
@@ -228,11 +245,12 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
     keys = frozenset((id(module), name) for several in found for _, module, name, _ in several)
     whole = frozenset(id(module) for module in names.values() if _is_whole(module, keys))
     first = sorted((several[0][:3] for several in found), key=lambda place: place[0])
-    parameters = tuple(
-        Exempt(label, module, name, units[inside[label.rpartition(".")[0]]].shards)
-        for label, module, name in first
-    )
-    return NoShard(model, parameters, keys, whole)
+    kept = tuple(name for name in reversed(list(units)) if not units[name].shards)
+    parameters = []
+    for label, module, name in first:
+        unit = inside[label.rpartition(".")[0]]
+        parameters.append(Exempt(label, module, name, unit if unit in kept else None))
+    return NoShard(model, tuple(parameters), keys, whole, kept)
 
 
 def _is_whole(module: nn.Module, keys: frozenset[Key]) -> bool:

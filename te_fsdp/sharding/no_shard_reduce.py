@@ -7,8 +7,10 @@
 So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, and a plain loop over microbatches adds up
 reduced gradients: what was reduced is never reduced again.
 
-All gradients of one dtype travel together, in the order of the parameters' names, which is the same on all ranks. A
-parameter that had no gradient on this rank travels as zeros, with a flag, since another rank may have one.
+Gradients of one unit with strategy ``no_shard`` travel together as soon as backward has left the unit
+(``no_shard_overlap``); all others at the end of backward, together, in the order of the parameters' names, which is the
+same on all ranks. A parameter that had no gradient on this rank travels as zeros, with a flag, since another rank may
+have one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError, message
 from te_fsdp.sharding.agree import check_whole
 from te_fsdp.sharding.comm import comm_of
-from te_fsdp.sharding.no_shard_bucket import Part, Ranks, pack
+from te_fsdp.sharding.no_shard_bucket import Bucket, Part, Ranks, all_ranks, current_stream, pack
+from te_fsdp.sharding.no_shard_overlap import Reduction, UnitOrder
 from te_fsdp.sharding.outer_chunks import set_copies
 from te_fsdp.sharding.state import mark, sharding_state
 
@@ -49,6 +52,7 @@ class _Slot:
         exempt: The parameter by its owner.
         ranks: Over whom its gradient is added up.
         partial: Whether each tp rank computes a part of its gradient.
+        unit: The unit that it travels with; ``None``: at the end of backward, with all others of its kind.
         hooked: The parameter whose gradients are watched.
         handles: Its hooks.
         reduced: ``.grad`` from before, while a backward runs.
@@ -58,6 +62,7 @@ class _Slot:
     exempt: Exempt
     ranks: Ranks
     partial: bool
+    unit: str | None
     hooked: weakref.ref[torch.Tensor] | None = None
     handles: list[Any] = field(default_factory=list)
     reduced: torch.Tensor | None = None
@@ -65,7 +70,7 @@ class _Slot:
 
 
 class ReplicatedGradients:
-    """Reduces the gradients of a model's exempt parameters at the end of each backward.
+    """Reduces the gradients of a model's exempt parameters by the end of each backward.
 
     Args:
         model: The root. The reduction is bound to the gradients of what its forward returns.
@@ -73,6 +78,8 @@ class ReplicatedGradients:
         meshes: The job's meshes.
         grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
         average: Divide gradients by the number of data-parallel ranks; otherwise they are sums.
+        beside_fsdp2: Whether FSDP2 manages other parameters of the model: its reductions and those that begin during
+            backward then need process groups of their own, which are made here. Collective over the world.
     """
 
     def __init__(
@@ -83,21 +90,31 @@ class ReplicatedGradients:
         *,
         grads_dtype: torch.dtype | None = None,
         average: bool = True,
+        beside_fsdp2: bool = False,
     ) -> None:
-        dense, experts = Ranks.dense(meshes), Ranks.experts(meshes)
+        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(plan.units))
         if not average:
             dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
         self._slots = []
-        for exempt in (exempt.bound() for exempt in plan.parameters):
+        for exempt in plan.bound():
             binding = binding_of(exempt.module)
             rule = binding.rules.get(exempt.name) if binding is not None else None
-            is_expert = getattr(binding, "ep_mesh", None) is not None
+            ranks = experts if getattr(binding, "ep_mesh", None) is not None else dense
             partial = rule is not None and rule.partial_grad and meshes.size("tp") > 1
-            self._slots.append(_Slot(exempt, experts if is_expert else dense, partial))
+            # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
+            unit = None if partial or ranks.group is None else exempt.unit
+            self._slots.append(_Slot(exempt, ranks, partial, unit))
         self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
-        self._sync = True
-        self._inside: list[_Slot] = []
+        self._sync, self._owes = True, False
+        self._inside: dict[_Slot, None] = {}
+        self._away: set[_Slot] = set()
         self._running = False
+        units = {slot.unit for slot in self._slots}
+        self._order = UnitOrder([unit for unit in plan.units if unit in units])
+        self._trained: list[_Slot] = []
+        self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
+        self._reduction: Reduction | None = None
+        self._streams: list[torch.Stream] = []
         self.attach()
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
@@ -115,9 +132,18 @@ class ReplicatedGradients:
 
     @property
     def pending(self) -> list[str]:
-        """Names of the parameters with gradients that are not reduced yet."""
+        """Names of the parameters with gradients that are not reduced yet.
+
+        Of all trained ones when a backward has ended without a reduction: other ranks may have gradients that this one
+        has not, and all must come to the reduction, or refuse to go on.
+        """
         return [
-            slot.exempt.label for slot in self._slots if slot.unreduced is not None or slot in self._inside
+            slot.exempt.label
+            for slot in self._slots
+            if slot.unreduced is not None
+            or slot in self._inside
+            or slot in self._away
+            or (self._owes and slot.exempt.parameter.requires_grad)
         ]
 
     @property
@@ -126,9 +152,15 @@ class ReplicatedGradients:
         return self._running and not _torch.in_backward()
 
     def recover(self) -> None:
-        """Drop what a backward that has raised gave; ``.grad`` is what it was before."""
+        """Drop what a backward that has raised gave; ``.grad`` is what it was before.
+
+        Collective over data parallel if reductions may have begun in that backward: on all ranks alike.
+        """
         if self.interrupted:
+            started, self._reduction = self._reduction, None
             self._leave()
+            if started is not None:
+                started.abandon()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
@@ -138,23 +170,17 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         """Add up over the ranks what is waiting, and add it to ``.grad``.
 
-        Collective over data parallel: one all-reduce per dtype and group of ranks (and one over tp for gradients
-        that tp ranks hold parts of), one more for each tensor larger than a bucket. All ranks must call it.
+        Collective over data parallel: an all-reduce for each unit, dtype and group of ranks, and one for all that
+        travels with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each tensor
+        larger than a bucket; at first all travel with no unit. All ranks must call it.
         """
-        model = self._model()
-        comm = comm_of(model) if model is not None else None
-        trained = [slot for slot in self._slots if slot.exempt.parameter.requires_grad]
-        buckets = pack([self._part(slot) for slot in trained], self._meshes.tp)
-        for slot in trained:
-            slot.unreduced = None  # the buckets have them, and free them one by one
-        for bucket in buckets:
-            with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
-                for slot, value in bucket.reduce(comm):
-                    _add(slot.exempt.parameter, value)
+        self._owes = False
+        self._finish(self._new_reduction())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that wait included."""
-        self._leave()
+        self._owes = False
+        self.recover()
         for slot in self._slots:
             slot.unreduced = None
             parameter = slot.exempt.parameter
@@ -173,6 +199,7 @@ class ReplicatedGradients:
             for handle in slot.handles:
                 handle.remove()
             slot.hooked, replaced = weakref.ref(parameter), True
+            self._buckets = None
             if slot.exempt.cut_state and slot.ranks.mesh is not None:
                 set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
@@ -212,21 +239,55 @@ class ReplicatedGradients:
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._running:
             self._running = True
+            self._reduction = self._new_reduction() if self._sync else None
+            self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
+            self._streams.clear()
             _torch.at_end_of_backward(self._end)
 
     def _arrive(self, slot: _Slot, gradient: torch.Tensor) -> None:
         """A gradient is about to be added to ``.grad``: let it meet those of its kind."""
         self._begin(gradient)
-        if slot not in self._inside:
+        self._start_complete(slot)
+        again = slot in self._inside
+        if slot.unit is not None:
+            self._order.arrived(slot.unit, again=again)
+        if not again:
             parameter = slot.exempt.parameter
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
-            self._inside.append(slot)
+            self._inside[slot] = None
+
+    def _start_complete(self, slot: _Slot) -> None:
+        """Begin the reductions of units that backward has left; now that a gradient of ``slot`` arrives.
+
+        Not when their last gradient arrives: it is not added up before the hooks of its parameter have run.
+        """
+        if slot in self._away:
+            raise OrderError(
+                message(
+                    f"{slot.exempt.label}: a gradient after the reduction of its unit has begun",
+                    expected="no more uses of the parameter than in the first backward that reduced",
+                    got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
+                    fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
+                    "te_fsdp.finish_grad_reduce(model)",
+                )
+            )
+        if self._reduction is None:
+            return
+        stream = current_stream(self._meshes.device)
+        if stream is not None and stream not in self._streams:
+            self._streams.append(stream)
+        self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
 
     def _end(self) -> None:
+        reduction, self._reduction = self._reduction, None
         self._leave(keep=True)
-        if self._sync:
-            self.reduce()
+        self._owes = reduction is None
+        if reduction is not None:
+            self._finish(reduction)
+            if self._order.agreed is None:
+                self._order.agree(self._meshes.device)
+                self._buckets = None
 
     def _leave(self, *, keep: bool = False) -> None:
         """Put ``.grad`` from before back; what the backward gave waits, or is forgotten (the backward raised).
@@ -240,14 +301,56 @@ class ReplicatedGradients:
                 parameter.grad = slot.reduced
             slot.reduced = None
         self._inside.clear()
+        self._away.clear()
         self._running = False
+
+    # ---------------------------------------------------------------------------------------------- the reduction
+
+    def _new_reduction(self) -> Reduction:
+        """A reduction of all that is trained now, not begun."""
+        trained = [slot for slot in self._slots if slot.exempt.parameter.requires_grad]
+        if trained != self._trained:
+            self._trained, self._buckets = trained, None
+            self._order.forget()
+        if self._buckets is None:
+            early: list[tuple[str, Bucket]] = []
+            agreed = self._order.agreed or ()
+            for unit in agreed:
+                own = [self._part(slot) for slot in trained if slot.unit == unit]
+                early += [(unit, bucket) for bucket in pack(own, self._meshes.tp)]
+            others = [self._part(slot) for slot in trained if slot.unit not in agreed]
+            self._buckets = early, pack(others, self._meshes.tp)
+        model = self._model()
+        return Reduction(*self._buckets, comm_of(model) if model is not None else None, self._take)
 
     def _part(self, slot: _Slot) -> Part:
         parameter = slot.exempt.parameter
         local = _torch.local_of(parameter)
-        waiting = None if slot.unreduced is None else _torch.local_of(slot.unreduced)
         dtype = self._grads_dtype or parameter.dtype
-        return Part(slot, waiting, local.shape, local.device, dtype, slot.ranks, slot.partial)
+        return Part(slot, local.shape, local.device, dtype, slot.ranks, slot.partial)
+
+    @torch.no_grad()
+    def _finish(self, reduction: Reduction) -> None:
+        for slot, value in reduction.finish():
+            _add(slot.exempt.parameter, value)
+
+    def _take(self, slot: _Slot) -> torch.Tensor | None:
+        """A slot's gradient, for a bucket: it is nobody's else from now on."""
+        gradient, slot.unreduced = slot.unreduced, None
+        if slot in self._inside:  # backward still runs
+            parameter = slot.exempt.parameter
+            gradient, parameter.grad = parameter.grad, slot.reduced
+            slot.reduced = None
+            del self._inside[slot]
+            self._away.add(slot)
+        if gradient is None:
+            return None
+        local, now = _torch.local_of(gradient), current_stream(self._meshes.device)
+        for stream in self._streams:  # where gradients may have been made
+            if now is not None and stream != now:
+                now.wait_stream(stream)
+                local.record_stream(now)
+        return local
 
 
 def _holders(parameter: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:

@@ -161,16 +161,16 @@ def spoiled(what: str) -> Iterator[None]:
 
     stock = no_shard_reduce.pack
     if what == "reduction":
-        no_shard_bucket.all_reduce_gradients = lambda *args, **kwargs: None
+        no_shard_bucket.start_all_reduce = lambda flat, *args, **kwargs: lambda: flat
     if what == "order":
         turned = -1 if dist.get_rank() else 1
         no_shard_reduce.pack = lambda parts, tp: stock(parts[::turned], tp)
     try:
         yield
     finally:
-        from te_fsdp.sharding.comm import all_reduce_gradients
+        from te_fsdp.sharding.comm import start_all_reduce
 
-        no_shard_bucket.all_reduce_gradients, no_shard_reduce.pack = all_reduce_gradients, stock
+        no_shard_bucket.start_all_reduce, no_shard_reduce.pack = start_all_reduce, stock
 
 
 def clip_both(checks: Findings, subject: nn.Module, reference: nn.Module, who: str) -> None:

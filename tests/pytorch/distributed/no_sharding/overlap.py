@@ -1,0 +1,256 @@
+"""Bodies: reductions of units with strategy no_shard that begin while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness.collectives import recorded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from no_sharding.bodies import meshes_of
+
+WHY = "fp32: sums over 2 ranks and 3 rows in another order"
+#: Elements of each unit's bucket: parameters padded to 64, and a flag for each.
+SIZES = {"never": 130, "head": 258, "common": 322, "left": 386, "right": 514}
+MIXED = {"": "optim_grads_params", "left": "no_shard", "right": "no_shard", "head": "no_shard"}
+
+
+class Branches(nn.Module):
+    """common -> left on odd ranks, right on even ones -> head; nobody uses the fifth."""
+
+    def __init__(self, left: int = 6) -> None:
+        super().__init__()
+        sizes = {"never": (3, 3), "common": (4, 50), "left": (50, left), "right": (50, 8), "head": (1, 70)}
+        for name, (inner, outer) in sizes.items():
+            self.add_module(name, nn.Linear(inner, outer, device=harness.device()))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        branch = self.left if rank % 2 else self.right
+        return self.head(branch(self.common(x)).tanh().sum(-1, keepdim=True))
+
+
+def order(
+    strategy: Any = "no_shard", *, told: bool = False, left: int = 6, spoil: str = ""
+) -> dict[str, Any]:
+    """Backwards of which each rank uses other units, by value against one process.
+
+    Args:
+        strategy: of all units, or by name.
+        told: two microbatches for each backward, and the loop says which one is the last.
+        left: features out of a branch; 8 makes its bucket as large as the other branch's.
+        spoil: "order": the ranks do not agree on one; "late": nothing begins during backward.
+
+    Returns:
+        For each backward the elements of the all-reduces of data parallelism, in order, and how many of them were
+        called when the input's gradient came.
+    """
+    import te_fsdp
+
+    torch.manual_seed(1)
+    reference = Branches(left)
+    torch.manual_seed(1)
+    model = Branches(left)
+    units = [name for name, _ in model.named_children() if not isinstance(strategy, dict) or name in strategy]
+    te_fsdp.fully_shard(model, meshes_of({}), units=units, strategy=strategy)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(2)
+    checks, found, complete = harness.Comparisons(), [], []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: complete.append(p.grad is not None))
+    with _spoilt(spoil):
+        for number in range(4):
+            if number == 2:
+                for each in (model, reference):
+                    each.head.weight.requires_grad_(False)
+                    each.zero_grad()
+            with recorded() as calls:
+                early: list[int] = []
+                for last in (False, True) if told else (True,):
+                    x = torch.randn(ranks, 3, 4, generator=generator).to(harness.device()).requires_grad_()
+                    x.register_hook(lambda _, e=early, c=calls: e.append(len(_sums(c))))
+                    sum(reference(part, r).square().mean() for r, part in enumerate(x.detach())).backward()
+                    with te_fsdp.microbatch(model, is_last=last):
+                        model(x[rank], rank).square().mean().backward()
+            found.append((_sums(calls), early[-1]))
+            for name, parameter in reference.named_parameters():
+                if parameter.grad is not None and parameter.requires_grad:
+                    mine = harness.full(model.get_parameter(name).grad)
+                    checks.close(f"backward {number} {name}", mine, parameter.grad / ranks, 1e-5, WHY)
+    assert all(complete), "a hook of a parameter has found no gradient"
+    return {**checks.require(20), "calls": found}
+
+
+def _sums(calls: list[Any]) -> list[int]:
+    return [call.whole for call in calls if call.kind == "all_reduce"]
+
+
+@contextlib.contextmanager
+def _spoilt(what: str) -> Iterator[None]:
+    from te_fsdp.sharding import no_shard_overlap
+    from te_fsdp.sharding.no_shard_overlap import UnitOrder
+
+    agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
+
+    def alone(self: UnitOrder, device: torch.device) -> None:
+        stock, no_shard_overlap.dist.all_reduce = no_shard_overlap.dist.all_reduce, lambda *a, **k: None
+        agree(self, device)
+        no_shard_overlap.dist.all_reduce = stock
+
+    if what == "order":
+        UnitOrder.agree = alone
+    if what == "late":
+        UnitOrder.is_complete = lambda self, unit: False
+    try:
+        yield
+    finally:
+        UnitOrder.agree, UnitOrder.is_complete = agree, is_complete
+
+
+# --- chains of blocks
+
+
+class Chain(nn.Module):
+    """Blocks one after the other, by number, some of them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, device=harness.device()) for _ in range(3))
+        self.order, self.reentrant = [0, 1, 2], False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            block = self.blocks[number]
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+            x = x.tanh()
+        return x
+
+
+def chain(precision: Any = None) -> tuple[Chain, Chain]:
+    """A model on all ranks, and the same in one process."""
+    import te_fsdp
+
+    torch.manual_seed(1)
+    reference = Chain()
+    torch.manual_seed(1)
+    model = Chain()
+    te_fsdp.fully_shard(model, meshes_of({}), units="blocks.*", strategy="no_shard", precision=precision)
+    return model, reference
+
+
+def inputs(seed: int) -> torch.Tensor:
+    """A batch for each rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (dist.get_world_size(), 3, 8)
+    return torch.randn(*shape, generator=generator).to(harness.device()).requires_grad_()
+
+
+def step(model: nn.Module, reference: nn.Module, seed: int) -> dict[str, Any]:
+    """A backward of both; their gradients are equal."""
+    import te_fsdp
+
+    x = inputs(seed)
+    te_fsdp.zero_grad(model)
+    reference.zero_grad()
+    model(x[dist.get_rank()]).square().mean().backward()
+    sum(reference(part).square().mean() for part in x).backward()
+    checks = harness.Comparisons()
+    for name, parameter in reference.named_parameters():
+        expected = parameter.grad / dist.get_world_size()
+        checks.close(name, model.get_parameter(name).grad, expected, 1e-5, WHY)
+    return checks.require(6)
+
+
+def several_gradients(first: list[int], later: list[int]) -> int:
+    """Blocks that checkpoints use several times get several gradients in one backward.
+
+    Args:
+        first: order of the blocks in the first backward.
+        later: in those that follow.
+
+    Returns:
+        All-reduces that the last backward had called when the last block's gradient came.
+    """
+    model, reference = chain()
+    for each in (model, reference):
+        each.order, each.reentrant = first, True
+    step(model, reference, 1)
+    for each in (model, reference):
+        each.order = later
+    with recorded() as calls:
+        at_end: list[int] = []
+        model.blocks[later[0]].weight.register_hook(lambda _: at_end.append(len(_sums(calls))))
+        step(model, reference, 2)
+        calls.clear()
+        step(model, reference, 3)
+    return at_end[-1]
+
+
+def interrupted(where: dict[int, int]) -> dict[str, Any]:
+    """A backward raises, on each rank at another block; the next ones are right.
+
+    Args:
+        where: rank -> block whose gradient raises. Ranks that are left out see no exception.
+
+    Returns:
+        Of the interrupted backward, whether it raised, and whether a gradient that it has left is NaN.
+    """
+    import te_fsdp
+
+    model, reference = chain()
+    step(model, reference, 1)
+    te_fsdp.zero_grad(model)
+    handle, raised = None, False
+    if dist.get_rank() in where:
+        handle = model.blocks[where[dist.get_rank()]].register_full_backward_hook(_fail)
+    x = inputs(2)
+    with recorded() as calls:
+        output = model(x[dist.get_rank()]).square().mean()
+        try:
+            output.backward()
+        except RuntimeError as error:
+            assert "half way" in str(error)
+            handle.remove()
+            raised = True
+            te_fsdp.zero_grad(model)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    spoilt = any(bool(g.isnan().all()) for g in gradients)
+    for seed in (3, 4):
+        step(model, reference, seed)
+    return {"raised": raised, "spoilt": spoilt, "calls": len(_sums(calls))}
+
+
+def _fail(*unused: Any) -> None:
+    raise RuntimeError("half way")
+
+
+def same_bits(options: dict[str, Any]) -> dict[str, Any]:
+    """Gradients that were reduced during backward have the bits of those that were reduced at its end.
+
+    Args:
+        options: of the precision policy, dtypes by name.
+    """
+    import te_fsdp
+
+    options = {
+        key: getattr(torch, value) if isinstance(value, str) else value for key, value in options.items()
+    }
+    model, _ = chain(te_fsdp.MixedPrecisionPolicy(**options))
+    x, found, early = inputs(1), [], []
+    with recorded() as calls:
+        hook: Callable[[Any], None] = lambda _: early.append(sum(c.kind != "all_gather" for c in calls))  # noqa: E731
+        model.blocks[0].weight.register_hook(hook)
+        for _ in range(2):
+            calls.clear()
+            te_fsdp.zero_grad(model)
+            model(x[dist.get_rank()]).square().mean().backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            kinds = [call.kind for call in calls]
+    for name, gradient in found[0].items():
+        harness.assert_same_bits(name, found[1][name], gradient)
+    return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in calls]}

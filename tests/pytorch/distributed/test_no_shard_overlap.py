@@ -1,0 +1,85 @@
+"""Strategy no_shard: reductions that begin during backward, in the same order on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+from no_sharding import overlap
+from no_sharding.overlap import MIXED, SIZES
+
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_order(pool, told):
+    results = pool.run(overlap.order, 2, told=told)
+    (first, early_1), (second, early_2), (third, early_3), (fourth, early_4) = results[0]["calls"]
+    assert all(result["calls"] == results[0]["calls"] for result in results)
+    # What all ranks use comes first, as backward leaves it; then the others, as if forward ran through the tree.
+    agreed = [SIZES[name] for name in ("head", "common", "right", "left", "never")]
+    assert second == agreed and early_2 == 1  # the head
+    # One bucket, and the order of five units.
+    assert len(first) == 2 and first[1] == 10 and early_1 == 0
+    # Parameters were frozen: the ranks agree anew.
+    assert len(third) == 2 and third[1] == 10 and early_3 == 0
+    assert fourth == [129, *agreed[1:]] and early_4 == 1
+
+
+def test_order_beside_fsdp2(pool):
+    """What FSDP2 reduces meanwhile, on the same ranks, is not in the way."""
+    results = pool.run(overlap.order, 2, strategy=MIXED)
+    assert all(result["calls"] == results[0]["calls"] for result in results)
+    second, early = results[0]["calls"][1]
+    assert second == [SIZES[name] for name in ("head", "right", "left")] and early == 1
+
+
+@pytest.mark.parametrize(("spoil", "words"), [("order", "left"), ("late", "")])
+def test_order_can_fail(pool, spoil, words):
+    if spoil == "order":
+        errors = pool.run_expect_error(overlap.order, 2, spoil=spoil, left=8)
+        assert all(words in error.message for error in errors)
+    else:
+        assert [early for _, early in pool.run(overlap.order, 2, spoil=spoil)[0]["calls"]] == [0] * 4
+
+
+def test_several_gradients(pool):
+    """Gradients are complete before they travel, or it is an error."""
+    assert pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 2]) == [2] * 2
+    # Used twice: left to the end.
+    assert pool.run(overlap.several_gradients, 2, first=[0, 2, 1, 2], later=[0, 2, 1, 2]) == [1] * 2
+    # Twice for the first time, but its turn has not come.
+    pool.run(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 1, 0, 2])
+    for error in pool.run_expect_error(overlap.several_gradients, 2, first=[0, 1, 2], later=[0, 2, 1, 2]):
+        assert error.type_name == "OrderError" and "blocks.2." in error.message
+
+
+def test_interrupted(pool):
+    first, second = pool.run(overlap.interrupted, 2, where={0: 0, 1: 2})
+    assert first["raised"] and second["raised"]
+    alone, other = pool.run(overlap.interrupted, 2, where={0: 0})
+    assert alone["raised"] and not other["raised"] and other["spoilt"]
+    assert alone["calls"] == other["calls"] == 3
+
+
+BF16 = {"main_params_dtype": None, "grad_comm_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("options", "early", "kinds", "dtype"),
+    [
+        ({"main_params_dtype": None}, 2, ["all_reduce"] * 3, "float32"),
+        (BF16, 2, ["all_reduce"] * 3, "bfloat16"),
+        ({**BF16, "grad_comm_dtype": "float16"}, 2, ["all_reduce"] * 3, "float16"),
+        ({**BF16, "grad_reduce_dtype": "float32"}, 2, ["all_to_all"] * 3 + ["all_gather"] * 3, "bfloat16"),
+        # Would take more memory on its way than before it.
+        (
+            {"main_params_dtype": None, "main_grads_dtype": "bfloat16", "grad_comm_dtype": "float32"},
+            0,
+            ["all_reduce"] * 3,
+            "float32",
+        ),
+    ],
+)
+def test_same_bits(pool, options, early, kinds, dtype):
+    for result in pool.run(overlap.same_bits, 2, options=options):
+        assert result["early"] == [0, early]
+        assert result["kinds"] == kinds and set(result["dtypes"]) == {dtype}
