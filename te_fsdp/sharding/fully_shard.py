@@ -187,6 +187,7 @@ def _finish(plan: Plan) -> None:
             state.meshes,
             grads_dtype=getattr(state.precision, "main_grads_dtype", None),
             average=state.average_gradients,
+            beside_fsdp2=bool(state.modules),
         )
     state.model.__dict__[KEY] = state
     mark(state)
