@@ -116,6 +116,7 @@ def reset() -> None:
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
     gc.collect()
+    _empty_lost_meshes()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -134,6 +135,17 @@ def _clear_te_caches() -> None:
     for value in list(getattr(distributed, "__dict__", {}).values()):
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
+
+
+def _empty_lost_meshes() -> None:
+    """Let go of the groups of meshes that are left: gloo keeps three threads for each.
+
+    torch 2.11 and 2.12 never free the arguments of operations that take lists of DTensors (`foreach`), so a mesh is
+    lost with each such call.
+    """
+    for found in gc.get_objects():
+        if type(found) is dist.device_mesh.DeviceMesh:
+            getattr(found, "_pg_registry", {}).clear()
 
 
 def _clear_dtensor_caches() -> None:
