@@ -12,21 +12,29 @@ from torch import nn
 
 from checkpointing.models import recipe_of
 
-# float8-block has blocks of 128 rows and columns: over four ranks of tp, or of FSDP, each gets one of every 512.
-HIDDEN, HEADS, SEQUENCE, BATCH, CLASSES = 512, 8, 32, 4, 8
+HEADS, SEQUENCE, BATCH, CLASSES = 8, 32, 4, 8
+
+
+def width_of(recipe: str) -> int:
+    """Rows and columns of the model's weights: whole blocks on each of four ranks, of tp or of FSDP.
+
+    float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of other
+    formats are small: two or four for each rank.
+    """
+    return 512 if recipe in ("block", "none") else 256
 
 
 class Quantized(nn.Module):
     """Fused, stacked QKV and a gated MLP, both quantized when built so; embedding and head are not."""
 
-    def __init__(self, device: Any, **tp: Any) -> None:
+    def __init__(self, width: int, device: Any, **tp: Any) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
         options = {"params_dtype": torch.bfloat16, "device": device, "set_parallel_mode": True, **tp}
-        self.embedding = nn.Embedding(CLASSES, HIDDEN, dtype=torch.bfloat16, device=device)
+        self.embedding = nn.Embedding(CLASSES, width, dtype=torch.bfloat16, device=device)
         self.attention = te.MultiheadAttention(
-            HIDDEN,
+            width,
             HEADS,
             attention_dropout=0.0,
             attn_mask_type="causal",
@@ -34,8 +42,8 @@ class Quantized(nn.Module):
             qkv_weight_interleaved=False,
             **options,
         )
-        self.mlp = te.LayerNormMLP(HIDDEN, HIDDEN, activation="swiglu", bias=True, **options)
-        self.head = nn.Linear(HIDDEN, CLASSES, dtype=torch.bfloat16, device=device)
+        self.mlp = te.LayerNormMLP(width, width, activation="swiglu", bias=True, **options)
+        self.head = nn.Linear(width, CLASSES, dtype=torch.bfloat16, device=device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -46,35 +54,37 @@ class Quantized(nn.Module):
 class QuantizedTraining:
     """The model on a mesh with FusedAdam and fp32 main weights, and steps of it."""
 
-    def __init__(self, recipe: str, axes: dict[str, int] | None, seed: int, *, master: bool = True) -> None:
+    def __init__(
+        self, recipe: str, axes: dict[str, int] | None, seed: int, *, width: int | None = None
+    ) -> None:
         """Build, shard, initialise.
 
         Args:
             recipe: TE's recipe, in whose format the weights are held; "none" for bf16.
             axes: The mesh; None for stock TE in one process, without te_fsdp.
             seed: Of the initialisation.
-            master: Whether the optimizer keeps main weights.
+            width: Of the model; by default the recipe's.
         """
         import transformer_engine.pytorch as te
 
         import te_fsdp
 
         self.recipe = recipe_of(recipe)
+        width = width or width_of(recipe)
         held = te.quantized_model_init(recipe=self.recipe) if self.recipe else contextlib.nullcontext()
         with held:
             if axes is None:
                 self.meshes = None
                 torch.manual_seed(seed)
-                self.model: nn.Module = Quantized(harness.device())
+                self.model: nn.Module = Quantized(width, harness.device())
             else:
                 self.meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
-                self.model = Quantized("meta", **self.meshes.te_kwargs())
+                self.model = Quantized(width, "meta", **self.meshes.te_kwargs())
                 te_fsdp.fully_shard(self.model, self.meshes, units=["mlp"])
                 te_fsdp.materialize(self.model, seed=seed)
         from transformer_engine.pytorch.optimizers import FusedAdam
 
-        options = {"lr": 1e-3, "master_weights": master}
-        self.optimizer = FusedAdam([p for p in self.model.parameters() if p.requires_grad], **options)
+        self.optimizer = FusedAdam(self.model.parameters(), lr=1e-3, master_weights=True)
         self.position = 0
 
     def steps(self, count: int) -> list[float]:

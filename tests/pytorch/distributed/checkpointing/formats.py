@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.bodies import together
-from checkpointing.format_models import QuantizedTraining
+from checkpointing.format_models import QuantizedTraining, width_of
 
 BEFORE, AFTER = 2, 3
 
@@ -131,7 +131,7 @@ def convert_formats(
 
     outcomes = {}
     for saved, here in pairs:
-        run = QuantizedTraining(here, axes, seed=1)
+        run = QuantizedTraining(here, axes, seed=1, width=width_of(saved))
         if saved == "current":
             run.steps(1)  # a used optimizer must not matter
         path = f"{directory}/{name}-{saved}"
