@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import tyro
 from matplotlib.figure import Figure
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
 import te_fsdp
@@ -217,13 +217,10 @@ def build(
         meshes,
         units=[unit],
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        # A rank's loss is its share of the global mean. Gradients are then of one size on every mesh, which delayed
+        # scaling needs when it resumes.
+        average_gradients=False,
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Sum, not average: a rank's loss is its share of the global mean. Gradients are then of one size on every
-            # mesh, which delayed scaling needs when it resumes. (gloo needs the second line for the first.)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     te_fsdp.materialize(model, seed=options.seed)
     adam = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if not fused:

@@ -1,9 +1,8 @@
-"""The example under real torchrun: trains, saves, resumes on the same mesh to the bit, on another to rounding."""
+"""The example: trains, saves, resumes on the same mesh to the bit, on another to rounding; once under real torchrun."""
 
 from __future__ import annotations
 
 import ast
-import json
 import math
 import os
 import re
@@ -11,27 +10,121 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import harness
 import pytest
-import torch
-from harness import devices
+from example_runs import FOLDER, ROOT, TOLERANCE, example, rows
 
-ROOT = Path(__file__).resolve().parents[3]
-TRAIN = ROOT / "examples/fsdp2_tp/train.py"
-ON_CPU = devices.device_type() == "cpu"
+TRAIN = FOLDER / "train.py"
+ON_CPU = harness.device_type() == "cpu"
 SIZES = "--layers 1 --hidden 128 --ffn 128 --heads 4 --seq 32 --batch 8 --megabytes 0.3 --lr 3e-3"
 HALF, STEPS = 2, 4
-# On another mesh bf16 sums are taken in another order, which moves a logit by about one rounding: half a unit in the
-# last of bf16's 8 places, 2^-9 of a logit of size 1 to 2. The loss moves by at most twice the largest such move (a
-# log-softmax has Lipschitz constant 2); most moves cancel over the 256 tokens. Measured: 4e-4.
-TOLERANCE = 2**-8
-# Seen through the example's eyes, a checkpoint that forgot how far the data was read.
-FORGETFUL = f"""
-import runpy, te_fsdp, te_fsdp.checkpoint
-load = te_fsdp.checkpoint.load
-te_fsdp.checkpoint.load = lambda *args: load(*args) | {{"position": 0}}
-runpy.run_path({str(TRAIN)!r}, run_name="__main__")
-"""
+
+
+def run(words: list[str], forgetful: bool = False) -> None:
+    """Body: the example with these options; a forgetful one has lost how far the data was read at a resume."""
+    import tyro
+
+    import te_fsdp
+
+    train, load = example("train"), te_fsdp.checkpoint.load
+    with pytest.MonkeyPatch.context() as patch:
+        if forgetful:
+            patch.setattr(te_fsdp.checkpoint, "load", lambda *given: load(*given) | {"position": 0})
+        train.main(tyro.cli(train.Options, args=words, console_outputs=False))
+
+
+def train(pool: Any, out: Path, ranks: int, options: str, **more: Any) -> dict[int, float]:
+    """Losses of a run on so many workers."""
+    words = [*SIZES.split(), "--out", str(out), *options.split()]
+    pool.run(
+        run, ranks, env={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, words=words, **more
+    )  # as the example does
+    return losses(out)
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Step -> loss, to the bit."""
+    found = rows(out)
+    for row in found:
+        assert float.fromhex(row["loss_hex"]) == row["loss"]
+        assert row["tokens_per_s"] > 0
+    assert len({row["step"] for row in found}) == len(found), found
+    return {row["step"]: row["loss"] for row in found}
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, tuple[dict[int, float], Path]]:
+    """What the tests share: of each setting the losses of STEPS steps, and a checkpoint of HALF of them."""
+    return {}
+
+
+@pytest.fixture
+def whole(setting, pool, kept, tmp_path_factory) -> tuple[dict[int, float], Path]:
+    options, ranks, mesh = setting
+    if options not in kept:
+        folder = tmp_path_factory.mktemp("example")
+        save = f"--save {folder / 'checkpoints'} --save-every {HALF}"
+        found = train(pool, folder, ranks, f"{options} {mesh} --steps {STEPS} {save}")
+        kept[options] = found, folder / f"checkpoints/step-{HALF}"
+    return kept[options]
+
+
+ADAMW = ("--recipe current --sequence-parallel", 2, "--tp 2")
+FUSED = (
+    f"--recipe {'mxfp8' if ON_CPU else 'current'} --quantized-weights --optimizer fused_adam",
+    4,
+    "--tp 2",
+)
+adamw = pytest.param(ADAMW, marks=pytest.mark.ranks(2), id="adamw-tp2")
+fused = pytest.param(FUSED, marks=pytest.mark.ranks(4), id="quantized-weights-dp2tp2")
+both_settings = pytest.mark.parametrize("setting", [adamw, fused])
+
+
+@both_settings
+def test_trains(setting, whole):
+    found, _ = whole
+    assert list(found) == list(range(STEPS))
+    # A blind guess over 256 bytes, and a first lesson: the space is the most frequent one.
+    assert found[0] == pytest.approx(math.log(256), abs=0.5)
+    assert found[STEPS - 1] < 0.9 * found[0]
+
+
+@both_settings
+def test_same_mesh_repeats_every_bit(setting, pool, whole, tmp_path):
+    found, checkpoint = whole
+    options, ranks, mesh = setting
+    # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(checkpoint, folder / checkpoint.name)
+    (folder / f"step-{STEPS}").mkdir()
+    again = train(pool, tmp_path, ranks, f"{options} {mesh} --steps {STEPS} --resume {folder}")
+    assert again == {step: found[step] for step in range(HALF, STEPS)}
+
+
+@both_settings
+def test_another_mesh_goes_on_alike(setting, pool, whole, tmp_path):
+    found, checkpoint = whole
+    options, ranks, _ = setting
+    # FSDP alone, on half as many processes: dp2 x tp2 becomes dp2, tp2 one process.
+    other = train(pool, tmp_path, ranks // 2, f"{options} --tp 1 --steps {STEPS} --resume {checkpoint}")
+    assert list(other) == list(range(HALF, STEPS))
+    for step, loss in other.items():
+        assert abs(loss - found[step]) < TOLERANCE, (step, other, found)
+    assert other != {step: found[step] for step in other}, "bit-equal: was it really another mesh?"
+
+
+@pytest.mark.parametrize("setting", [adamw])
+def test_a_forgotten_data_position_is_noticed(setting, pool, whole, tmp_path):
+    found, checkpoint = whole
+    options, ranks, mesh = setting
+    resumed = f"{options} {mesh} --steps {HALF + 1} --resume {checkpoint}"
+    other = train(pool, tmp_path, ranks, resumed, forgetful=True)
+    assert abs(other[HALF] - found[HALF]) > 10 * TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------ as a user starts it
 
 
 def environment() -> dict[str, str]:
@@ -41,15 +134,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **emulation}
 
 
-def train(out: Path, processes: int, options: str, script: Path = TRAIN) -> str:
-    """Run the example; returns what it printed."""
-    gpus = torch.cuda.device_count()
-    if ON_CPU or processes <= gpus:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(processes)]
-    else:
-        command = [sys.executable, str(ROOT / "scripts/torchrun_nodes.py"), str(processes // gpus), str(gpus)]
-    command += [str(script), *SIZES.split(), "--out", str(out), *options.split()]
+def start(out: Path, processes: int, options: str) -> str:
+    """Run the example under torchrun; returns what it printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
+    command += [str(TRAIN), *SIZES.split(), "--out", str(out), *options.split()]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=180, check=False
     )
@@ -57,93 +152,20 @@ def train(out: Path, processes: int, options: str, script: Path = TRAIN) -> str:
     return done.stdout + done.stderr
 
 
-def losses(out: Path) -> dict[int, float]:
-    """Step -> loss, to the bit."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert float.fromhex(row["loss_hex"]) == row["loss"]
-        assert row["tokens_per_s"] > 0
-        assert row["emulated"] == ("10.0" if ON_CPU else None)
-    assert len({row["step"] for row in rows}) == len(rows), rows
-    return {row["step"]: row["loss"] for row in rows}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Train STEPS steps with a checkpoint at HALF, once per setting."""
-    done = {}
-
-    def get(options: str, processes: int, mesh: str) -> tuple[dict[int, float], Path, str]:
-        key = (options, processes, mesh)
-        if key not in done:
-            folder = tmp_path_factory.mktemp("example")
-            save = f"--save {folder / 'checkpoints'} --save-every {HALF}"
-            printed = train(folder, processes, f"{options} {mesh} --steps {STEPS} {save}")
-            assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-            done[key] = losses(folder), folder / f"checkpoints/step-{HALF}", printed
-        return done[key]
-
-    return get
-
-
-ADAMW = ("--recipe current --sequence-parallel", 2, "--tp 2")
-FUSED = (
-    f"--recipe {'mxfp8' if ON_CPU else 'current'} --quantized-weights --optimizer fused_adam",
-    4,
-    "--tp 2",
-)
-SETTINGS = [
-    pytest.param(ADAMW, marks=pytest.mark.ranks(2), id="adamw-tp2"),
-    pytest.param(FUSED, marks=pytest.mark.ranks(4), id="quantized-weights-dp2tp2"),
-]
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_trains(setting, run):
-    whole, _, printed = run(*setting)
-    assert list(whole) == list(range(STEPS))
-    # A blind guess over 256 bytes, and a first lesson: the space is the most frequent one.
-    assert whole[0] == pytest.approx(math.log(256), abs=0.5)
-    assert whole[STEPS - 1] < 0.9 * whole[0]
-    for expected in ("placements", "tokens/s", f"{STEPS}/{STEPS}", f"done: step {STEPS}"):
+@pytest.mark.parametrize("setting", [adamw])
+def test_under_torchrun(setting, whole, tmp_path):
+    options, processes, mesh = setting
+    save = f"--save {tmp_path / 'checkpoints'}"
+    printed = start(tmp_path, processes, f"{options} {mesh} --steps {HALF} {save}")
+    for expected in ("placements", "tokens/s", f"{HALF}/{HALF}", f"done: step {HALF}"):
         assert expected in printed
     assert ("emulated" in printed) == ON_CPU
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_same_mesh_repeats_every_bit(setting, run, tmp_path):
-    whole, checkpoint, _ = run(*setting)
-    options, processes, mesh = setting
-    # Named by their folder: the newest whole one is taken, not what is left of a save that did not end.
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(checkpoint, folder / checkpoint.name)
-    (folder / f"step-{STEPS}").mkdir()
-    train(tmp_path, processes, f"{options} {mesh} --steps {STEPS} --resume {folder}")
-    assert losses(tmp_path) == {step: whole[step] for step in range(HALF, STEPS)}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_another_mesh_goes_on_alike(setting, run, tmp_path):
-    whole, checkpoint, _ = run(*setting)
-    options, processes, _ = setting
-    # FSDP alone, on half as many processes: dp2 x tp2 becomes dp2, tp2 one process.
-    printed = train(tmp_path, processes // 2, f"{options} --tp 1 --steps {STEPS} --resume {checkpoint}")
+    printed = start(tmp_path, 1, f"{options} --tp 1 --steps {STEPS} --resume {tmp_path / 'checkpoints'}")
     assert f"step {HALF}" in printed
-    other = losses(tmp_path)
-    assert list(other) == list(range(HALF, STEPS))
-    for step, loss in other.items():
-        assert abs(loss - whole[step]) < TOLERANCE, (step, other, whole)
-    assert other != {step: whole[step] for step in other}, "bit-equal: was it really another mesh?"
-
-
-@pytest.mark.ranks(2)
-def test_a_forgotten_data_position_is_noticed(run, tmp_path):
-    whole, checkpoint, _ = run(*ADAMW)
-    options, processes, mesh = ADAMW
-    script = tmp_path / "forgetful.py"
-    script.write_text(FORGETFUL)
-    train(tmp_path, processes, f"{options} {mesh} --steps {HALF + 1} --resume {checkpoint}", script)
-    assert abs(losses(tmp_path)[HALF] - whole[HALF]) > 10 * TOLERANCE
+    assert {row["emulated"] for row in rows(tmp_path)} == {"10.0" if ON_CPU else None}
+    found = losses(tmp_path)
+    assert list(found) == list(range(STEPS))
+    assert max(abs(loss - whole[0][step]) for step, loss in found.items()) < TOLERANCE
 
 
 @pytest.mark.cpu

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,13 @@ from typing import Any
 import harness
 import pytest
 import torch
+from example_runs import FOLDER, ROOT, TOLERANCE, example, rows
 from parity.runs import ENVIRONMENT, RTOL
-from torch.distributed.fsdp import FSDPModule
 
 # cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
 os.environ.update(ENVIRONMENT)
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "examples/fsdp2_tp/train_moe.py"
+SCRIPT = FOLDER / "train_moe.py"
 SIZES = {
     "layers": 1,
     "hidden": 64,
@@ -33,18 +30,6 @@ SIZES = {
     "lr": 1e-2,
 }
 HALF, STEPS = 2, 4
-# On another mesh bf16 sums are taken in another order, which moves a logit by about one rounding, 2^-9 of a logit of
-# size 1 to 2; the loss by at most twice the largest such move, most of which cancel over the 256 tokens. A token whose
-# experts nearly tie may go to another one: its own logits then change, 1/256 of the loss. Measured: 2e-4.
-LOSSES = 2**-8
-
-
-def example() -> Any:
-    """The example as a module."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    import train_moe
-
-    return train_moe
 
 
 def unsummed(x: torch.Tensor, tp: Any, placement: Any) -> torch.Tensor:
@@ -65,7 +50,7 @@ def gradients(
     """Name -> gradient of the first step's loss, in fp32; of experts those that this rank holds."""
     import te_fsdp
 
-    moe = example()
+    moe = example("train_moe")
     given = replace(moe.Options(), **SIZES, **options)
     meshes = te_fsdp.Meshes.build(**mesh, device_type=harness.device_type())
     with pytest.MonkeyPatch.context() as patch:
@@ -74,11 +59,7 @@ def gradients(
         if not routed:
             patch.setattr(moe.Router, "forward", to_first_two)
         model = moe.ByteModel(given, meshes, torch.float32)
-        te_fsdp.fully_shard(model, meshes, units=[moe.Layer])
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_gradient_divide_factor(1.0)
-                unit.set_force_sum_reduction_for_comms(True)
+        te_fsdp.fully_shard(model, meshes, units=[moe.Layer], average_gradients=False)
         te_fsdp.materialize(model, seed=1)
         first, share, places, _ = moe.train.portion(given, meshes)
         tokens = moe.train.Text(given).take(first, share).to(meshes.device)
@@ -91,7 +72,7 @@ def gradients(
 
 def train(folder: str, options: dict[str, Any], moved: bool = False) -> None:
     """The example's main; with ``moved`` every expert's first weight is its neighbour's after a resume."""
-    moe = example()
+    moe = example("train_moe")
     loading = moe.train.resume
 
     def resume(given: Any, model: Any, *rest: Any) -> Any:
@@ -115,10 +96,9 @@ def train(folder: str, options: dict[str, Any], moved: bool = False) -> None:
 def losses(pool: Any, ranks: int, folder: Path, options: dict[str, Any], **more: Any) -> list[float]:
     """Of a run on so many ranks: what its rank 0 wrote."""
     pool.run(train, ranks, folder=str(folder), options={"steps": STEPS, **options}, **more)
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(0.9 < row["balance"] < 2 for row in rows), rows
-    return [row["loss"] for row in rows]
+    found = rows(folder)
+    assert all(0.9 < row["balance"] < 2 for row in found), found
+    return [row["loss"] for row in found]
 
 
 def apart(
@@ -174,7 +154,7 @@ def whole(pool, kept, tmp_path_factory) -> tuple[list[float], list[float], str]:
 
 def compare(found: list[float], expected: list[float]) -> None:
     assert len(found) == len(expected)
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < LOSSES, (found, expected)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE, (found, expected)
 
 
 @pytest.mark.ranks(4)
@@ -202,14 +182,14 @@ def test_resumed_at_another_ep_size(pool, whole, tmp_path, ranks, options, devic
 def test_experts_under_wrong_indices_are_noticed(pool, whole, tmp_path):
     one, _, checkpoint = whole
     found = losses(pool, 1, tmp_path, {"resume": checkpoint}, moved=True)
-    assert abs(found[-1] - one[-1]) > 2 * LOSSES, (found, one)
+    assert abs(found[-1] - one[-1]) > 2 * TOLERANCE, (found, one)
 
 
 def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Bytes of the experts' weights and optimizer states on the fullest rank, for each element of an even share."""
     import te_fsdp
 
-    moe = example()
+    moe = example("train_moe")
     meshes, found = te_fsdp.Meshes.build(**mesh, device_type=harness.device_type()), []
     for case in cases:
         given = replace(moe.Options(), **SIZES | {"hidden": 128, "ffn": 128}, **mesh, **case)
