@@ -32,7 +32,7 @@ __all__ = ["Reduction", "UnitOrder"]
 
 
 class UnitOrder:
-    """The order in which backwards leave units.
+    """The order in which backwards leave units, as long as the same parameters are trained.
 
     Args:
         units: Their names, in the order that decides between units which backward leaves at once.
@@ -70,10 +70,6 @@ class UnitOrder:
     def is_complete(self, unit: str) -> bool:
         """Whether all of a unit's parameters had a gradient in this backward."""
         return unit in self._complete
-
-    def forget(self) -> None:
-        """Let the next backward that reduces be a first one: other parameters are trained now."""
-        self.agreed = None if self._units else ()
 
     def agree(self, device: torch.device) -> None:
         """Settle the order at the end of a first backward. Units that a rank has not used come last.

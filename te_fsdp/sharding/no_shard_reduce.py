@@ -110,8 +110,9 @@ class ReplicatedGradients:
         self._away: set[_Slot] = set()
         self._running = False
         units = {slot.unit for slot in self._slots}
-        self._order = UnitOrder([unit for unit in plan.units if unit in units])
-        self._trained: list[_Slot] = []
+        self._units = [unit for unit in plan.units if unit in units]
+        self._order, self._trained = UnitOrder(self._units), tuple[_Slot, ...]()
+        self._orders = {self._trained: self._order}
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
         self._streams: list[torch.Stream] = []
@@ -187,7 +188,7 @@ class ReplicatedGradients:
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+                parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
 
     def attach(self) -> None:
         """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
@@ -308,10 +309,10 @@ class ReplicatedGradients:
 
     def _new_reduction(self) -> Reduction:
         """A reduction of all that is trained now, not begun."""
-        trained = [slot for slot in self._slots if slot.exempt.parameter.requires_grad]
+        trained = tuple(slot for slot in self._slots if slot.exempt.parameter.requires_grad)
         if trained != self._trained:
             self._trained, self._buckets = trained, None
-            self._order.forget()
+            self._order = self._orders.setdefault(trained, UnitOrder(self._units))
         if self._buckets is None:
             early: list[tuple[str, Bucket]] = []
             agreed = self._order.agreed or ()

@@ -30,7 +30,16 @@ MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
             DP2_TP2,
             {"sequence_parallel": True, "microbatches": 3, "schedule": "microbatch", "clip": "te_fsdp"},
         ),
-        (DP2_TP2, {"parts": (), "strategy": "no_shard", "optimizer": "FusedAdam", "origin": "meta"}),
+        (
+            DP2_TP2,
+            {
+                "parts": (),
+                "strategy": "no_shard",
+                "optimizer": "FusedAdam",
+                "origin": "meta",
+                "sequence_parallel": True,
+            },
+        ),
         (DP2_TP2, {"parts": ("position",), "strategy": MIXED}),
         (HSDP, {"strategy": "optim_grads", "origin": "meta", "sequence_parallel": True}),
     ],

@@ -12,16 +12,17 @@ pytestmark = pytest.mark.ranks(2)
 @pytest.mark.parametrize("told", [False, True])
 def test_order(pool, told):
     results = pool.run(overlap.order, 2, told=told)
-    (first, early_1), (second, early_2), (third, early_3), (fourth, early_4) = results[0]["calls"]
+    (first, early_1), (second, early_2), (third, early_3), (fourth, early_4), fifth = results[0]["calls"]
     assert all(result["calls"] == results[0]["calls"] for result in results)
     # What all ranks use comes first, as backward leaves it; then the others, as if forward ran through the tree.
     agreed = [SIZES[name] for name in ("head", "common", "right", "left", "never")]
     assert second == agreed and early_2 == 1  # the head
     # One bucket, and the order of five units.
     assert len(first) == 2 and first[1] == 10 and early_1 == 0
-    # Parameters were frozen: the ranks agree anew.
+    # A parameter was frozen: the ranks agree anew. When it is not any more, they know the order.
     assert len(third) == 2 and third[1] == 10 and early_3 == 0
     assert fourth == [129, *agreed[1:]] and early_4 == 1
+    assert fifth == (agreed, 1)
 
 
 def test_order_beside_fsdp2(pool):
@@ -38,7 +39,7 @@ def test_order_can_fail(pool, spoil, words):
         errors = pool.run_expect_error(overlap.order, 2, spoil=spoil, left=8)
         assert all(words in error.message for error in errors)
     else:
-        assert [early for _, early in pool.run(overlap.order, 2, spoil=spoil)[0]["calls"]] == [0] * 4
+        assert [early for _, early in pool.run(overlap.order, 2, spoil=spoil)[0]["calls"]] == [0] * 5
 
 
 def test_several_gradients(pool):

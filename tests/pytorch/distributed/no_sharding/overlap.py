@@ -64,10 +64,10 @@ def order(
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: complete.append(p.grad is not None))
     with _spoilt(spoil):
-        for number in range(4):
-            if number == 2:
+        for number in range(5):
+            if number in (2, 4):
                 for each in (model, reference):
-                    each.head.weight.requires_grad_(False)
+                    each.head.weight.requires_grad_(number == 4)
                     each.zero_grad()
             with recorded() as calls:
                 early: list[int] = []
