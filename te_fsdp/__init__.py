@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fsdp.errors import TeFsdpError as TeFsdpError
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
-    from te_fsdp.modules.copies import broadcast_params as broadcast_params
+    from te_fsdp.sharding.broadcast import broadcast_params as broadcast_params
     from te_fsdp.sharding.comm import grad_comm as grad_comm
     from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
@@ -60,7 +60,7 @@ _HOMES = {
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
-    "broadcast_params": "te_fsdp.modules.copies",
+    "broadcast_params": "te_fsdp.sharding.broadcast",
     "check_optimizer": "te_fsdp.sharding.optimizer",
     # training
     "microbatch": "te_fsdp.sharding.schedule",

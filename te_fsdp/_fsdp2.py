@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp._torch import dtensor, fill_unused, fsdp_parameter_groups, local_of, managed_by, spec_of
+from te_fsdp._torch import dtensor, fsdp_parameter_groups, local_of, managed_by, spec_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
     "accumulated_gradient",
+    "fill_unused",
     "forget_forward_order",
     "forget_unreduced",
     "gathered_parameters",
     "gradients_copy_into",
+    "gradients_in",
     "interrupted",
     "is_gathered",
     "is_root",
@@ -257,6 +259,53 @@ def reduce_outside_backward(root: nn.Module) -> None:
                 group.reduce_grads, group.all_reduce_grads = before
                 if unused is not None:
                     group.reduce_scatter_unused_params = unused
+
+
+def fill_unused(group: Any) -> None:
+    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
+
+    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it
+    (``FSDPParamGroup.post_backward``).
+    """
+    if "_te_fsdp_fills" not in group.__dict__:
+        group._te_fsdp_fills = True
+        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
+
+
+def _post_backward_of_all(group: Any, stock: Callable[..., None], *unused: Any) -> None:
+    for managed in group.fsdp_params if group.reduce_grads else ():
+        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    stock(*unused)
+
+
+def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
+    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
+
+    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
+    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
+    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
+    """
+    for group in fsdp_parameter_groups(unit):
+        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+        _set_gradient_dtype(group, dtype)
+
+
+def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
+    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
+    stock()
+    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
+        group._orig_dtype = dtype
+    _set_gradient_dtype(group, dtype)
+
+
+def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    for managed in group.fsdp_params:
+        if managed.sharded_param.requires_grad:
+            managed.sharded_param.grad_dtype = dtype
 
 
 def one_gradient_dtype(group: Any) -> None:

@@ -31,11 +31,9 @@ __all__ = [
     "divide_factor",
     "dtensor",
     "flatten_mesh",
-    "fill_unused",
     "find_managed",
     "fsdp_parameter_groups",
     "gathers_itself",
-    "gradients_in",
     "group_by_name",
     "in_backward",
     "is_absent_extra_state",
@@ -46,6 +44,7 @@ __all__ = [
     "local_of",
     "managed_by",
     "multiply_all_",
+    "norms",
     "load_without_data",
     "owners_of",
     "plain_results",
@@ -191,6 +190,23 @@ def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, float("inf"))).max()
 
 
+def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Norm of each plain tensor that is not empty, added up in fp32 at least (``torch._foreach_norm``).
+
+    Returns:
+        fp32 scalars, in the order of kinds of tensors, not of tensors.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    found: list[torch.Tensor] = []
+    for (_, dtype), group in by_kind.items():
+        within = torch.promote_types(dtype, torch.float32)
+        found += [norm.float() for norm in torch._foreach_norm(group, order, dtype=within)]
+    return found
+
+
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of an FSDP module (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
     state = module._get_fsdp_state()  # type: ignore[operator]
@@ -198,27 +214,6 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
-
-
-def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
-
-    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it
-    (``FSDPParamGroup.post_backward``).
-    """
-    if "_te_fsdp_fills" not in group.__dict__:
-        group._te_fsdp_fills = True
-        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
-
-
-def _post_backward_of_all(group: Any, stock: Callable[..., None], *unused: Any) -> None:
-    for managed in group.fsdp_params if group.reduce_grads else ():
-        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
-        if parameter is None or not parameter.requires_grad:
-            continue
-        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    stock(*unused)
 
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:
@@ -318,32 +313,6 @@ def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
         getattr(info, "replicate_mesh_size", 1),
         group.all_reduce_grads,
     )
-
-
-def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
-    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
-
-    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
-    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
-    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
-    """
-    for group in fsdp_parameter_groups(unit):
-        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
-        _set_gradient_dtype(group, dtype)
-
-
-def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
-    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
-    stock()
-    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
-        group._orig_dtype = dtype
-    _set_gradient_dtype(group, dtype)
-
-
-def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for managed in group.fsdp_params:
-        if managed.sharded_param.requires_grad:
-            managed.sharded_param.grad_dtype = dtype
 
 
 # --- files

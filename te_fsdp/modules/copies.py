@@ -27,10 +27,9 @@ from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.quantized.components import components_of, finish_writing
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["broadcast_params", "take_over_gradients", "watch_copies"]
+__all__ = ["make_equal", "take_over_gradients", "watch_copies"]
 
 #: Larger tensors travel alone: packing them would cost more memory than their broadcast costs time.
 LARGE = 1 << 20
@@ -71,36 +70,46 @@ def take_over_gradients(parameters: Iterable[torch.Tensor]) -> None:
         _broadcast(gradients, group)
 
 
-def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+def make_equal(
+    held: Iterable[tuple[torch.Tensor, Iterable[dist.ProcessGroup]]], optimizer: Optimizer | None = None
+) -> None:
+    """Make copies of parameters equal to those of the first rank which holds them, bit for bit.
 
-    Mends copies that have drifted apart, over tp or ``dp_replicate``: after an optimizer that is not one of torch's
-    (te_fsdp keeps copies equal through torch's optimizer hooks), or after values that were written rank by rank.
-
-    Collective over every axis along which a parameter is replicated: call on all ranks.
+    Collective over every axis along which a parameter is replicated, and over the groups.
 
     Args:
-        model: The sharded model.
-        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+        held: Parameters in the same order on all ranks, each with groups of ranks that hold it alike, beside those of
+            its own mesh.
+        optimizer: Also make its states equal: tensors of the shape of their parameter or its shard; over the groups
+            only those that are not cut over further axes.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
     quantized = []
-    for parameter in parameters:
+    for parameter, groups in held:
         local = _torch.local_of(parameter)
         states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
         shapes = (parameter.shape, local.shape)
-        tensors = list(_buffers(local))
-        tensors += [_torch.local_of(s) for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        tensors = [*_buffers(local), *map(_torch.local_of, states)]
+        whole = [*_buffers(local), *(_torch.local_of(s) for s in states if _axes(s) <= _axes(parameter))]
         quantized += [local] if _te.is_quantized(local) else []
-        for axis, placement in enumerate(parameter.placements):
-            if placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
-                found.setdefault(parameter.device_mesh.get_group(axis), []).extend(tensors)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in enumerate(parameter.placements):
+                if placement.is_replicate() and mesh.size(axis) > 1:
+                    found.setdefault(mesh.get_group(axis), []).extend(tensors)
+        for group in groups:
+            found.setdefault(group, []).extend(whole)
     with torch.no_grad():
         for group, tensors in found.items():
             _broadcast(tensors, group)
     for local in quantized:
         finish_writing(local)
+
+
+def _axes(tensor: torch.Tensor) -> int:
+    """Number of axes of a DTensor's mesh, 0 for a plain tensor."""
+    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
 
 
 def _buffers(local: torch.Tensor) -> Iterator[torch.Tensor]:

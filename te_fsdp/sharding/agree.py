@@ -29,6 +29,10 @@ _log = logging.getLogger("te_fsdp")
 
 # Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
 _MULTIPLIER = 6364136223846793005
+# Words at a time: each takes 8 bytes while its checksum is computed, and embeddings have a thousand million.
+_PIECE = 1 << 24
+# Characters of settings that a message shows.
+_MOST = 1000
 
 
 @contextlib.contextmanager
@@ -77,16 +81,24 @@ def _gather(items: list[tuple[int, str, str]], mesh: DeviceMesh, axis: int) -> l
     return list({item[0]: item for box in boxes for item in box or []}.values())
 
 
-def check_same_model(model: nn.Module, meshes: Meshes, planned: Iterable[Planned]) -> None:
+def check_same_model(
+    model: nn.Module, meshes: Meshes, planned: Iterable[Planned], settings: str = ""
+) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
-    Ranks with different models would wait for each other in collectives that never match. Of expert modules, the ranks
-    that hold the same experts must have the same.
+    Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
+    expert modules, the ranks that hold the same experts must have the same.
 
-    Collective over the world: one max all-reduce of four integers per axis.
+    Collective over the world: one max all-reduce of six integers per axis.
+
+    Args:
+        model: The root.
+        meshes: The job's meshes.
+        planned: Its bound modules.
+        settings: What else must be the same on all ranks.
 
     Raises:
-        MeshError: The models differ.
+        MeshError: The models or the settings differ.
     """
     experts = _expert_modules(planned)
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
@@ -96,14 +108,24 @@ def check_same_model(model: nn.Module, meshes: Meshes, planned: Iterable[Planned
                 shape = tuple(_torch.local_of(p).shape)
                 told = (prefix, name, shape, str(p.dtype), p.requires_grad, p.is_meta)
                 described[id(module) in experts].append(told)
-    digests = [_digest(repr(described[key])) for key in (False, True)]
+    digests = [_digest(repr(described[False])), _digest(repr(described[True])), _digest(settings)]
     seen = torch.tensor([*digests, *(-d for d in digests)], dtype=torch.int64, device=meshes.device)
     dense, shared = seen.clone(), seen.clone()
     _maximum(dense, meshes.device_mesh)
     _maximum(shared, meshes.expert_mesh or meshes.device_mesh, leave_out="ep")
-    differs = torch.stack([dense[0] != -dense[2], shared[1] != -shared[3]]).to(torch.int64)
+    differs = torch.stack([dense[0] != -dense[3], shared[1] != -shared[4], dense[2] != -dense[5]]).long()
     _maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
-    if bool(differs.any()):
+    models, experts_of_one, others = differs.tolist()
+    if others and not (models or experts_of_one):
+        raise MeshError(
+            message(
+                "fully_shard: the ranks of the mesh were given different arguments",
+                expected="the same units, strategies and dtypes everywhere",
+                got=f"here {settings[:_MOST]}",
+                fix="call it with the same arguments on all ranks",
+            )
+        )
+    if models or experts_of_one:
         count = sum(map(len, described.values()))
         first = next((f"{told[0]}.{told[1]} {told[2]}" for told in described[False]), None)
         raise MeshError(
@@ -262,5 +284,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if data.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     words = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
-    weights = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=tensor.device) * _MULTIPLIER
-    return (words.to(torch.int64) * weights).sum() // 2
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE]
+        places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
+        total += places.mul_(_MULTIPLIER).mul_(piece).sum()
+    return total // 2

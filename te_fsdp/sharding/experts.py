@@ -119,13 +119,17 @@ def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None
     Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
     as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
     gradients are divided by one if the user wants sums.
+
+    Args:
+        state: The model's.
+        policy: FSDP2's, of models without a precision policy.
     """
     average = state.average_gradients
     amax = state.meshes.expert_amax
     for binding in filter(None, map(binding_of, state.model.modules())):
         if binding.experts is not None:
             binding.divided, binding.amax_group = True, amax.get_group() if amax is not None else None
-    for unit in state.modules.values():
+    for name, unit in state.modules.items():
         experts = is_expert(unit)
         if average and not experts:
             continue
@@ -135,7 +139,8 @@ def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None
             ranks *= state.meshes.size("dp_replicate") if state.outer != "optim" else 1
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
-        twice = shards.size() == 1 and _reduced_dtype(unit, policy) == torch.float16
+        own = policy if state.precision_plan is None else state.precision_plan.fsdp2_policy(name)
+        twice = shards.size() == 1 and _reduced_dtype(unit, own) == torch.float16
         factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
         if shards.size() > 1 and (not average or dist.get_backend(shards.get_group()) == "gloo"):

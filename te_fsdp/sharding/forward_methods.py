@@ -9,6 +9,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from te_fsdp import _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.sharding.steps import watch_method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +43,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         )
     if _torch.is_fsdp_module(module):
         register_fsdp_forward_method(module, method)
+        watch_method(module, method)
     elif not _is_whole(module):
         raise OrderError(
             message(

@@ -102,7 +102,7 @@ def _check_ranks(plan: Plan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
     model, meshes = plan.state.model, plan.state.meshes
     refuse_whole(fused, plan.exempt.keys, model)
-    check_same_model(model, meshes, plan.parameters)
+    check_same_model(model, meshes, plan.parameters, plan.settings())
     check_replicas(model, plan.parameters, meshes)
 
 
@@ -139,7 +139,7 @@ def _apply_fsdp2(plan: Plan) -> None:
         if precision is not None:
             options["mp_policy"] = precision.fsdp2_policy(name)
         fsdp2_fully_shard(unit, reshard_after_forward=row.release_after_forward, **options)
-    divide_gradients(state, options["mp_policy"])
+    divide_gradients(state, plan.mp_policy)
     restore_quantized(model, stash)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
@@ -95,9 +96,13 @@ def grad_norm(
     chosen = _averaged(_parameters(parameters))
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
+    known: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
     for parameter in chosen:
         # By the parameter and not by its gradient, which a rank may lack: all ranks must meet in the same collectives.
-        gradients = spread.setdefault(_axes_of(parameter, groups), [])
+        meshes = _meshes_of(parameter)
+        if meshes not in known:
+            known[meshes] = _axes_of(meshes, groups)
+        gradients = spread.setdefault(known[meshes], [])
         _check_reduced(parameter)
         if parameter.grad is not None and _counts(parameter):
             gradients.append(_torch.local_of(parameter.grad))
@@ -140,14 +145,15 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _axes_of(parameter: torch.Tensor, groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
-    """The axes over which a parameter is spread: those of its mesh, those that copy it included, and ``ep``.
-
-    Adds their process groups to ``groups``.
-    """
+def _meshes_of(parameter: torch.Tensor) -> tuple[DeviceMesh, ...]:
+    """The meshes over which a parameter is spread: its own, axes that copy it included, and ``ep``."""
     experts = parameter.__dict__.get(EP)
-    meshes = [parameter.device_mesh] if isinstance(parameter, DTensor) else []
-    meshes += [] if experts is None or experts.mesh is None else [experts.mesh]
+    meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
+    return meshes if experts is None or experts.mesh is None else (*meshes, experts.mesh)
+
+
+def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
+    """The axes of meshes that are larger than 1, each once; adds their process groups to ``groups``."""
     axes: list[_Axis] = []
     for mesh in meshes:
         for axis in range(mesh.ndim):
@@ -191,8 +197,8 @@ def _check_reduced(parameter: torch.Tensor) -> None:
 
 def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """This rank's part of the sum of |g| ** norm_type (of the maximum for inf), in float32."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
+    found = _torch.norms(gradients, norm_type)
+    if not found:
         return torch.zeros((), device=device)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in filled])
+    norms = torch.stack(found)
     return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -29,6 +29,7 @@ __all__ = [
     "averaged",
     "check_step",
     "current",
+    "forget_average",
     "give_gradient",
     "gradient_of",
     "zero_gradient",
@@ -113,6 +114,13 @@ def current(parameter: torch.Tensor) -> torch.Tensor | None:
     if known is None or own is None or known[1]() is not own:
         return own
     return known[0].grad
+
+
+def forget_average(parameter: torch.Tensor) -> None:
+    """Forget what was averaged of a parameter's gradient, which is about to be cleared. Local operation."""
+    stand_ins = _stand_ins(parameter)
+    if stand_ins is not None:
+        stand_ins.ready.pop(id(parameter), None)
 
 
 def check_step(optimizer: Optimizer) -> None:

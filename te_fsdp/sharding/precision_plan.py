@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.binding import CUT, is_exempt
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
@@ -59,7 +59,7 @@ class PrecisionPlan:
     policy: MixedPrecisionPolicy
     compute: dict[str, torch.dtype | None]
     all_reduces: bool = False
-    _casts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def gradients(self, unit: str) -> torch.dtype | None:
         """Dtype that a unit's gradients add up in. Local operation."""
@@ -114,17 +114,25 @@ class PrecisionPlan:
                 if parameter is not None and is_exempt(module, name):
                     _expect(parameter, policy.main_grads_dtype, labels)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
 
         Each is rounded once, after all microbatches were added up. Local operation, right before the step.
 
+        Args:
+            optimizer: Whose step it is.
+            parameters: Those that it has of this plan's model.
+
         Raises:
             PrecisionError: A gradient is not in the policy's dtype: something else than backward has replaced it.
         """
-        self._casts.clear()
-        for parameter in _with_other_gradients(optimizer):
-            gradient, other = parameter.grad, getattr(parameter, OTHER)
+        self.put_back()  # of a step that raised
+        for parameter in parameters:
+            other = parameter.__dict__.get(OTHER)
+            # Stand-ins of outer sharding cast gradients themselves.
+            if other is None or CUT in parameter.__dict__:
+                continue
+            gradient = parameter.grad
             if gradient is None:
                 continue
             if gradient.dtype != other.dtype:
@@ -140,14 +148,16 @@ class PrecisionPlan:
             if not _takes_as_it_is(optimizer, parameter):
                 parameter.grad = None
                 parameter.grad_dtype = None
-                parameter.grad = gradient.to(parameter.dtype)
-                self._casts.append((parameter, gradient))
+                parameter.grad = _cast(gradient, parameter)
+                self._casts.append((parameter, gradient, parameter.grad))
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Put main gradients back. Local operation, right after the step."""
-        for parameter, gradient in self._casts:
-            parameter.grad = gradient
+    def put_back(self) -> None:
+        """Put main gradients back, but for those that were cleared since. Local operation, right after the step."""
+        for parameter, gradient, cast in self._casts:
+            now, parameter.grad = parameter.grad, None
             parameter.grad_dtype = gradient.dtype
+            if now is not None:
+                parameter.grad = gradient if now is cast else now.to(gradient.dtype)
         self._casts.clear()
 
 
@@ -156,7 +166,7 @@ def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int
     owned = [place for managed in _torch.managed_by(unit) for place in _torch.owners_of(managed)]
     expected = [_expect(getattr(owner, name), dtype, labels) for owner, name in owned]
     if dtype is not None and any(expected):
-        _torch.gradients_in(unit, dtype)
+        _fsdp2.gradients_in(unit, dtype)
 
 
 def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int, str]) -> bool:
@@ -167,12 +177,6 @@ def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int
     return True
 
 
-def _with_other_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Stand-ins of outer sharding cast gradients themselves."""
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if OTHER in p.__dict__ and CUT not in p.__dict__)
-
-
 def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Whether an optimizer updates a parameter from a gradient of another dtype without loss.
 
@@ -180,6 +184,15 @@ def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """
     low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
     return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
+
+
+def _cast(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient in its parameter's dtype, by its local tensor: operations on DTensors take the host long."""
+    local = _torch.local_of(gradient).to(parameter.dtype)
+    if not isinstance(gradient, _torch.DTensor):
+        return local
+    assert isinstance(parameter, _torch.DTensor)
+    return _torch.dtensor(local, _torch.spec_of(parameter), gradient.placements)
 
 
 def _trained(parameter: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, message
-from te_fsdp.sharding.outer_gradients import current
+from te_fsdp.sharding.outer_gradients import current, forget_average
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 from te_fsdp.sharding.strategies import Pace
 
@@ -113,7 +113,7 @@ def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tenso
 
 
 def require_sound(state: ShardingState, where: str) -> None:
-    """Raise if a backward has failed since gradients were last cleared.
+    """Raise if a backward or a step has failed since gradients were last cleared.
 
     Raises:
         OrderError: Names what to do.
@@ -125,9 +125,9 @@ def require_sound(state: ShardingState, where: str) -> None:
         return
     raise OrderError(
         message(
-            f"{where}: a backward has raised in this optimizer step",
+            f"{where}: a backward or a step has raised since gradients were cleared",
             expected="gradients of whole microbatches",
-            got="those of some units with the failed microbatch, those of others without",
+            got="those of some units with the failed microbatch and those of others without, or those of another step",
             fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
         )
     )
@@ -154,12 +154,13 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     if state.replicated is not None:
         state.replicated.zero_grad(set_to_none)
     for parameter in state.parameters().values():
+        forget_average(parameter)
         if getattr(parameter, "decoupled_grad", None) is not None:
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
         if set_to_none:
             parameter.grad = None
         elif parameter.grad is not None:
-            parameter.grad.detach_().zero_()
+            parameter.grad.detach().zero_()
     state.failed = False
 
 

@@ -58,6 +58,18 @@ class Plan:
     mp_policy: Fsdp2Policy
     experts: Selection
 
+    def settings(self) -> str:
+        """What was decided beside the parameters' places, in words that are the same on ranks that agree."""
+        state = self.state
+        units = ", ".join(f"{name or 'root'}={row}" for name, row in state.units.items())
+        # Without numbers: ranks may hold different numbers of experts.
+        exempt = ", ".join(dict.fromkeys(i.label.rstrip("0123456789") for i in self.exempt.parameters))
+        policy = state.precision or self.mp_policy
+        return (
+            f"units {units}; outer_strategy={state.outer}; average_gradients={state.average_gradients}; {policy}; "
+            f"not sharded: {exempt or 'none'}"
+        )
+
 
 def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
     """Check all that can be checked, and decide the rest. Changes nothing.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.binding import STATE
 from te_fsdp.errors import OrderError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Replicated(Protocol):
 
     @property
     def pending(self) -> Collection[str]:
-        """Names of the parameters whose gradients have been added to but not reduced."""
+        """Names of the parameters whose gradients may have been added to, on any rank, but were not reduced."""
         ...
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -74,7 +75,7 @@ class Replicated(Protocol):
         ...
 
     def recover(self) -> None:
-        """Drop what such a backward gave."""
+        """Drop what such a backward gave. Collective over data parallel if reductions may have begun in it."""
         ...
 
     def renewed(self) -> None:
@@ -99,15 +100,17 @@ class ShardingState:
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
             the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
-        after_step: Called with the optimizer after each step, when ``precision_plan.after_step`` has run and before
-            kept weights are released.
+        after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
+            released.
         pace: How the backwards to come count.
         unfinished: Whether reductions may be under way that nobody has waited for.
-        failed: Whether a backward has raised since gradients were last cleared, so that they are worth nothing.
+        failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
+        stepping: Weak reference to the optimizer whose step runs, or has raised.
         mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
+        methods: How many methods of the model run that gather as forward does, and may call it.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
 
@@ -129,7 +132,9 @@ class ShardingState:
     gathers: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None
+    stepping: weakref.ref[Optimizer] | None = None
     mixing: ExitStack = field(default_factory=ExitStack)
+    methods: int = 0
     recognised: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
@@ -231,12 +236,15 @@ def versions_of(unit: nn.Module) -> dict[int, int]:
 
 
 def recover(state: ShardingState) -> None:
-    """Mend what an exception has left half done in a forward or backward. Local operation.
+    """Mend what an exception has left half done in a forward, a backward or a step.
+
+    Local operation; collective over data parallel after a backward in which reductions of ``no_shard`` units may have
+    begun: ranks that have begun different ones complete the set.
 
     After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
     microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
     """
-    state.mixing.close()  # of a step that raised
+    _recover_step(state)
     phases = {root: _fsdp2.interrupted(root) for root in state.roots()}
     lost = "backward" in phases.values()
     for root, phase in phases.items():
@@ -254,6 +262,22 @@ def recover(state: ShardingState) -> None:
         for unit in state.modules.values():
             _fsdp2.forget_unreduced(unit)
         state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
+
+
+def _recover_step(state: ShardingState) -> None:
+    """Undo what a step that has raised put in place of gradients and parameters. Local operation.
+
+    ``zero_grad`` of its optimizer has not reached the gradients of parameters that stand-ins stood in for.
+    """
+    optimizer = state.stepping() if state.stepping is not None else None
+    state.stepping = None
+    state.mixing.close()
+    if state.precision_plan is not None:
+        state.precision_plan.put_back()
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is not None and stand_ins.pairs:
+        stand_ins.stand_down(optimizer)
+        state.failed = any(p.grad is not None for p in state.parameters().values())
 
 
 def refuse_in_backward(where: str) -> None:

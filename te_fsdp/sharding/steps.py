@@ -11,6 +11,8 @@ The hooks of optimizers are torch's global ones, and look only at parameters tha
 from __future__ import annotations
 
 import functools
+import weakref
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
@@ -19,11 +21,13 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.binding import CUT, STATE
+from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
 from te_fsdp.quantized.installed import give_back_halves
-from te_fsdp.sharding.outer_gradients import check_step
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.outer_gradients import check_step, gradient_of
+from te_fsdp.sharding.precision_plan import OTHER
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import (
     ShardingState,
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["watch_forward", "watch_steps"]
+__all__ = ["watch_forward", "watch_method", "watch_steps"]
 
 
 @functools.cache
@@ -62,8 +66,32 @@ def watch_forward(state: ShardingState) -> None:
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
+def watch_method(unit: nn.Module, method: str) -> None:
+    """Look after a unit's weights around one more of its methods, as around its forward."""
+    found = next(map(state_of, map(shard_of, unit.parameters())), None)
+    names = [] if found is None else [name for name, own in found.modules.items() if own is unit]
+    if found is None or not names:
+        return  # torch's own fully_shard has sharded it
+    state, name, stock = found, names[0], getattr(unit, method)
+
+    @functools.wraps(stock)
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if unit is state.model:
+            _before_forward(state, unit, args)
+        _before_unit(state, name, unit, args)
+        state.methods += unit is state.model
+        try:
+            output = stock(*args, **kwargs)
+        finally:
+            state.methods -= unit is state.model
+        _after_forward(state, unit, args, output)
+        return output
+
+    setattr(unit, method, MethodType(watched, unit))
+
+
 def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
-    if not _torch.in_backward():
+    if not _torch.in_backward() and not state.methods:
         recover(state)
         for root in state.roots() if state.unfinished else ():
             _fsdp2.forget_forward_order(root)
@@ -72,12 +100,12 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
 
 
 def _is_marked(state: ShardingState) -> bool:
-    """Whether the parameters are still those that were marked: initialisation and loading replace them."""
+    """Whether the parameters are still those that were marked: initialisation and loading replace them.
+
+    Those that FSDP2 does not manage are marked anew by what reduces their gradients.
+    """
     firsts = (next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values())
-    marked = all(STATE in parameter.__dict__ for parameter in firsts if parameter is not None)
-    if state.replicated is None or not marked:
-        return marked
-    return all(STATE in shard_of(parameter).__dict__ for parameter in state.model.parameters())
+    return all(STATE in parameter.__dict__ for parameter in firsts if parameter is not None)
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
@@ -127,18 +155,16 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
-def _states(optimizer: Optimizer) -> tuple[list[ShardingState], list[torch.Tensor]]:
-    """The models that an optimizer works on, and its parameters of them."""
-    states: dict[int, ShardingState] = {}
-    parameters = []
+def _models(optimizer: Optimizer) -> list[tuple[ShardingState, list[torch.Tensor]]]:
+    """The models that an optimizer works on, each with the optimizer's parameters of it."""
+    found: dict[int, tuple[ShardingState, list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _refuse_gathered(optimizer, parameter)
             state = state_of(parameter)
             if state is not None:
-                states[id(state)] = state
-                parameters.append(parameter)
-    return list(states.values()), parameters
+                found.setdefault(id(state), (state, []))[1].append(parameter)
+    return list(found.values())
 
 
 def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> None:
@@ -155,21 +181,44 @@ def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    states, parameters = _states(optimizer)
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is not None:
+        stand_ins.put_back(optimizer)  # a step that raised has left them in
+    models = _models(optimizer)
     where = f"{type(optimizer).__name__}.step"
-    for state in states:
+    for state, _ in models:
+        state.stepping = weakref.ref(optimizer)
+    if models and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
+        _refuse_closure(optimizer, [p for _, parameters in models for p in parameters])
+    for state, parameters in models:
         require_reduced(state, where, parameters)
         for prepare in state.before_step:
             prepare(optimizer)
     check_step(optimizer)
     # What is cut over further axes is averaged in the optimizer's own hook, after this one, and taken over then.
-    copies.take_over_gradients(p for p in parameters if CUT not in p.__dict__)
-    for state in states:
+    copies.take_over_gradients(p for _, parameters in models for p in parameters if CUT not in p.__dict__)
+    for state, parameters in models:
         if state.precision_plan is not None:
-            state.precision_plan.before_step(optimizer)
-    if states and _mixes(optimizer):
-        states[0].mixing.close()
-        states[0].mixing.enter_context(implicit_replication())
+            state.precision_plan.before_step(optimizer, parameters)
+    if models and _mixes(optimizer):
+        mixing = models[0][0].mixing
+        mixing.close()
+        mixing.enter_context(implicit_replication())
+
+
+def _refuse_closure(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Raise if a closure's forward and backward would meet what is done for the step alone."""
+    if _mixes(optimizer) or any(COPY in p.__dict__ or OTHER in p.__dict__ for p in parameters):
+        raise OrderError(
+            message(
+                f"{type(optimizer).__name__}.step(closure) of a model with tensor parallelism, with parameters that "
+                "are not sharded, or with gradients in main_grads_dtype",
+                expected="step() after backward()",
+                got="a closure",
+                why="Its gradients would come too late to be made equal over tp, or cast",
+                fix="call backward() first, then step() without a closure",
+            )
+        )
 
 
 def _mixes(optimizer: Optimizer) -> bool:
@@ -184,13 +233,14 @@ def _mixes(optimizer: Optimizer) -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    states, parameters = _states(optimizer)
-    # Foreach and fused kernels change DTensors without counting it (torch 2.11 to 2.13).
-    increment_version(parameters)
-    for state in states:
+    for state, parameters in _models(optimizer):
+        # Foreach and fused kernels change DTensors without counting it (torch 2.11 to 2.13). What has no gradient
+        # stays as it is: a graph that waits for its backward may still need it.
+        increment_version([p for p in parameters if gradient_of(p) is not None])
         state.mixing.close()
+        state.stepping = None
         if state.precision_plan is not None:
-            state.precision_plan.after_step(optimizer)
+            state.precision_plan.put_back()
         for finish in state.after_step:
             finish(optimizer)
         for gather in state.gathers.values():

@@ -118,6 +118,14 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     """Names of the modules that a class, a name or a name with ``.*`` stands for."""
     if isinstance(want, type):
         found = [n for n, m in names.items() if isinstance(m, want)]
+    elif not isinstance(want, str):
+        raise PlacementError(
+            message(
+                f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+                expected="a class, or a name in the tree",
+                fix="name modules as model.named_modules() does",
+            )
+        )
     elif want.endswith(".*"):
         prefix = want[:-1]
         found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp.compat.megatron_fsdp.arguments import (
@@ -16,7 +17,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.compat.megatron_fsdp.state import allocate_before_state_dict
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import InitError, OrderError, message
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.main_weights import main_weights
 from te_fsdp.sharding.materialize import materialize
@@ -63,6 +64,7 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     axes = (given.dp_shard_dim, given.dp_outer_dim, given.tp_dim)
     meshes = native_meshes(given.device_mesh, *axes, given.expt_device_mesh)
     if not given.init_model_with_meta_device:
+        _refuse_meta(module)
         module.to(given.device or meshes.device)
     native_fully_shard(
         module,
@@ -78,6 +80,20 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     if given.report_nan_in_param_grad:
         report_nan(module)
     return MegatronFSDP(module, given.mixed_precision_policy, auto_sync=given.sync_model_each_microbatch)
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    """What is on meta cannot be moved."""
+    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+    if found:
+        raise InitError(
+            message(
+                f"fully_shard: {found[0]} is on meta",
+                expected="a model with values",
+                got=f"{len(found)} tensor(s) without",
+                fix="init_model_with_meta_device=True",
+            )
+        )
 
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:
@@ -111,8 +127,10 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     if not hasattr(optimizer, _BRIDGED):
         setattr(optimizer, _BRIDGED, True)
         allocate_before_state_dict(optimizer)
-        optimizer.step = _step(optimizer.step, state.model)  # type: ignore[method-assign]
-        optimizer.zero_grad = _zero_grad(optimizer.zero_grad, state.model)  # type: ignore[method-assign]
+        # As methods: learning rate schedulers look for the function in them.
+        step, zero = _step(optimizer.step, state.model), _zero_grad(optimizer.zero_grad, state.model)
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -176,6 +194,7 @@ def _step(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def step(
+        optimizer: Optimizer,
         *args: Any,
         sync_grad_before_optimizer_step: bool = True,
         install_optimized_model_weights: bool = True,
@@ -196,10 +215,11 @@ def _zero_grad(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any
     """``zero_grad`` that takes Megatron-FSDP's argument more."""
 
     @functools.wraps(stock)
-    def zero_grads(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
+    def zero_grads(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         if zero_grad_buffer:
-            zero_grad(model)
+            to_none = kwargs.get("set_to_none", args[0] if args else None)
+            zero_grad(model, set_to_none=to_none is not False)
         return result
 
     return zero_grads

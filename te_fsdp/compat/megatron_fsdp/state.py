@@ -13,6 +13,7 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.outer_gradients import zero_gradient
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -66,7 +67,7 @@ def _still_step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         before.append({key: group[key] for key in _STILL if key in group})
         group.update({key: value for key, value in _STILL.items() if key in group})
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        zero_gradient(parameter)
     try:
         type(optimizer).step(optimizer)
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex
-from te_fsdp.modules.copies import broadcast_params
+from te_fsdp.sharding.broadcast import broadcast_params
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.gathers import finish_param_gather, release_params, start_param_gather
 from te_fsdp.sharding.reductions import finish_grad_reduce, scale_gradients, start_grad_reduce, zero_grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import BodyFailed
-from strategies import contract
+from strategies import contract, corners
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MIXED = {"blocks.0": "optim", "blocks.1": "no_shard", "": "optim_grads"}
@@ -104,3 +104,37 @@ def test_parameters_that_few_microbatches_use(pool):
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_one_rank_with_a_narrow_wire(pool, strategy):
     pool.run(contract.narrow_wire, 1, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "body",
+    [
+        corners.two_models,
+        corners.used_by_one_rank,
+        corners.by_method,
+        corners.generating,
+        corners.failed_step,
+        corners.closures,
+        corners.graph_kept,
+        corners.cleared_after_norm,
+        corners.disagreeing,
+        corners.double_precision,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_corners(pool, body):
+    pool.run(body, 2)
+
+
+@pytest.mark.ranks(2)
+def test_copies_are_made_equal(pool):
+    cases = [
+        {"strategy": "no_shard"},
+        {"strategy": {"side": "no_shard"}, "copied": "side"},
+        {"dp_replicate": 2},
+    ]
+    cases.append({"dp_replicate": 2, "outer_strategy": "optim"})
+    with pytest.raises(BodyFailed, match="strategy"):  # nothing is copied: the negative control
+        pool.run(corners.broadcast, 2, cases=[{"strategy": "optim"}])
+    pool.run(corners.broadcast, 2, cases=cases)

@@ -52,6 +52,16 @@ def test_methods(pool):
         assert any("use_decoupled_grad=True has no effect: FusedAdam" in text for text in found["messages"])
 
 
+@pytest.mark.ranks(2)
+def test_corners(pool):
+    for found in pool.run(bodies.corners, 2):
+        assert found["state"] == [0.0]
+        assert found["lr"] == 0.005
+        assert found["gradients"] == [0.0] * 6 and found["none"] == [None] * 6
+        assert found["copies"]
+        assert "init_model_with_meta_device=True" in found["error"]
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "tp", "meta"), [("current", 2, False), ("mxfp8", 1, True)])
 def test_quantized_weights(pool, recipe, tp, meta):

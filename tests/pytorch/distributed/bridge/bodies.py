@@ -276,3 +276,38 @@ def sums_and_nan() -> dict[str, Any]:
     except Exception as error:
         return {"worst": worst, "error": f"{type(error).__name__}: {error}"}
     return {"worst": worst, "error": "none"}
+
+
+def corners() -> dict[str, Any]:
+    """Learning rate schedulers, zeros instead of none, state from before the first step, copies, a model on meta."""
+    from te_fsdp.compat import megatron_fsdp
+    from te_fsdp.errors import InitError
+
+    found: dict[str, Any] = {}
+    policy = megatron_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
+    net = make_net().to(torch.bfloat16)
+    model, optimizer = megatron_fsdp.fully_shard(
+        net, torch.optim.RMSprop(net.parameters()), zero_dp_strategy=0, mixed_precision_policy=policy
+    )
+    found["state"] = sorted({float(s["step"]) for s in optimizer.state_dict()["state"].values()})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(batch(0, 0, dist.get_rank()).to(torch.bfloat16)).float().square().mean().backward()
+    optimizer.step(sync_grad_before_optimizer_step=True)
+    scheduler.step()
+    found["lr"] = optimizer.param_groups[0]["lr"]
+    optimizer.zero_grad(set_to_none=False)
+    found["gradients"] = [float(p.grad.abs().max()) for p in net.parameters()]
+    optimizer.zero_grad()
+    found["none"] = [p.grad for p in net.parameters()]
+    before = [p.detach().clone() for p in net.parameters()]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(1.0)
+    model.broadcast_params()
+    found["copies"] = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    try:
+        megatron_fsdp.fully_shard_model(torch.nn.Linear(2, 2, device="meta"))
+    except InitError as error:
+        found["error"] = str(error)
+    return found

@@ -1,0 +1,65 @@
+"""``broadcast_params``: copies of parameters made equal, whoever holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_fsdp.binding import is_exempt
+from te_fsdp.modules.copies import make_equal
+from te_fsdp.sharding.experts import is_expert, reduction_of
+from te_fsdp.sharding.gathers import release_params
+from te_fsdp.sharding.state import sharding_state
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from te_fsdp.sharding.state import ShardingState
+
+__all__ = ["broadcast_params"]
+
+
+def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+
+    Mends copies that have drifted apart, over tp, over ``dp_replicate``, or over data parallel where parameters are not
+    sharded: after an optimizer that is not one of torch's (te_fsdp keeps copies equal through torch's optimizer hooks),
+    or after values that were written rank by rank. Gathered weights are released.
+
+    Collective over every axis along which a parameter is replicated: call on all ranks.
+
+    Args:
+        model: The sharded model: that of :func:`te_fsdp.fully_shard`, or of :func:`te_fsdp.set_device_mesh` alone,
+            where nothing is known of data parallelism.
+        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+
+    Raises:
+        OrderError: A call from inside of backward.
+    """
+    state = sharding_state(model)
+    if state is not None:
+        release_params(model)
+    held: dict[int, tuple[torch.Tensor, list[dist.ProcessGroup]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                groups = _holders(state, module, name) if state is not None else []
+                held.setdefault(id(parameter), (parameter, groups))
+    make_equal(held.values(), optimizer)
+
+
+def _holders(state: ShardingState, module: nn.Module, name: str) -> list[dist.ProcessGroup]:
+    """Groups of data-parallel ranks that hold a parameter alike, of which its own mesh says nothing."""
+    meshes = state.meshes
+    if is_exempt(module, name):
+        mesh, _ = reduction_of(module, meshes)
+    elif state.outer == "optim":
+        root = (
+            meshes.expert_mesh if is_expert(module) and meshes.expert_mesh is not None else meshes.device_mesh
+        )
+        mesh = root["dp_replicate"]
+    else:
+        return []
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
