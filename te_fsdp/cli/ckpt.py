@@ -212,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except (UsageError, ckpt_convert.UsageError) as error:
         return _fail(arguments, str(error), 2)
-    except TeFsdpError as error:
+    except (TeFsdpError, OSError) as error:  # also a full disk, or a path that is no directory
         return _fail(arguments, str(error), 1)
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", 130)

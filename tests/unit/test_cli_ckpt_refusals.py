@@ -46,6 +46,14 @@ def listing(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def test_what_the_system_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "a")
+    (tmp_path / "file").write_text("no directory")
+    for name in ("x.pt", "x.safetensors"):
+        assert "Not a directory" in refuse(capsys, "convert", source, tmp_path / "file" / name)
+    assert listing(tmp_path) == {"a", "file"}
+
+
 def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
     for name, way in (("x.pt", []), ("x.safetensors", []), ("x", ["--to", "checkpoint"])):
