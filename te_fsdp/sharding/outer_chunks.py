@@ -8,7 +8,8 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
     parameter                                         (_StridedShard(0, tp),  Shard(0))
     main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
 
-The first dim is cut that all its axes cut evenly, dim 0 if there is none. Main weights and states are DTensors of the
+The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
+is none. Main weights and states are DTensors of the
 parameter's own shape. DCP's own arithmetic is not exact for dims that several axes cut unevenly, so that
 te_fsdp.checkpoint goes by :attr:`Chunk.low` and :attr:`Chunk.high`.
 """
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from te_fsdp import _torch
+from te_fsdp import _te, _torch
 from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.quantized.alignment import BLOCK_ROWS
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -84,11 +86,13 @@ class Chunk:
         step: Rows per holder, the last ones may have fewer.
         low, high: This rank's rows.
         width: Elements per row.
+        obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_install``).
     """
 
     def __init__(self, parameter: torch.Tensor, copies: Copies) -> None:
         local = _torch.local_of(parameter)
         self._specs: dict[torch.dtype, Any] = {}
+        self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
         self.parameter, self.copies, self.ranks = parameter, copies, copies.ranks
         self.dim = _dim_to_cut(parameter, copies.mesh)
         self.size, self.rows = copies.mesh.size(0), local.shape[self.dim]
@@ -155,10 +159,15 @@ def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
 
 
 def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
-    """The first dim that all its axes and that of the holders cut evenly, else 0; the same on all ranks."""
-    for dim, length in enumerate(parameter.shape):
-        if length and length % (mesh.size(0) * _parts(parameter, mesh, dim)) == 0:
-            return dim
+    """The first dim that all its axes and that of the holders cut evenly, else 0; the same on all ranks.
+
+    Of a quantized weight the first one that they cut into whole blocks, if there is one.
+    """
+    block = BLOCK_ROWS.get(_te.format_of(_torch.local_of(parameter)) or "", 1)
+    for unit in dict.fromkeys((block, 1)):
+        for dim, length in enumerate(parameter.shape):
+            if length and length % (unit * mesh.size(0) * _parts(parameter, mesh, dim)) == 0:
+                return dim
     return 0
 
 

@@ -1,16 +1,18 @@
-"""The two flat collectives of an optimizer step whose state is cut over holders of the same parameters.
+"""The collectives of an optimizer step whose state is cut over holders of the same parameters.
 
-    gradients (one shard each)  --cut into rows, packed-->  (holders, total)  --reduce-scatter, AVG-->  (total,)
-    main weights (own rows)     --packed-->  (total,)  --all-gather-->  (holders, total)  --unpacked--> shards
+    gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows
+    new rows, as they travel    --all-gather-->           shards
 
-One collective each per group and dtype, however many parameters there are. Rows are padded to the same number per
-holder. A holder whose backward has not reached a parameter sends zeros, and says so: behind the rows each holder sends
-one number per parameter, 1 where it has a gradient.
+A large tensor that is cut along its first dim travels by itself, without a copy: its rows lie one after the other
+already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
+number per holder. A holder whose backward has not reached a parameter sends zeros, and says so: behind the packed rows
+each holder sends one number per parameter, 1 where it has a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,10 @@ from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, reduce_s
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.state import state_of
 
-__all__ = ["average", "by_group", "gather", "unpack"]
+__all__ = ["LARGE", "Average", "Part", "average", "by_group", "gather"]
 
+#: Elements of a tensor that is worth a collective of its own; a smaller one is packed.
+LARGE = 1 << 20
 #: Elements; kernels read several at once from addresses that allow it.
 _ALIGNED = 16
 #: Key of a batch: global ranks of the holders, dtype on the wire.
@@ -36,79 +40,102 @@ def by_group(chunks: Sequence[Chunk], dtypes: Sequence[torch.dtype]) -> dict[Key
     return found
 
 
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+class Average(NamedTuple):
+    """This rank's rows of a gradient, averaged over the holders.
+
+    Attributes:
+        rows: Of shape ``chunk.shape``.
+        holders: How many holders have a gradient, on the device and not as a whole number; ``None`` where this rank is
+            one of them.
+    """
+
+    rows: torch.Tensor
+    holders: torch.Tensor | None = None
+
+    def result(self) -> torch.Tensor | None:
+        """The rows; ``None`` where no holder has a gradient.
+
+        Only a rank without a gradient has to ask, which on a GPU waits for the device.
+        """
+        return self.rows if self.holders is None or bool(self.holders > 0) else None
+
+
 def average(
     chunks: Sequence[Chunk], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
-) -> list[torch.Tensor | None]:
+) -> list[Average]:
     """This rank's rows of each gradient, averaged over the holders, or summed if the user wants sums.
 
-    Collective over the holders, all the same: one reduce-scatter, in ``dtype`` or what the model's precision policy
-    says. Temporary memory: the gradients once in ``dtype``.
+    Collective over the holders, all the same: a reduce-scatter, and one more for each large tensor; in ``dtype`` or
+    what the model's precision policy says. Temporary memory: what is packed, and what has another dtype, once in
+    ``dtype``.
 
     Args:
         chunks: The parameters, in the same order on all holders.
         gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
         dtype: Of the result.
-
-    Returns:
-        Rows of shape ``chunk.shape``; ``None`` where no holder has a gradient.
     """
+    alone = [_travels_alone(chunk, chunk.numel, chunk.dim) for chunk in chunks]
+    packed = [place for place, large in enumerate(alone) if not large]
+    rows, holders = _average_packed(chunks, gradients, packed, dtype)
+    first, comm = chunks[0], _comm(chunks[0])
+    for place, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
+        if not alone[place]:
+            continue
+        if gradient is None:
+            local = _torch.local_of(chunk.parameter)
+            source = torch.zeros(local.shape, dtype=dtype, device=local.device)
+        else:
+            source = gradient.to(dtype).contiguous()
+        rows[place] = torch.empty(chunk.shape, dtype=dtype, device=source.device)
+        group = first.copies.group
+        reduce_scatter_gradients(rows[place].view(-1), source.view(-1), group, comm, op=_op(first))
+    return [
+        Average(rows[place], holders[place] if gradient is None else None)
+        for place, gradient in enumerate(gradients)
+    ]
+
+
+def _average_packed(
+    chunks: Sequence[Chunk],
+    gradients: Sequence[torch.Tensor | None],
+    packed: list[int],
+    dtype: torch.dtype,
+) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Rows of the gradients at the places ``packed``, and how many holders have each gradient, packed or not."""
     first = chunks[0]
-    total = _total(chunks)
+    small = [chunks[place] for place in packed]
+    sizes = [chunk.numel for chunk in small]
+    total = sum(map(_aligned, sizes))
     device = _torch.local_of(first.parameter).device
-    packed = torch.empty(first.size, total + len(chunks), dtype=dtype, device=device)
-    packed[:, total:] = 1
-    for place, (chunk, part) in enumerate(zip(chunks, _parts(packed, chunks), strict=True)):
+    buffer = torch.empty(first.size, total + len(chunks), dtype=dtype, device=device)
+    buffer[:, total:] = 1
+    for place, gradient in enumerate(gradients):
+        if gradient is None:
+            buffer[:, total + place] = 0
+    for chunk, place, part in zip(small, packed, _segments(buffer, sizes), strict=True):
         gradient = gradients[place]
         if gradient is None:
             part.zero_()
-            packed[:, total + place] = 0
         elif chunk.is_even:
             part.view(chunk.size, *chunk.shape).copy_(chunk.by_holder(gradient))
         else:
             part.zero_()
             for holder, rows in enumerate(gradient.split(chunk.step) if chunk.step else ()):
                 part[holder, : rows.numel()].copy_(rows.reshape(-1))
-    result = torch.empty(packed.shape[1], dtype=dtype, device=device)
-    op = dist.ReduceOp.SUM if first.copies.sums else dist.ReduceOp.AVG
-    reduce_scatter_gradients(result, packed.view(-1), first.copies.group, _comm(first), op=op)
-    found: list[torch.Tensor | None] = []
-    for place, (chunk, part) in enumerate(zip(chunks, _parts(result, chunks), strict=True)):
-        # Only a rank without a gradient has to ask, which on a GPU waits for the device.
-        present = gradients[place] is not None or bool(result[total + place] > 0)
-        found.append(part[: (chunk.high - chunk.low) * chunk.width].view(chunk.shape) if present else None)
-    return found
+    result = torch.empty(buffer.shape[1], dtype=dtype, device=device)
+    reduce_scatter_gradients(result, buffer.view(-1), first.copies.group, _comm(first), op=_op(first))
+    found = {
+        place: part[: (chunk.high - chunk.low) * chunk.width].view(chunk.shape)
+        for chunk, place, part in zip(small, packed, _segments(result, sizes), strict=True)
+    }
+    return found, result[total:]
 
 
-def gather(chunks: Sequence[Chunk], rows: Sequence[torch.Tensor]) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """All holders' rows of each parameter.
-
-    Collective over the holders, all the same, when the first is asked for: one all-gather. Temporary memory: the
-    parameters' local tensors once.
-
-    Args:
-        chunks: The parameters, in the same order on all holders.
-        rows: This rank's rows of each, all of one dtype.
-
-    Yields:
-        Chunk, and its rows as ``(holders, chunk.numel)``, a view; padded.
-    """
-    first = chunks[0]
-    mine = torch.empty(_total(chunks), dtype=rows[0].dtype, device=rows[0].device)
-    for own, part in zip(rows, _parts(mine, chunks), strict=True):
-        part[: own.numel()].copy_(own.reshape(-1))
-        part[own.numel() :].zero_()
-    packed = torch.empty(first.size, mine.numel(), dtype=mine.dtype, device=mine.device)
-    all_gather_single(packed.view(-1), mine, group=first.copies.group)
-    yield from zip(chunks, _parts(packed, chunks), strict=True)
-
-
-def unpack(chunk: Chunk, part: torch.Tensor, local: torch.Tensor) -> None:
-    """Write gathered rows into a tensor like the parameter's local one."""
-    if chunk.is_even:
-        chunk.by_holder(local).copy_(part.view(chunk.size, *chunk.shape))
-        return
-    for holder, rows in enumerate(local.split(chunk.step) if chunk.step else ()):
-        rows.copy_(part[holder, : rows.numel()].view(rows.shape))
+def _op(chunk: Chunk) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.SUM if chunk.copies.sums else dist.ReduceOp.AVG
 
 
 def _comm(chunk: Chunk) -> GradComm | None:
@@ -117,14 +144,99 @@ def _comm(chunk: Chunk) -> GradComm | None:
     return comm_of(state.model) if state is not None else None
 
 
-def _total(chunks: Sequence[Chunk]) -> int:
-    """Elements that each holder sends or receives, every part beginning on a multiple of :data:`_ALIGNED`."""
-    return sum(-(-chunk.numel // _ALIGNED) * _ALIGNED for chunk in chunks)
+# -------------------------------------------------------------------------------------------------------------- weights
 
 
-def _parts(packed: torch.Tensor, chunks: Sequence[Chunk]) -> Iterator[torch.Tensor]:
-    """Views of each parameter's part in the last dim."""
+class Part(NamedTuple):
+    """One tensor of which each holder has rows.
+
+    Attributes:
+        chunk: Of the parameter: names the holders, and the dim.
+        mine: This rank's rows, along ``chunk.dim``.
+        whole: Where the rows of all holders go, of the same dtype; this rank's may lie there already.
+    """
+
+    chunk: Chunk
+    mine: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def step(self) -> int:
+        """Rows per holder, the last ones may have fewer."""
+        return -(-self.whole.shape[self.chunk.dim] // self.chunk.size)
+
+    @property
+    def numel(self) -> int:
+        """Elements that each holder sends: its rows, padded to :attr:`step`."""
+        rows = self.whole.shape[self.chunk.dim]
+        return self.step * (self.whole.numel() // rows) if rows else 0
+
+
+def gather(parts: Sequence[Part], *, as_bytes: bool = False) -> None:
+    """Give each holder the rows of all holders.
+
+    Collective over the holders, all the same: one all-gather per group and dtype, and one more for each large tensor.
+    Temporary memory: what is packed, once.
+
+    Args:
+        parts: In the same order on all holders.
+        as_bytes: Pack tensors of all dtypes together.
+    """
+    dtypes = [torch.uint8 if as_bytes else part.mine.dtype for part in parts]
+    for (_, dtype), places in by_group([part.chunk for part in parts], dtypes).items():
+        packed = []
+        for part in (parts[place] for place in places):
+            alone = _travels_alone(part.chunk, part.numel, part.chunk.dim)
+            if alone and part.whole.is_contiguous() and part.mine.is_contiguous():
+                group = part.chunk.copies.group
+                all_gather_single(part.whole.view(-1), part.mine.view(-1), group=group)
+            else:
+                packed.append(part)
+        if packed:
+            _gather_packed(packed, dtype)
+
+
+def _gather_packed(parts: Sequence[Part], dtype: torch.dtype) -> None:
+    """One all-gather, in ``dtype``, which is that of the parts, or bytes."""
+    chunk, device = parts[0].chunk, parts[0].mine.device
+    sizes = [part.numel * part.mine.element_size() // dtype.itemsize for part in parts]
+    mine = torch.empty(sum(map(_aligned, sizes)), dtype=dtype, device=device)
+    for part, segment in zip(parts, _segments(mine, sizes), strict=True):
+        rows = segment.view(part.mine.dtype)
+        rows[: part.mine.numel()].view(part.mine.shape).copy_(part.mine)
+        rows[part.mine.numel() :].zero_()
+    buffer = torch.empty(chunk.size, mine.numel(), dtype=dtype, device=device)
+    all_gather_single(buffer.view(-1), mine, group=chunk.copies.group)
+    for part, segment in zip(parts, _segments(buffer, sizes), strict=True):
+        _unpack(part, segment.view(part.mine.dtype))
+
+
+def _unpack(part: Part, gathered: torch.Tensor) -> None:
+    """Write gathered rows, ``(holders, elements)``, into the whole tensor."""
+    whole, dim, size, step = part.whole, part.chunk.dim, part.chunk.size, part.step
+    if whole.shape[dim] == size * step:
+        whole.unflatten(dim, (size, step)).movedim(dim, 0).copy_(gathered.view(size, *part.mine.shape))
+        return
+    for holder, rows in enumerate(whole.split(step, dim) if step else ()):
+        rows.copy_(gathered[holder, : rows.numel()].view(rows.shape))
+
+
+# ------------------------------------------------------------------------------------------------------------- together
+
+
+def _travels_alone(chunk: Chunk, numel: int, dim: int) -> bool:
+    """Whether a tensor is worth a collective of its own; the same on all holders."""
+    return chunk.is_even and dim == 0 and numel * chunk.size >= LARGE
+
+
+def _aligned(size: int) -> int:
+    """Elements that a part takes, so that the next one begins on a multiple of :data:`_ALIGNED`."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _segments(packed: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Views of each part in the last dim."""
     start = 0
-    for chunk in chunks:
-        yield packed[..., start : start + chunk.numel]
-        start += -(-chunk.numel // _ALIGNED) * _ALIGNED
+    for size in sizes:
+        yield packed[..., start : start + size]
+        start += _aligned(size)

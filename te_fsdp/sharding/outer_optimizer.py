@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.binding import LABEL
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
+from te_fsdp.sharding.outer_install import amax_group, why_not_bytes
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["chunk_in", "shard_optimizer", "stand_ins_of"]
+
+_log = logging.getLogger("te_fsdp")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
 
@@ -43,15 +48,17 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     ``dp_shard``, weights and gradients over ``dp_shard``. Also cuts the state of parameters that are replicated over
     data parallel while the strategy shards optimizer state. Where there are no such parameters it does nothing.
 
-    From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype), updates this rank's
-    rows, and gathers all rows (one all-gather per dtype: bf16 weights as bf16, fp32 and quantized ones as fp32, so that
-    each quantized weight is one quantization of its whole main weight). Low-precision parameters have fp32 main weights
-    in ``optimizer.state[parameter]["master_param"]``, begun as :func:`te_fsdp.main_weights` begins them; there is no
-    need to call that. Groups, their options and schedulers keep referring to the model's parameters. States are
-    DTensors of the parameters' shapes. Calling it again does nothing.
+    From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype, and one for each large
+    tensor), updates this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their
+    dtype, quantized ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows
+    hold no whole blocks is gathered as fp32 and quantized afterwards, which a line of the log says. Low-precision
+    parameters have fp32 main weights in ``optimizer.state[parameter]["master_param"]``, begun as
+    :func:`te_fsdp.main_weights` begins them; there is no need to call that. Groups, their options and schedulers keep
+    referring to the model's parameters. States are DTensors of the parameters' shapes. Calling it again does nothing.
 
-    Collective over the holders (one all-reduce of two integers): call it on all ranks, right after the optimizer was
-    built. The optimizer works element by element: SGD, Adam and their kin, TE's FusedAdam.
+    Collective over the holders (one all-reduce of two integers; for quantized weights with one scale a process group
+    may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element:
+    SGD, Adam and their kin, TE's FusedAdam.
 
     Args:
         optimizer: Any optimizer of ``torch.optim``'s protocol, over parameters of the model.
@@ -76,6 +83,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     _check_same(chunks)
     _keep_main_weights(optimizer, chunks)
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
+    _prepare_bytes(chunks)
     stand_ins.start(optimizer)
     for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
         state.outer_optimizer = stand_ins
@@ -130,6 +138,29 @@ def _check_same(chunks: list[Chunk]) -> None:
                     got=f"here {len(mine)} parameters, the first {described[0]}",
                     fix="build the optimizer from the same parameter groups on all ranks",
                 )
+            )
+
+
+def _prepare_bytes(chunks: list[Chunk]) -> None:
+    """Make the groups that quantized weights need to travel as bytes, and say which of them do not."""
+    wide: dict[str, list[str]] = {}
+    for chunk in chunks:
+        local = _torch.local_of(chunk.parameter)
+        if not _te.is_quantized(local):
+            continue
+        why = why_not_bytes(chunk)
+        if why is not None:
+            label = chunk.parameter.__dict__.get(LABEL) or f"weight of shape {tuple(chunk.parameter.shape)}"
+            wide.setdefault(why, []).append(label)
+        elif _te.needs_shared_amax(_te.quantizer_of(local)):
+            amax_group(chunk)
+    if dist.get_rank() == 0:
+        for why, labels in wide.items():
+            _log.info(
+                "shard_optimizer: %d quantized weights cross their holders' axis as fp32 (%s): %s",
+                len(labels),
+                why,
+                ", ".join(labels),
             )
 
 

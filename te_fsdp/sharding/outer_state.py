@@ -25,8 +25,9 @@ from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
-from te_fsdp.sharding.outer_flat import average, by_group, gather, unpack
+from te_fsdp.sharding.outer_flat import Average, average, by_group
 from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
+from te_fsdp.sharding.outer_install import install, write
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -223,7 +224,8 @@ class StandIns:
             return
         mains = [self.make(optimizer, p) for p, _ in cut]
         averaged = self._average(cut)
-        for (parameter, chunk), main, rows in zip(cut, mains, averaged, strict=True):
+        for (parameter, chunk), main, known in zip(cut, mains, averaged, strict=True):
+            rows = None if known is None else known.result()
             if rows is None:
                 continue
             assert main is not None
@@ -261,16 +263,16 @@ class StandIns:
             self.ready = {}
         return bool(kept)
 
-    def _average(self, cut: list[tuple[torch.Tensor, Chunk]]) -> list[torch.Tensor | None]:
-        """Rows of each gradient in the dtype of its stand-in."""
-        found: list[torch.Tensor | None] = [None] * len(cut)
+    def _average(self, cut: list[tuple[torch.Tensor, Chunk]]) -> list[Average | None]:
+        """Rows of each gradient in the dtype of its stand-in; ``None`` for one that is not there to be cut."""
+        found: list[Average | None] = [None] * len(cut)
         locals_ = [None if (g := gradient_of(p)) is None else _torch.local_of(g) for p, _ in cut]
         dtypes = [torch.float32 if is_low(p) else p.dtype for p, _ in cut]
         for place, (_, chunk) in enumerate(cut):
             gradient = locals_[place]
             if chunk.copies.reduced and gradient is not None:
                 rows = chunk.of(gradient).to(dtypes[place], copy=True)
-                found[place] = rows.contiguous()
+                found[place] = Average(rows.contiguous())
         places = [place for place, (_, chunk) in enumerate(cut) if not chunk.copies.reduced]
         chunks = [cut[place][1] for place in places]
         for (_, dtype), members in by_group(chunks, [dtypes[place] for place in places]).items():
@@ -308,34 +310,11 @@ class StandIns:
         for parameter, main in self.pairs:
             chunk = self.chunk(parameter)
             if main.grad is not None and chunk is not None:
-                # Rounding is element by element: bf16 rows travel rounded. Quantizing needs the whole weight.
-                quantized = _te.is_quantized(_torch.local_of(parameter))
-                rows = _torch.local_of(main)
-                cut.append((chunk, rows if quantized else rows.to(parameter.dtype)))
+                cut.append((chunk, _torch.local_of(main)))
             elif main.grad is not None:
                 write(_torch.local_of(parameter), _torch.local_of(main))
-        chunks = [chunk for chunk, _ in cut]
-        for members in by_group(chunks, [rows.dtype for _, rows in cut]).values():
-            for chunk, part in gather([chunks[m] for m in members], [cut[m][1] for m in members]):
-                local = _torch.local_of(chunk.parameter)
-                if _te.is_quantized(local):
-                    whole = torch.empty(local.shape, dtype=part.dtype, device=part.device)
-                    unpack(chunk, part, whole)
-                    write(local, whole)
-                else:
-                    unpack(chunk, part, local)
+        install(cut)
         self.stand_down(optimizer)
-
-
-def write(local: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a local tensor its main weight, rounded or quantized once.
-
-    Collective over the weight mesh for formats with one scale per tensor.
-    """
-    if _te.is_quantized(local):
-        local.quantize_(value)  # type: ignore[operator]
-    else:
-        local.copy_(value)
 
 
 def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

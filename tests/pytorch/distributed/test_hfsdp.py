@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfsdp import bodies, checkpoints, experts
+from hfsdp import bodies, checkpoints, experts, wire
 from hfsdp.models import OPTIMIZERS
 from parity.runs import ENVIRONMENT
 
@@ -94,6 +94,15 @@ def test_equals_one_process(pool, request, mesh):
 
 
 @pytest.mark.ranks(4)
+def test_tensors_that_travel_alone(pool):
+    """In place, without a copy, beside those that are cut along columns or unevenly: the same values."""
+    cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
+    assert all(
+        pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases, env=ENVIRONMENT)
+    )
+
+
+@pytest.mark.ranks(4)
 def test_state_of_exempt_parameters_is_cut(pool):
     """The weight's 32 columns are even over 4 ranks, its 11 rows are not; the bias has 3, 3, 3 and 2 elements."""
     shapes = pool.run(bodies.exempt_parts, 4, axes={"dp_replicate": 2, "dp_shard": 2})
@@ -138,18 +147,71 @@ def test_collectives_and_memory(pool, dtype):
         assert cost["state"] == pytest.approx((12 if low else 8) * n / 4, rel=0.01)
         assert cost["weights"] == pytest.approx(size * n / 2, rel=0.01)
         assert cost["gradients"] == pytest.approx(size * n / 2, rel=0.01)
+    # The MLP's two weights as they are, the rest packed; each way the sum is what it was.
+    for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="optim", large=128):
+        sent = {
+            kind: [n for k, _, n in cost["sent"] if k == kind] for kind in ("reduce_scatter", "all_gather")
+        }
+        assert [len(found) for found in sent.values()] == [3, 3], sent
+        n = cost["elements"]
+        assert [sum(found) for found in sent.values()] == pytest.approx([n / 2, n / 4], rel=0.01)
     # Negative control: the same accounting of HSDP sees twice the state.
     for cost in pool.run(bodies.costs, 4, dtype=dtype, outer="no_shard"):
         assert cost["state"] == pytest.approx((12 if low else 8) * cost["elements"] / 2, rel=0.01)
 
 
+#: Bytes on the wire per element, of both orientations where these are quantized independently.
+BYTES = {
+    "current": 1,
+    "delayed": 1,
+    "mxfp8": 2 * (1 + 1 / 32),
+    "block": 2 * (1 + 4 / 128**2),
+    "nvfp4": 2 * (1 / 2 + 1 / 16),
+}
+#: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
+#: MLP of width 96 by four ranks has no whole blocks either way.
+WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "current 2x1xtp2": ("current", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+    "current 2x2": ("current", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),
+    "delayed 2x2": ("delayed", {"dp_replicate": 2, "dp_shard": 2}, {}),
+    "mxfp8 2x2": ("mxfp8", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),
+    "mxfp8 4x1": ("mxfp8", {"dp_replicate": 4, "dp_shard": 1}, {"hidden": 96}),
+    "block 2x2": ("block", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True}),
+    "nvfp4 2x1xtp2": ("nvfp4", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+}
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("recipe", "optimizer", "tp"), [("current", "adamw", 2), ("delayed", "adamw", 1), ("mxfp8", "te", 1)]
-)
-def test_quantized_once(pool, recipe, optimizer, tp):
-    counts = pool.run(checkpoints.quantized, 4, recipe=recipe, optimizer=optimizer, tp=tp)
-    assert min(counts) >= 2 * 3
+@pytest.mark.parametrize(("recipe", "case"), [(WIRE[case][0], case) for case in WIRE], ids=list(WIRE))
+def test_quantized_once_and_sent_as_bytes(pool, recipe, case):
+    _, axes, options = WIRE[case]
+    results = pool.run(wire.quantized, 4, recipe=recipe, axes=axes, **options)
+    wide = "hidden" in options
+    assert [len(result["logged"]) for result in results] == [int(wide), 0, 0, 0]
+    for result in results:
+        assert result["compared"] >= 2 * wire.STEPS
+        as_bytes, as_fp32 = result["elements"]
+        assert as_bytes and bool(as_fp32) == wide
+        sent = dict.fromkeys(("uint8", "float32", "bfloat16"), 0)
+        for call in result["sent"]:
+            sent[call.dtype] += call.bytes
+        assert sent["uint8"] == pytest.approx(BYTES[recipe] * as_bytes, rel=0.01)
+        assert sent["float32"] == pytest.approx(4 * as_fp32, rel=0.01)
+        assert (
+            sent["bfloat16"] <= 2 * result["others"] + 2 * 16 * 4 * 16
+        )  # parts begin on multiples of 16 elements
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_faults_on_the_wire_would_show(pool):
+    """As fp32 the same bytes arrive, of which four times as many were sent; a scale of each holder is seen."""
+    axes = {"dp_replicate": 2, "dp_shard": 1}
+    for result in pool.run(wire.quantized, 2, recipe="current", axes=axes, fault="no bytes"):
+        sent = [call.bytes for call in result["sent"] if call.dtype == "float32"]
+        assert sum(sent) == pytest.approx(4 * result["elements"][1], rel=0.01)
+    errors = pool.run_expect_error(wire.quantized, 2, recipe="current", axes=axes, fault="amax")
+    assert all("bits" in error.message for error in errors), errors
 
 
 #: Where checkpoints go: HFSDP, HSDP, plain FSDP, one process.
@@ -235,6 +297,5 @@ def test_experts(pool):
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
     arguments = {"env": ENVIRONMENT, "axes": axes, "route": "uneven"}
     pool.run(experts.training, 4, experts=7, single=False, **arguments)
-    pool.run(experts.training, 4, experts=4, single=True, **arguments)
     for elements in pool.run(experts.rows_of_states, 4, axes=axes, experts=4):
         assert len(elements) == 8 and all(whole == 2 * cut for whole, cut in elements.values())

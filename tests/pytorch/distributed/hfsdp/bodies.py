@@ -13,10 +13,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hfsdp.models import ADAM, Case, Run
+from hfsdp.wire import large_from
 
 STEPS = 3
 #: fp32 sums in another order over 24 x 8 tokens, through three optimizer steps (Adam with eps 1e-3).
 CLOSE = {"rtol": 1e-5, "why": "fp32, sums in another order, three steps"}
+
+
+def alone(axes: dict[str, int], cases: list[dict[str, Any]]) -> list[int]:
+    """:func:`parity` where each tensor that can travels by itself, however small it is."""
+    with large_from(1):
+        return parity(axes, cases)
 
 
 def parity(axes: dict[str, int], cases: list[dict[str, Any]], outer: str = "optim") -> list[int]:
@@ -77,8 +84,12 @@ class Even(nn.Module):
         return self.mlp(x)
 
 
-def costs(dtype: torch.dtype, outer: str, wire: torch.dtype | None = None) -> dict[str, Any]:
+def costs(
+    dtype: torch.dtype, outer: str, wire: torch.dtype | None = None, large: int | None = None
+) -> dict[str, Any]:
     """Collectives of one optimizer step, and bytes that lie in memory after it, on 2 x 2 ranks.
+
+    The parameters' own gradients stay as they were. ``large``: from how many elements on tensors travel by themselves.
 
     Returns:
         ``sent``: name, dtype and elements of each collective of the step; ``state``, ``weights``, ``gradients``: bytes;
@@ -94,9 +105,12 @@ def costs(dtype: torch.dtype, outer: str, wire: torch.dtype | None = None) -> di
     (te_fsdp.shard_optimizer(optimizer) if outer == "optim" else te_fsdp.main_weights(model, optimizer))
     x = torch.randn(4, 2, 64, device=harness.device(), dtype=dtype)
     model(x).float().square().mean().backward()
-    with recorded() as calls:
+    gradients = [p.grad.to_local().clone() for p in model.parameters()]
+    with recorded() as calls, large_from(large):
         optimizer.step()
     parameters = list(model.parameters())
+    for parameter, before in zip(parameters, gradients, strict=True):
+        harness.assert_same_bits("a gradient after the step", parameter.grad.to_local(), before)
     states = [v for p in parameters for k, v in optimizer.state[p].items() if k != "step"]
     return {
         "sent": [

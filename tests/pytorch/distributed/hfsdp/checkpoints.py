@@ -1,4 +1,4 @@
-"""Bodies: checkpoints of cut optimizer state onto other meshes, and quantized weights under it."""
+"""Bodies: checkpoints of cut optimizer state onto other meshes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hfsdp.bodies import same_parameters
 from hfsdp.models import SEED, Case, Run
@@ -56,50 +54,3 @@ def whole_state(run: Run) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[f"{name} {key}"] = harness.full(value)
     return found
-
-
-def quantized(recipe: str, optimizer: str, tp: int) -> int:
-    """Each weight is one quantization, by stock TE in one process, of its whole main weight, to the byte.
-
-    Returns:
-        Number of buffers compared.
-    """
-    from quantization.bodies import SEED as STOCK_SEED
-    from quantization.bodies import Stepper, batch_of
-    from quantization.one_scale import HIDDEN, compare, gathered, named_weights, recipe_of, requantize, stock
-
-    import te_fsdp
-
-    meshes = te_fsdp.Meshes.build(dp_replicate=2, tp=tp, device_type=harness.device_type())
-    model = stock("mlp_swiglu", recipe, "meta", **meshes.te_kwargs())
-    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
-    te_fsdp.materialize(model, seed=STOCK_SEED)
-    oracle = stock("mlp_swiglu", recipe)
-    step, count = Stepper(model, recipe_of(recipe), meshes, False), 0
-    if optimizer == "adamw":
-        step.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    te_fsdp.shard_optimizer(step.optimizer)
-    for number in range(3):
-        step(*batch_of(HIDDEN))
-        values = {}
-        for name, module, own, parameter in named_weights(model):
-            main = step.optimizer.state[parameter]["master_param"]
-            values[name] = gathered(module, own, over_outer(main, parameter))
-        requantize(oracle, values)
-        count += compare(model, oracle, f"step {number + 1}")
-    return count
-
-
-def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
-    """A cut main weight as it would be if it was not cut: all holders' rows, placed as the parameter. Collective."""
-    mine = main.to_local().cpu()
-    rows: list[Any] = [None] * main.device_mesh.size(0)
-    dist.all_gather_object(rows, mine, group=main.device_mesh.get_group(0))
-    return DTensor.from_local(
-        torch.cat(rows).to(harness.device()),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

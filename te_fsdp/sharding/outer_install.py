@@ -1,0 +1,173 @@
+"""New main weights, cut over the holders of a parameter, on their way into the parameter of each holder.
+
+    fp32            rows                          all-gathered in place
+    bf16            rows, rounded                 all-gathered in place
+    quantized       rows, quantized with the      all-gathered byte by byte: values, scales, transposes
+                    scale of the whole weight
+    quantized, where rows are no whole blocks     all-gathered in fp32, quantized by each holder
+
+The bytes are the same either way: formats scale blocks of values, or the whole weight, of which the holders take the
+amax together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import PlacementError
+from te_fsdp.quantized.alignment import BLOCK_ROWS
+from te_fsdp.quantized.components import Component, components_of, finish_writing
+from te_fsdp.quantized.grouped_weight import is_grouped_weight
+from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_flat import Part, gather
+
+__all__ = ["amax_group", "install", "why_not_bytes", "write"]
+
+
+@torch.no_grad()
+def install(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
+    """Make parameters their new main weights, each rounded or quantized once.
+
+    Collective over the holders: one all-gather per dtype, one for the bytes of all quantized weights together, and
+    one more for each large tensor. With one scale per tensor also a max all-reduce of its amax, over the holders and
+    the weight mesh.
+
+    Args:
+        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
+    """
+    plain: list[Part] = []
+    packed: list[Part] = []
+    whole: list[Part] = []
+    for chunk, rows in cut:
+        local = _torch.local_of(chunk.parameter)
+        if not _te.is_quantized(local):
+            plain.append(Part(chunk, _in_place(chunk, rows, local), local))
+        elif why_not_bytes(chunk) is None:
+            packed += _quantized_parts(chunk, rows, local)
+        else:
+            value = torch.empty(local.shape, dtype=rows.dtype, device=rows.device)
+            whole.append(Part(chunk, rows, value))
+    _share_newest_amax(chunk for chunk, _ in cut)
+    gather(plain + whole)
+    gather(packed, as_bytes=True)
+    for part in whole:
+        write(_torch.local_of(part.chunk.parameter), part.whole)
+    for chunk in {id(part.chunk): part.chunk for part in packed}.values():
+        finish_writing(_torch.local_of(chunk.parameter))
+
+
+def write(local: torch.Tensor, value: torch.Tensor) -> None:
+    """Make a local tensor its main weight, rounded or quantized once.
+
+    Collective over the weight mesh for formats with one scale per tensor.
+    """
+    if _te.is_quantized(local):
+        local.quantize_(value)  # type: ignore[operator]
+    else:
+        local.copy_(value)
+
+
+def why_not_bytes(chunk: Chunk) -> str | None:
+    """Why a quantized weight crosses the holders' axis as fp32; ``None`` for one that does so as bytes.
+
+    Local operation on shapes and the format: the same on all holders.
+    """
+    local = _torch.local_of(chunk.parameter)
+    kind = (type(local), tuple(local.shape))
+    if kind not in chunk.obstacles:
+        chunk.obstacles[kind] = _obstacle(chunk, local)
+    return chunk.obstacles[kind]
+
+
+def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
+    name = _te.format_of(local)
+    if is_grouped_weight(local) or local.ndim != 2:
+        return "one tensor of all experts"
+    if name not in BLOCK_ROWS:
+        return f"no table of the buffers of {name}"
+    if not chunk.rows or not chunk.is_even:
+        return f"{chunk.rows} rows over {chunk.size} ranks"
+    if chunk.step % BLOCK_ROWS[name]:
+        return f"{chunk.step} {'columns' if chunk.dim else 'rows'} per rank, a scale spans {BLOCK_ROWS[name]}"
+    try:
+        components_of(local, "weight")
+    except PlacementError:
+        return f"an option of {name} without a table of its buffers"
+    return None
+
+
+def amax_group(chunk: Chunk) -> dist.ProcessGroup | None:
+    """Over whom the amax of a weight with one scale is taken: its holders, and all ranks that hold other pieces.
+
+    Collective over the world where this is neither one axis nor the world, at the first call for such a mesh: a process
+    group is made.
+    """
+    mesh = chunk.copies.mesh
+    large = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if len(large) == 1:
+        return mesh.get_group(large[0])
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return _torch.flatten_mesh(mesh, "outer_weight").get_group()
+
+
+def _in_place(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Rows in the dtype of the parameter, where they belong if they lie together there."""
+    own = chunk.of(local)
+    if not own.is_contiguous():
+        return rows.to(local.dtype)
+    if own.data_ptr() != rows.data_ptr():
+        own.copy_(rows)
+    return own
+
+
+# ------------------------------------------------------------------------------------------------------------ quantized
+
+
+def _quantized_parts(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> list[Part]:
+    """This rank's rows, quantized: what travels. What all holders have alike is written at once."""
+    targets = components_of(local, "install")
+    own = {c.name: c for c in components_of(_quantize(chunk, rows, local, targets), "install")}
+    parts = []
+    for target in targets:
+        source = own[target.name]
+        if target.block is None:
+            target.tensor.copy_(source.tensor)
+        else:
+            parts.append(Part(chunk, source.tensor, target.tensor))
+    return parts
+
+
+def _quantize(
+    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, targets: Iterable[Component]
+) -> torch.Tensor:
+    """This rank's rows in the format of the weight, with the buffers that it has."""
+    quantizer = _te.quantizer_of(local).copy()
+    columnwise = any(target.name.startswith("columnwise") for target in targets)
+    rowwise = any(not target.name.startswith("columnwise") for target in targets)
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    if _te.needs_shared_amax(quantizer):
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, amax_group(chunk)
+    return quantizer(rows)
+
+
+def _share_newest_amax(chunks: Iterable[Chunk]) -> None:
+    """Give delayed-scaling weights the amax of all holders' rows as the newest of their histories.
+
+    Over the other pieces it is taken after the step, as for all weights.
+    """
+    found: dict[tuple[int, ...], list[Chunk]] = {}
+    for chunk in chunks:
+        local = _torch.local_of(chunk.parameter)
+        if _te.is_quantized(local) and _te.has_delayed_scale(local) and why_not_bytes(chunk) is None:
+            found.setdefault(chunk.ranks, []).append(chunk)
+    for members in found.values():
+        amaxes = [_te.quantizer_of(_torch.local_of(chunk.parameter)).amax for chunk in members]
+        newest = torch.cat([amax.reshape(1) for amax in amaxes])
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=members[0].copies.group)
+        for amax, value in zip(amaxes, newest, strict=True):
+            amax.copy_(value)

@@ -1,0 +1,188 @@
+"""Bodies: quantized weights whose new values cross the outer axis, by value and in bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness.collectives import Collective, recorded
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+STEPS = 2
+
+
+def quantized(
+    recipe: str,
+    axes: dict[str, int],
+    *,
+    optimizer: str = "adamw",
+    hidden: int = 256,
+    alone: bool = False,
+    fault: str = "",
+) -> dict[str, Any]:
+    """Each weight is one quantization, by stock TE in one process, of its whole main weight, to the byte.
+
+    Args:
+        recipe: Of the weights.
+        axes: Of the mesh.
+        optimizer: "adamw", or TE's FusedAdam.
+        hidden: Width of an MLP.
+        alone: Each tensor that can travels by itself, however small it is.
+        fault: "no bytes": weights travel in fp32, as they do where no cut fits; "amax": each holder has its own scale.
+
+    Returns:
+        ``compared``: buffers; ``logged``: lines about weights that travel as fp32; ``sent``: the all-gathers of the
+        last step; ``elements``: of this rank's shards of quantized weights that travel as bytes, and of those that
+        do not; ``others``: of those that are not quantized.
+    """
+    from quantization.bodies import SEED, Stepper, batch_of
+    from quantization.one_scale import compare, gathered, named_weights, recipe_of, requantize
+
+    import te_fsdp
+    from te_fsdp import _torch
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model, oracle = mlp(recipe, hidden, "meta", **meshes.te_kwargs()), mlp(recipe, hidden)
+    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
+    te_fsdp.materialize(model, seed=SEED)
+    step, compared = Stepper(model, recipe_of(recipe), meshes, False), 0
+    if optimizer == "adamw":
+        step.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    with logged() as lines:
+        te_fsdp.shard_optimizer(step.optimizer)
+    with broken(fault), large_from(1 if alone else None):
+        for number in range(STEPS):
+            sent = recording(step.optimizer)
+            step(*batch_of(hidden))
+            values = {}
+            for name, module, own, parameter in named_weights(model):
+                main = step.optimizer.state[parameter]["master_param"]
+                values[name] = gathered(module, own, over_outer(main, parameter))
+            requantize(oracle, values)
+            compared += compare(model, oracle, f"step {number + 1}")
+        ways = by_way(step.optimizer, [parameter for _, _, _, parameter in named_weights(model)])
+    whole = sum(_torch.local_of(p).numel() for p in model.parameters())
+    return {
+        "compared": compared,
+        "logged": [line for line in lines if "as fp32" in line],
+        "sent": [call for call in sent if call.kind == "all_gather"],
+        "elements": ways,
+        "others": whole - sum(ways),
+    }
+
+
+def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
+    """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
+    from te_fsdp import _torch
+    from te_fsdp.sharding.outer_install import why_not_bytes
+    from te_fsdp.sharding.outer_optimizer import chunk_in
+
+    found = [0, 0]
+    for parameter in parameters:
+        found[why_not_bytes(chunk_in(optimizer, parameter)) is not None] += _torch.local_of(parameter).numel()
+    return found[0], found[1]
+
+
+def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Module:
+    """TE's own MLP with quantized weights; on the device, drawn from the seed, unless said otherwise."""
+    import transformer_engine.pytorch as te
+    from quantization.bodies import SEED
+    from quantization.models import build
+    from quantization.one_scale import recipe_of
+
+    if device is None:
+        torch.manual_seed(SEED)
+    with te.quantized_model_init(recipe=recipe_of(recipe), preserve_high_precision_init_val=True):
+        return build("mlp_swiglu", hidden, device or harness.device(), **kwargs)
+
+
+def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
+    """A cut main weight as it would be if it was not cut: all holders' rows, placed as the parameter. Collective."""
+    from te_fsdp.sharding.outer_chunks import rows_of_state
+
+    cut = rows_of_state(main, parameter)
+    assert cut is not None
+    mine = main.to_local().cpu()
+    rows: list[Any] = [None] * main.device_mesh.size(0)
+    dist.all_gather_object(rows, mine, group=main.device_mesh.get_group(0))
+    return DTensor.from_local(
+        torch.cat(rows, cut[0]).to(harness.device()),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def recording(optimizer: Any) -> list[Collective]:
+    """The collectives of the optimizer's next step, once it has run."""
+    found: list[Collective] = []
+    stock: Callable[..., Any] = type(optimizer).step.__get__(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with recorded() as calls:
+            result = stock(*args, **kwargs)
+        found.extend(calls)
+        return result
+
+    optimizer.step = step
+    return found
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Lines of te_fsdp's log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("te_fsdp")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def large_from(elements: int | None) -> Iterator[None]:
+    """Tensors of so many elements travel by themselves; ``None``: as they do."""
+    from te_fsdp.sharding import outer_flat
+
+    stock = outer_flat.LARGE
+    outer_flat.LARGE = stock if elements is None else elements
+    try:
+        yield
+    finally:
+        outer_flat.LARGE = stock
+
+
+@contextmanager
+def broken(fault: str) -> Iterator[None]:
+    """One fault of the way that weights travel; "" for none."""
+    from te_fsdp.sharding import outer_install
+
+    names = {"": None, "no bytes": "_obstacle", "amax": "amax_group"}
+    name = names[fault]
+    if name is None:
+        yield
+        return
+    stock = getattr(outer_install, name)
+
+    def own_group(chunk: Any) -> Any:
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    setattr(outer_install, name, own_group if fault == "amax" else lambda chunk, local: "a test says so")
+    try:
+        yield
+    finally:
+        setattr(outer_install, name, stock)
