@@ -77,9 +77,8 @@ def begin(target: Path) -> Path:
 
 def hidden_name(target: Path, *, saving: bool) -> Path:
     """A new name beside a checkpoint, for it while it is being written, or being removed."""
-    host = socket.gethostname().replace(".", "-")
     mark = _SAVING if saving else _REMOVING
-    return target.parent / f".{target.name}{mark}{host}.{os.getpid()}.{secrets.token_hex(4)}"
+    return target.parent / f".{target.name}{mark}{_machine()}.{os.getpid()}.{secrets.token_hex(4)}"
 
 
 def discard(temporary: Path) -> None:
@@ -97,12 +96,21 @@ def _is_abandoned(left: Path, mark: str, target: Path) -> bool:
         return True
     host, _, rest = owner.partition(".")
     pid = rest.partition(".")[0]
-    if host == socket.gethostname().replace(".", "-") and pid.isdigit():
+    if host == _machine() and pid.isdigit():
         return not _is_alive(int(pid))
     try:
         return time.time() - left.stat().st_mtime > _ABANDONED
     except OSError:
         return False
+
+
+def _machine() -> str:
+    """Where a process id means what it means here. Containers may share a host's name, and not its process ids."""
+    host = socket.gethostname().replace(".", "-")
+    try:
+        return f"{host}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no Linux
+        return host
 
 
 def _is_alive(pid: int) -> bool:

@@ -87,6 +87,8 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
             entries |= more
         return (items if type(value) is list else {_TUPLE: items}), entries
     got = type(value).__name__
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        got = f"a tensor with the layout {value.layout}"
     if isinstance(value, dict):
         got = f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
     if isinstance(value, PerRank):
@@ -102,7 +104,7 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.layout != torch.strided:
         return False
     return not value.is_meta and not _te.is_quantized(value)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.collective import mesh_sizes, rank
+from te_fsdp.checkpoint.collective import all_agree, mesh_sizes, rank
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
 from te_fsdp.checkpoint.delayed import make_delayed, other_format_modules, reset_delayed
@@ -70,16 +70,15 @@ class Filling:
         self._check_shared_numbers()
         conversions = self._conversions()
         direct = [name for name in self.names if name not in conversions]
-        entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        entries |= self._optimizer_entries()
         delayed = self._delayed()
-        entries |= make_delayed(self.model, delayed)
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         slots = tensor_slots(extra)
+        # A rank may lack the memory for what the optimizer is to get.
+        entries = all_agree(lambda: self._direct_entries(direct, delayed))
         self.source.read({**entries, **slots})
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
-        sizes = {name: math.prod(self.manifest.parameters[name]["shape"]) for name in conversions}
+        sizes = {name: math.prod(self.manifest.tensor(name)["shape"]) for name in conversions}
         for batch in batches(conversions, sizes):
             self._convert(batch, set(delayed))
         for owned in self._members(direct):
@@ -114,12 +113,17 @@ class Filling:
         states = (self.manifest.optimizer or {"state": {}})["state"]
         found: dict[str, list[Conversion]] = {}
         for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
-            saved = self.manifest.parameters[name]
+            saved = self.manifest.tensor(name)
             members = self.state.members.get(name, [])
             found[name] = [plan_conversion(owned, saved, states.get(name, {})) for owned in members]
             if found[name]:
                 self.sources[name] = found[name][0].source
         return found
+
+    def _direct_entries(self, direct: list[str], delayed: dict[str, Any]) -> dict[str, Entry]:
+        """What is read into its place at once."""
+        entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
+        return entries | self._optimizer_entries() | make_delayed(self.model, delayed)
 
     def _optimizer_entries(self) -> dict[str, Entry]:
         if self.optimizer is None or self.saved_optimizer is None:
@@ -180,6 +184,16 @@ class Filling:
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Read and store a few weights. Collective over the world."""
+        live, wanted = all_agree(lambda: self._sources(batch))
+        self.source.read(wanted)
+        for conversion in batch:
+            owned = conversion.owned
+            value = live[owned.fqn] if owned.fqn in live else conversion.value()
+            conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
+            self._refresh_main_weight(owned, value)
+
+    def _sources(self, batch: list[Conversion]) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+        """Main weights that have been read and give the values, by parameter; and what is to be read for the others."""
         live: dict[str, torch.Tensor] = {}
         wanted: dict[str, Entry] = {}
         for conversion in batch:
@@ -192,12 +206,7 @@ class Filling:
             else:
                 for key, entry in conversion.entries().items():
                     add_entry(wanted, key, entry)
-        self.source.read(wanted)
-        for conversion in batch:
-            owned = conversion.owned
-            value = live[owned.fqn] if owned.fqn in live else conversion.value()
-            conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
-            self._refresh_main_weight(owned, value)
+        return live, wanted
 
     def _refresh_main_weight(self, owned: Owned, value: torch.Tensor | None) -> None:
         """A main weight that was not loaded follows the weight, lest the optimizer's step undo the load."""
@@ -209,7 +218,7 @@ class Filling:
         if main is None:
             return
         if main.dtype == torch.int16:
-            self.optimizer.state.pop(owned.parameter)  # remainders mean nothing beside other weights
+            main.zero_()  # what another weight lacked: this one is all there is
             return
         if value is None:
             value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]

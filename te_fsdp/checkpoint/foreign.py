@@ -15,13 +15,13 @@ import torch
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest
-from te_fsdp.checkpoint.model_state import tied_names
-from te_fsdp.checkpoint.portable.contents import Contents, open_checkpoint_contents
+from te_fsdp.checkpoint.model_state import shorten, tied_names
+from te_fsdp.checkpoint.planner import readable_metadata
+from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Stack
-from te_fsdp.checkpoint.portable.state_dicts import DCP_KIND, Choices, open_dcp_contents
-from te_fsdp.checkpoint.reading import Reader
+from te_fsdp.checkpoint.portable.state_dicts import Choices, open_dcp_contents
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.verifying import damaged, verify_together
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["open_source", "settle_scaling"]
+__all__ = ["open_source", "settle_scaling", "tell_stacked"]
 
 
 def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool) -> Source:
@@ -85,11 +85,25 @@ def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None
             then["format"] = now
 
 
+def tell_stacked(source: Source, described: dict[str, dict[str, Any]]) -> None:
+    """Note the stacked weights of a plain directory that are there in pieces: no file tells who cut them. Local."""
+    if source.kind != DCP_KIND or source.tensors is None:
+        return
+    stacked = [name for name, now in described.items() if str(now["layout"]).startswith("stacked")]
+    found = {name: source.tensors.get(f"model.{name}") for name in stacked}
+    torn = [name for name, tensor in found.items() if isinstance(tensor, Chunked) and len(tensor.chunks) > 1]
+    if torn:
+        source.notes.append(
+            f"{len(torn)} fused or gated weight(s) lie there in pieces ({shorten(torn, 3)}): taken with the rows of "
+            "the unsharded module. If tp cut them without telling, as a plain Shard(0) does, these rows are scrambled"
+        )
+
+
 def _is_foreign(path: Path) -> bool:
     """Whether a directory was surely not written by te_fsdp. Local operation."""
     if (path / FILE_NAME).exists() or not (path / DCP_METADATA).is_file():
         return False
-    metadata = Reader(path).read_metadata()
+    metadata = readable_metadata(path)
     keys = set(metadata.state_dict_metadata)
     return bool(keys) and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()
 

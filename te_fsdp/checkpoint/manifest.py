@@ -68,6 +68,10 @@ class Manifest:
     tied: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
+    def tensor(self, name: str) -> dict[str, Any]:
+        """What is said of a parameter or buffer; of a buffer that it is in high precision."""
+        return self.parameters.get(name) or {"format": None, **self.buffers[name]}
+
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into a directory, synced to disk. Local operation."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
@@ -23,6 +24,9 @@ from te_fsdp.modules.plan import original_layouts
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from te_fsdp.modules.shards import ShardInfo
+
 __all__ = ["ModelState", "dtype_name", "model_state", "modules_with_extra_state", "shorten", "tied_names"]
 
 
@@ -72,10 +76,8 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     """
     state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
     state.members = by_key(state.owned.values())
-    buffers = dict(owned_buffers(model))
-    absent = [n for n, o in state.owned.items() if o.local.is_meta] + [
-        n for n, b in buffers.items() if b.is_meta
-    ]
+    buffers = list(owned_buffers(model))
+    absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
             message(
@@ -90,11 +92,19 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
         if layout is None and binding_of(owned.module) is not None:
             layout = PLAIN
         _add_parameter(state, owned, layout, may_cut_blocks)
-    for name, buffer in buffers.items():
-        state.buffers[name] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
-        state.entries[f"model.{name}"] = whole_entry(buffer)
-        state.keys[name] = [f"model.{name}"]
+    for owned in buffers:
+        shape, dtype = owned.parameter.shape, owned.parameter.dtype
+        state.buffers[owned.fqn] = {"shape": list(shape), "dtype": dtype_name(dtype)}
+        state.entries[f"model.{owned.fqn}"] = _plain_entry(owned, owned.info())
+        state.keys[owned.fqn] = [f"model.{owned.fqn}"]
     return state
+
+
+def _plain_entry(owned: Owned, info: ShardInfo) -> Entry:
+    """Entry of a tensor in high precision: whole, or this rank's shard of a DTensor."""
+    if info.local_shape == info.original_shape and not isinstance(owned.parameter, DTensor):
+        return whole_entry(owned.local)
+    return cut_entry(owned.local, info.original_shape, info.boxes)
 
 
 def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
@@ -108,9 +118,7 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
     entries: dict[str, Entry] = {}
     if not _te.is_quantized(local):
         described["format"] = None
-        whole = info.local_shape == info.original_shape and not hasattr(owned.parameter, "placements")
-        entry = whole_entry(local) if whole else cut_entry(local, info.original_shape, info.boxes)
-        entries[f"model.{name}"] = owned.entry(entry)
+        entries[f"model.{name}"] = owned.entry(_plain_entry(owned, info))
     else:
         described |= describe_quantized(owned)
         try:

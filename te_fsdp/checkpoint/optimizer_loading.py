@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _torch
+from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.compare import GROUPS, Differences
 from te_fsdp.checkpoint.entries import Entry, add_entry
 from te_fsdp.checkpoint.experts import per_expert
@@ -198,7 +198,7 @@ def _fresh_state(
             continue
         wanted: dict[str, Any] = {**described, "dtype": expected[key] or described.get("dtype")}
         if tuple(wanted.get("shape", ())) == whole:
-            if expected[key] is None and described["dtype"] == weight["dtype"]:
+            if expected[key] is None and described["dtype"] == weight["dtype"] and key != "step":
                 # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
                 updated = present.get(_MAIN)
                 wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
@@ -217,7 +217,7 @@ def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         optimizer.state[parameter][_MAIN] = state[_MAIN]
 
 
-def _initialize_fused_adam(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
+def _initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
     """TE's FusedAdam keeps more about a state than the state itself."""
     stand_ins = stand_ins_of(optimizer)
     if stand_ins is not None:
@@ -241,7 +241,11 @@ def _slot(
         return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
     if chunk is not None:
         return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
-    local = torch.zeros(_torch.local_of(parameter).shape, dtype=dtype, device=parameter.device)
+    own = _torch.local_of(parameter)
+    local = torch.zeros(own.shape, dtype=dtype, device=parameter.device)
+    if not _te.is_quantized(own):
+        # As torch's optimizers make it: kernels for many tensors at once want the strides of the parameter.
+        local = torch.zeros_like(own, dtype=dtype, memory_format=torch.preserve_format)
     if not isinstance(parameter, DTensor):
         return local
     # The parameter's own spec would say the parameter's dtype, which is not always the state's.
@@ -313,7 +317,7 @@ def _restore_group(optimizer: Optimizer, group: dict[str, Any], then: dict[str, 
 
 
 def main_weight(
-    optimizer: Optimizer | None, parameter: torch.nn.Parameter, *, make: bool = False
+    optimizer: Optimizer | None, parameter: torch.Tensor, *, make: bool = False
 ) -> torch.Tensor | None:
     """The local main weight of a parameter, ``None`` where there is none. Local operation.
 

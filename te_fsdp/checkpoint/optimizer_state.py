@@ -103,7 +103,9 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
     found = OptimizerState({}, {})
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
-        one = by_id[id(parameter)]
+        one = by_id.get(id(parameter))
+        if one is None:
+            raise _state_of_a_stranger(optimizer, parameter)
         for key, value in state.items():
             if value is None:
                 continue
@@ -126,6 +128,18 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
         "state": states,
     }
     return found
+
+
+def _state_of_a_stranger(optimizer: Optimizer, parameter: Any) -> CheckpointError:
+    return CheckpointError(
+        message(
+            f"{type(optimizer).__name__}: state of a parameter that the model does not have",
+            expected="state of the model's parameters",
+            got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+            why="The files know parameters by their names in the model",
+            fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
+        )
+    )
 
 
 def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any]]:

@@ -25,20 +25,20 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter with its owner.
+    """A parameter, or a persistent buffer, with its owner.
 
     Attributes:
         fqn: Name in the model, without what wrappers add.
         module: Owner.
         name: Name in the owner.
-        parameter: The parameter.
+        parameter: The parameter or buffer.
         expert: Where it lies in the tensor of all experts; ``None``: it is a tensor of the files by itself.
     """
 
     fqn: str
     module: nn.Module
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     expert: ExpertPlace | None = None
 
     @property
@@ -89,14 +89,14 @@ def by_key(owned: Iterable[Owned]) -> dict[str, list[Owned]]:
     return found
 
 
-def owned_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every persistent buffer, once."""
+def owned_buffers(model: nn.Module) -> Iterator[Owned]:
+    """Every persistent buffer once, under its first name. Local operation."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in seen and _torch.is_persistent(module, name):
                 seen.add(id(buffer))
-                yield clean_name(prefix, name), buffer
+                yield Owned(clean_name(prefix, name), module, name, buffer)
 
 
 def clean_name(prefix: str, name: str) -> str:

@@ -29,7 +29,7 @@ from te_fsdp.errors import CheckpointError, message
 if TYPE_CHECKING:
     from te_fsdp.checkpoint.entries import Entry
 
-__all__ = ["Entries", "read_entries", "read_metadata"]
+__all__ = ["Entries", "read_entries", "read_metadata", "readable_metadata"]
 
 Entries = dict[str, "Entry"]
 
@@ -80,12 +80,18 @@ def read_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     Raises:
         CheckpointError: The metadata is unreadable.
     """
+    saved = readable_metadata(path).state_dict_metadata.items()
+    return {k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)}
+
+
+def readable_metadata(path: Path) -> Metadata:
+    """DCP's metadata of a directory. Local operation.
+
+    Raises:
+        CheckpointError: It is unreadable.
+    """
     try:
-        metadata = Reader(path).read_metadata()
-        saved = metadata.state_dict_metadata.items()
-        return {
-            k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)
-        }
+        return Reader(path).read_metadata()
     except Exception as error:
         raise CheckpointError(
             message(

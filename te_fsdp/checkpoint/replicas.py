@@ -63,7 +63,8 @@ def _drifted(differing: dict[str, set[tuple[int, int]]]) -> str:
         got="differing ones",
         why="The files hold one of them, and the others would be lost",
         fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
-        "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; experts that "
+        "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers that "
+        "each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts that "
         "every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
     )
 

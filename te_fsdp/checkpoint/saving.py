@@ -182,28 +182,42 @@ def _prepare(
         return [(directories.begin(target), experts)] * len(seen)
 
     temporary, experts = ranks.round(mine, begin)
-    collected = found[0]
-    if collected.optimized is not None:
-        collected.optimized.complete(experts, collected.state.members)
+    try:
+        manifest = _describe(model, ranks, found[0], experts)
+        return plan_writing(ranks, temporary, found[0].entries(ranks.rank)), manifest
+    except BaseException:
+        if ranks.rank == 0:
+            directories.discard(temporary)
+        raise
+
+
+def _describe(
+    model: nn.Module,
+    ranks: Ranks,
+    collected: _Collected,
+    experts: dict[str, dict[str, dict[str, Any]]],
+) -> Manifest:
+    """The manifest without files; completes by what the other ranks know. Collective over the ranks."""
+    optimized = collected.optimized
+    if optimized is not None and experts:  # allocates
+
+        def complete() -> None:
+            optimized.complete(experts, collected.state.members)
+
+        ranks.round(complete, lambda seen: [None] * len(seen))
     share_newest_amax(collected.delayed[1])
-    manifest = Manifest(
+    return Manifest(
         versions=_versions(),
         mesh=mesh_sizes(model),
         saved_at=time.time_ns(),
         parameters=collected.state.described,
         buffers=collected.state.buffers,
         delayed=collected.delayed[0],
-        optimizer=collected.optimized.described if collected.optimized else None,
+        optimizer=optimized.described if optimized else None,
         extra=collected.extra,
         extra_states=modules_with_extra_state(model),
         tied=tied_names(model),
     )
-    try:
-        return plan_writing(ranks, temporary, collected.entries(ranks.rank)), manifest
-    except BaseException:
-        if ranks.rank == 0:
-            directories.discard(temporary)
-        raise
 
 
 def _collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> _Collected:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.manifest import checksum
+from te_fsdp.checkpoint.manifest import FILE_NAME, checksum
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
@@ -177,11 +177,14 @@ def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry]) -> Writing
 
 
 def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
-    """The error of a save whose writing failed somewhere."""
+    """The error of a save that failed somewhere in its second half."""
+    why = "Nothing has appeared there; earlier checkpoints are as they were"
+    if (path / FILE_NAME).is_file():  # a rank died after it had written
+        why = "The checkpoint was whole by then, and lies there"
     return CheckpointError(
         message(
             f"{path}: save failed {error}",
-            why="Nothing has appeared there; earlier checkpoints are as they were",
+            why=why,
             fix="see the cause above; check that all ranks reach the directory, and the space left",
         )
     )
@@ -234,6 +237,11 @@ class _Summed(io.BufferedWriter):
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(raw)
         self.crc, self.count = 0, 0
+
+    def fileno(self) -> int:
+        """The file's number, all that was written behind it: DCP syncs by this number, without flushing before."""
+        self.flush()
+        return super().fileno()
 
     def write(self, data: Any) -> int:
         """Write and sum up."""

@@ -147,8 +147,12 @@ def components_from(
             )
         )
     found = []
+    turned = metadata.get("data_transpose") if name == "float8" and metadata.get("data") is None else None
     for buffer_name, (block, transposed) in _TABLE[name].items():
         buffer = metadata.get(buffer_name)
+        if buffer_name == "data" and turned is not None:
+            # Hopper may keep a weight for backward alone: the same bytes, the last dim first.
+            buffer = turned.movedim(0, -1)
         if buffer is not None:
             found.append(Component(buffer_name, *_view(buffer, block, transposed, shape, label)))
     return found

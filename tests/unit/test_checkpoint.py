@@ -285,6 +285,7 @@ def test_tensors_in_extra(tmp_path: Path) -> None:
         ({"te_fsdp.tuple": []}, "a dict with the key 'te_fsdp.tuple'"),
         ({"m": torch.empty(2, device="meta")}, "extra/m: cannot be stored"),
         ({"f": io.BytesIO()}, "got BytesIO"),
+        ({"s": torch.eye(2).to_sparse()}, "extra/s: cannot be stored.*the layout torch.sparse_coo"),
     ],
 )
 def test_extra_that_cannot_be_stored(tmp_path: Path, value: dict, words: str) -> None:

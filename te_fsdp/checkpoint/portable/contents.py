@@ -27,6 +27,7 @@ from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
     "CHECKPOINT",
+    "DCP_KIND",
     "MANIFEST_KEY",
     "Contents",
     "describe",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 CHECKPOINT = "te_fsdp checkpoint"
+#: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
+DCP_KIND = "torch.distributed.checkpoint"
 #: Where portable files carry a manifest of ours; and what stands before names of tensors that are no weights.
 MANIFEST_KEY = "te_fsdp"
 _OTHER = "te_fsdp:"
@@ -233,7 +236,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     wanted |= {f"optimizer.state.{n}.{k}" for n, s in states.items() for k, d in s.items() if "dtype" in d}
     absent = sorted(wanted - keys.keys())
     for name in contents.names:
-        tensor, described = keys.get(f"model.{name}"), manifest.parameters.get(name) or manifest.buffers[name]
+        tensor, described = keys.get(f"model.{name}"), manifest.tensor(name)
         if tensor is not None and describe(tensor) != {**described, "layout": None, "format": None}:
             absent.append(f"{name} as {described['dtype']} {tuple(described['shape'])}")
     if absent:

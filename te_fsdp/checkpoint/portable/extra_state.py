@@ -114,7 +114,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
                 expected="the delayed-scaling state of TransformerEngine 2, or an empty entry",
                 got=f"{type(error).__name__}: {error}",
                 why="It is a pickle, and nothing in it is run",
-                fix="leave these entries out (--extra-state drop); amax histories then start anew",
+                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
             )
         ) from error
 

@@ -8,7 +8,7 @@ from typing import Any
 from te_fsdp.checkpoint.experts import stacked_name
 from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.model_state import dtype_name
-from te_fsdp.checkpoint.portable.contents import Contents
+from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError, message
 
@@ -22,7 +22,7 @@ def add_optimizer(
 
     Parameters are told by their names, where ``torch.distributed.checkpoint.state_dict`` made the state dict; by the
     ``param_names`` of each group (torch writes them if the optimizer was given named parameters); with one group also
-    by their order, if their number and the shapes of their state fit.
+    by their order, if their number and the shapes of their state fit, and the file keeps an order.
 
     Args:
         contents: With the model's parameters; changed.
@@ -82,7 +82,7 @@ def _read(
     names = _names(contents, groups)
     tensors: dict[str, Lazy] = {}
     states: dict[str, dict[str, Any]] = {}
-    for number, values in state.get("state", {}).items():
+    for number, values in _numbered(state.get("state", {}), names).items():
         name = names.get(number)
         if name is None:
             raise _NotTaken(f"state of parameter {number}, which is in no group")
@@ -121,6 +121,12 @@ def _with_other_experts(contents: Contents, groups: list[Any], states: Mapping[A
     return groups
 
 
+def _numbered(states: Mapping[Any, Any], names: Mapping[Any, str]) -> dict[Any, Any]:
+    """States by the numbers that the groups have: DCP makes text of them, in the keys of a dict alone."""
+    by_text = {str(number): number for number in names}
+    return {by_text.get(number, number): values for number, values in states.items()}
+
+
 def _plain(value: Any, what: str) -> Any:
     try:
         return encode(value, what)[0]
@@ -140,10 +146,11 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
     if all("param_names" in group for group in groups):
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
         return _checked(names, known)
-    if len(groups) != 1 or len(groups[0]["params"]) != len(known):
+    # DCP keeps no order: its metadata lists what rank 0 writes first.
+    if contents.kind == DCP_KIND or len(groups) != 1 or len(groups[0]["params"]) != len(known):
         raise _NotTaken(
-            "it numbers its parameters without names (give the optimizer model.named_parameters(), or one group "
-            "with all parameters)"
+            "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
+            "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
         )
     return dict(zip(groups[0]["params"], known, strict=True))
 
@@ -156,12 +163,13 @@ def _checked(names: dict[Any, str], known: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _class_of(groups: list[Any]) -> str | None:
+    """The class whose options these are, ``None`` where several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
     options = groups[0] if groups else {}
-    if "betas" in options:
-        if "bias_correction" in options:
-            return "FusedAdam"
+    if {"betas", "bias_correction"} <= options.keys():
+        return "FusedAdam"
+    if {"betas", "amsgrad"} <= options.keys():
         return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
-    if "momentum" in options and "nesterov" in options:
+    if {"momentum", "nesterov", "foreach"} <= options.keys():
         return "SGD"
     return None
 

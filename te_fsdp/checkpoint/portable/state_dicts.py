@@ -17,6 +17,7 @@ import torch
 
 from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.portable.contents import (
+    DCP_KIND,
     MANIFEST_KEY,
     Contents,
     describe,
@@ -34,10 +35,8 @@ from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.extra_state import DELAYED
 
-__all__ = ["DCP_KIND", "Choices", "open_dcp_contents", "open_torch_contents"]
+__all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
 
-#: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
-DCP_KIND = "torch.distributed.checkpoint"
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
@@ -329,7 +328,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
                 f"{key}: not a state that te_fsdp can read",
                 expected="a tensor of TransformerEngine 2, or an empty entry",
                 got=value.why,
-                fix="leave these entries out (--extra-state drop); amax histories then start anew",
+                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
             )
         )
     if not isinstance(value, Lazy):
@@ -354,7 +353,7 @@ def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: st
                 f"{key}: not a state that te_fsdp can read",
                 expected="a recipe and tensors",
                 got=_keys(state),
-                fix="leave these entries out (--extra-state drop); amax histories then start anew",
+                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
             )
         )
     contents.manifest.delayed[module] = dict(recipe)

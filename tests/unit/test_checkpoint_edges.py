@@ -1,0 +1,231 @@
+"""Checkpoints of one process at the edges: what is on disk when, odd optimizers and tensors, plain directories."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from te_fsdp import checkpoint, emulation
+from te_fsdp.checkpoint import directory, foreign
+from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory
+from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.writing import as_failed_save
+from te_fsdp.errors import CheckpointError
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (2, 3)) -> None:
+    model(torch.ones(shape)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    named = {
+        f"{name}.{key}": v for name, p in model.named_parameters() for key, v in optimizer.state[p].items()
+    }
+    return {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def test_files_are_whole_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written after the sync is lost with the machine's power, and the name that appears then lies."""
+    synced, real = {}, os.fsync
+
+    def fsync(number: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{number}")).name] = os.fstat(number).st_size
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoint.save(tmp_path / "a", model())
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}
+    sizes[".metadata.tmp"] = sizes.pop(".metadata")
+    assert len(sizes) == 3 and {name: synced[name] for name in sizes} == sizes
+
+
+def test_leftovers_of_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process id means nothing in a container that has the machine's name and its own process ids."""
+    dead = 2**22 + 1
+    for machine in ("here-1", "here-2"):
+        (tmp_path / f".step-{machine}.te_fsdp-saving.{machine}.{dead}.00000000").mkdir()
+    monkeypatch.setattr(directory, "_machine", lambda: "here-1")
+    checkpoint.save(tmp_path / "a", model())
+    assert {p.name.partition(".te")[0] for p in tmp_path.iterdir()} == {"a", ".step-here-2"}
+
+
+def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
+    lost = CheckpointError("on rank(s) 1: the rank has ended")
+    assert "Nothing has appeared there" in str(as_failed_save(tmp_path / "a", lost))
+    checkpoint.save(tmp_path / "a", model())
+    assert "was whole by then, and lies there" in str(as_failed_save(tmp_path / "a", lost))
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+def test_new_state_has_the_strides_of_its_parameter(tmp_path: Path, options: dict[str, bool]) -> None:
+    """As torch makes it: kernels for many tensors take all with one stride, or refuse."""
+    ours, other = (nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), **options) for m in (ours, other))
+    step(ours, optimizer, (1, 2, 4, 4))
+    checkpoint.save(tmp_path / "a", ours, optimizer)
+    checkpoint.load(tmp_path / "a", other, fresh)
+    there, here = states(ours, optimizer), states(other, fresh)
+    assert {k: v.stride() for k, v in here.items()} == {k: v.stride() for k, v in there.items()}
+    assert not here["weight.exp_avg"].is_contiguous()
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+
+
+def test_steps_of_numbers_stay_exact(tmp_path: Path) -> None:
+    """The parameter is a number as its step is, and bf16 here: 257 is none of its values."""
+    ours, other = nn.Module(), nn.Module()
+    ours.scale, other.scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0).bfloat16())
+    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
+    ours.scale.grad = torch.tensor(1.0)
+    optimizer.step()
+    optimizer.state[ours.scale]["step"].fill_(257)
+    checkpoint.save(tmp_path / "a", ours, optimizer)
+    checkpoint.load(tmp_path / "a", other, fresh)
+    assert fresh.state[other.scale]["step"].item() == 257
+    assert fresh.state[other.scale]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
+    ours = model()
+    optimizer = torch.optim.AdamW(ours.parameters())
+    step(ours, optimizer)
+    del optimizer.param_groups[0]["params"][0]
+    ours[0].weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(
+        CheckpointError, match=r"AdamW: state of a parameter that the model does not have.*\(3, 3\)"
+    ):
+        checkpoint.save(tmp_path / "a", ours, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("was_buffer", [True, False])
+def test_a_buffer_that_becomes_a_parameter(tmp_path: Path, was_buffer: bool) -> None:
+    def build(is_buffer: bool, value: torch.Tensor) -> nn.Module:
+        made = nn.Module()
+        made.register_buffer("x", value) if is_buffer else setattr(made, "x", nn.Parameter(value))
+        return made
+
+    checkpoint.save(tmp_path / "a", build(was_buffer, torch.full((3,), 1.5)))
+    other = build(not was_buffer, torch.zeros(3, dtype=torch.bfloat16))
+    loaded = checkpoint.load(tmp_path / "a", other)
+    assert "float32 -> bfloat16" in loaded.converted["x"] and other.x.tolist() == [1.5] * 3
+
+
+def test_remainders_follow_weights_that_were_loaded_alone(te: Any, tmp_path: Path) -> None:
+    """bf16 weights and the 16 bits that they lack: the latter of the old weights mean nothing, the moments stay."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    ours, other = (model(seed).bfloat16() for seed in (0, 1))
+    optimizer = FusedAdam(other.parameters(), lr=0.01, master_weights=True, store_param_remainders=True)
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = {k: v.clone() for k, v in states(other, optimizer).items()}
+    assert any(v.count_nonzero() for k, v in before.items() if k.endswith("master_param")), "there are some"
+    checkpoint.save(tmp_path / "a", ours)
+    checkpoint.load(tmp_path / "a", other, optimizer, allow=["optimizer"])
+    expected = {k: v.zero_() if k.endswith("master_param") else v for k, v in before.items()}
+    torch.testing.assert_close(states(other, optimizer), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling"])
+def test_weights_that_are_kept_transposed(te: Any, recipe: str, tmp_path: Path) -> None:
+    """Hopper's kernels read transposed weights in backward, and TE may keep nothing else of one: it is the weight."""
+    from transformer_engine.common import recipe as recipes
+
+    def build(seed: int, *, turned: bool) -> Any:
+        torch.manual_seed(seed)
+        with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
+            made = te.Linear(32, 16, bias=False)
+        if turned:
+            made.weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+            made.weight.update_usage(rowwise_usage=False, columnwise_usage=True)
+            assert made.weight.get_metadata()["data"] is None
+        return made
+
+    def value(linear: Any) -> torch.Tensor:
+        buffers = linear.weight.get_metadata()
+        data = buffers["data_transpose"].t() if buffers["data"] is None else buffers["data"]
+        return data.view(torch.float8_e4m3fn).float() * buffers["fp8_scale_inv"]
+
+    emulation.switch_arch("9.0")
+    try:
+        expected = value(build(0, turned=False))
+        for saved in (True, False):
+            checkpoint.save(tmp_path / str(saved), build(0, turned=saved))
+            for loaded in (True, False):
+                other = build(1, turned=loaded)
+                assert not torch.equal(value(other), expected)
+                checkpoint.load(tmp_path / str(saved), other)
+                assert torch.equal(value(other), expected), (saved, loaded)
+    finally:
+        emulation.switch_arch("10.0")
+
+
+def test_a_plain_directory_with_damaged_metadata(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".metadata").write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=r"a: unreadable .metadata \(.*Fix: the checkpoint is damaged"):
+        checkpoint.load(tmp_path / "a", model())
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad"])
+def test_optimizers_of_plain_directories(tmp_path: Path, kind: str) -> None:
+    """By names: every class that torch has. Another one is refused where the options tell."""
+    ours, other = model(), model(1)
+    build = getattr(torch.optim, kind)
+    optimizer, fresh = (build(m.parameters(), lr=0.1) for m in (ours, other))
+    step(ours, optimizer)
+    weights, state = get_state_dict(ours, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "a")
+    checkpoint.load(tmp_path / "a", other, fresh)
+    torch.testing.assert_close(states(other, fresh), states(ours, optimizer), rtol=0, atol=0)
+    if kind in ("Adam", "AdamW", "SGD"):
+        with pytest.raises(CheckpointError, match=f"optimizer: saved {kind}, this one is Rprop"):
+            checkpoint.load(tmp_path / "a", other, torch.optim.Rprop(other.parameters()))
+
+
+def test_numbered_optimizers_of_plain_directories(tmp_path: Path) -> None:
+    """By their groups' names. DCP keeps no order, so that numbers alone would give equal shapes to each other."""
+    ours, other = model(), model(1)
+    optimizer = torch.optim.AdamW(reversed(list(ours.named_parameters())))
+    fresh = torch.optim.AdamW(other.parameters())
+    step(ours, optimizer)
+    saved = {"model": ours.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "named")
+    checkpoint.load(tmp_path / "named", other, fresh)
+    torch.testing.assert_close(states(other, fresh), states(ours, optimizer), rtol=0, atol=0)
+    del saved["optimizer"]["param_groups"][0]["param_names"]
+    dcp.save(saved, checkpoint_id=tmp_path / "numbered")
+    with pytest.raises(CheckpointError, match="optimizer: left, it numbers its parameters without names"):
+        checkpoint.load(tmp_path / "numbered", other, fresh)
+
+
+def test_stacked_weights_of_plain_directories_in_pieces(tmp_path: Path) -> None:
+    """Whether tp or data parallelism cut them no file tells: the load does."""
+    halves = [((n, 0), InMemory(torch.zeros(2, 3))) for n in (0, 2)]
+    tensors = {
+        "model.fc1": Chunked("fc1", (4, 3), torch.float32, halves),
+        "model.whole": Chunked("whole", (2, 3), torch.float32, halves[:1]),
+        "model.fc2": Chunked("fc2", (4, 3), torch.float32, halves),
+    }
+    layouts = {"fc1": "stacked(1, 1)", "whole": "stacked(1, 1)", "fc2": "plain", "absent": "stacked(1, 1)"}
+    contents = foreign.Contents(tmp_path, foreign.DCP_KIND, foreign.Manifest({}, {}, 0, {}, {}, {}, None, {}))
+    source = Source(tmp_path, contents.manifest, tensors, contents.kind)
+    foreign.tell_stacked(source, {name: {"layout": layout} for name, layout in layouts.items()})
+    assert (
+        len(source.notes) == 1 and "in pieces (fc1): taken with the rows of the unsharded" in source.notes[0]
+    )
