@@ -69,6 +69,8 @@ class Binding:
         amax_group: Ranks over which delayed scaling reduces the amax of an expert module: those that hold the same
             experts. ``None``: those of the weight mesh.
         divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
+        cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
+            experts.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
@@ -87,6 +89,7 @@ class Binding:
     amax_group: ProcessGroup | None = None
     divided: bool = False
     experts_mesh: DeviceMesh | None = None
+    cut_within: bool = False
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
@@ -117,7 +120,7 @@ class Binding:
             self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.under_fsdp
         )
         copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
-        copied.experts_mesh = self.experts_mesh
+        copied.experts_mesh, copied.cut_within = self.experts_mesh, self.cut_within
         return copied
 
 

@@ -29,6 +29,7 @@ from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.dequantize import Block, covering, dequantize_box, needed_components
+from te_fsdp.quantized.grouped_weight import is_grouped_weight
 
 __all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion", "quantize_whole"]
 
@@ -200,7 +201,13 @@ def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: boo
         value: float32, of the local shape.
         keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
     """
-    local, group = owned.local, _group_of_whole(owned)
+    local, binding = owned.local, binding_of(owned.module)
+    if is_grouped_weight(local):  # every expert has a scale of its own
+        if binding is not None:
+            attach_group(local, binding)
+        local.quantize_(value)  # type: ignore[operator]
+        return
+    group = _group_of_whole(owned)
     quantizer: Any = _te.quantizer_of(local)
     if _te.has_delayed_scale(local):
         amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
@@ -211,7 +218,6 @@ def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: boo
         local.quantize_(value)  # type: ignore[operator]
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         return
-    binding = binding_of(owned.module)
     if binding is not None and binding.weight_mesh is not None:
         attach_group(local, binding)
     elif group is not None and _te.needs_shared_amax(quantizer):

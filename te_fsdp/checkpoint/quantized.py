@@ -11,6 +11,8 @@ from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
 from te_fsdp.checkpoint.experts import ExpertPlace
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing
+from te_fsdp.quantized.dequantize import needed_components
+from te_fsdp.quantized.grouped_gather import derive_transposes
 from te_fsdp.quantized.grouped_weight import empty_experts
 
 if TYPE_CHECKING:
@@ -24,11 +26,20 @@ _Part = tuple[torch.Tensor, tuple[Box, ...], tuple[int, ...], "ExpertPlace | Non
 
 
 def describe_quantized(owned: Owned) -> dict[str, Any]:
-    """The manifest's ``format`` and ``components`` of a quantized parameter. Local operation."""
+    """The manifest's ``format`` and ``components`` of a quantized parameter. Local operation.
+
+    Raises:
+        CheckpointError: Its components do not give its values.
+    """
     experts = _experts(owned.local)
     one = owned.local if experts is None else experts[0] if experts else _like_one(owned)
     names = sorted(component.name for component in components_of(one, owned.fqn))
-    return {"format": describe_format(one), "components": names}
+    described = describe_format(one)
+    assert described is not None
+    needed_components(
+        described, names, owned.fqn
+    )  # raises: a weight whose bytes are elsewhere must not be saved
+    return {"format": described, "components": names}
 
 
 def quantized_entries(owned: Owned, info: ShardInfo) -> dict[str, Entry]:
@@ -54,11 +65,8 @@ def finish_quantized(local: torch.Tensor) -> None:
     experts = _experts(local)
     if experts is None:
         finish_writing(local)
-    for expert in experts or ():
-        buffers = expert.get_metadata()
-        data, transpose = buffers.get("data"), buffers.get("data_transpose")
-        if data is not None and transpose is not None:  # lies in one buffer with that of the other experts
-            transpose.copy_(data.movedim(-1, 0))
+    else:
+        derive_transposes(local)
 
 
 def _experts(local: torch.Tensor) -> list[Any] | None:

@@ -14,6 +14,7 @@ experts, unless it is the first: no name of TE's is a registered name of another
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +34,18 @@ class ExpertRange:
         first: Global index of its first expert.
         count: How many it holds: TE's ``num_gemms``.
         total: How many there are over all ranks of ``ep``.
+        most: How many the first rank holds, and all others but the last; 0 for as many as this one.
     """
 
     first: int
     count: int
     total: int
+    most: int = 0
+
+    def counts(self) -> tuple[int, int]:
+        """How many experts the first rank of ``ep`` holds, and how many the last: the same on every rank."""
+        most = self.most or self.count
+        return most, self.total - (math.ceil(self.total / most) - 1) * most
 
     def registered_name(self, name: str) -> str:
         """The name under which a parameter that TE calls ``name`` is registered; other names as they are."""
@@ -90,4 +98,4 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
             )
         )
     firsts = [sum(counts[:rank]) for rank in range(ranks)]
-    return [ExpertRange(first, count, total) for first, count in zip(firsts, counts, strict=True)]
+    return [ExpertRange(first, count, total, step) for first, count in zip(firsts, counts, strict=True)]

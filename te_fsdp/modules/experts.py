@@ -154,7 +154,7 @@ def plan_all_cuts(
     """
     cuts = plan_cuts(quantizable(item for item in planned if item.experts is None), dense, exempt)
     for item in planned:
-        cuts |= single_cuts(item.module, dense if item.experts is None else experts)
+        cuts |= single_cuts(item.module, dense if item.experts is None else experts, item.experts, item.name)
     for item in planned:
         if item.experts is not None:
             own = plan_cuts(quantizable([item]), experts, exempt)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +21,14 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.grouped_support import grouped_path_problem
 
 if TYPE_CHECKING:
+    from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.quantized.alignment import Grid
 
 __all__ = [
@@ -201,21 +206,50 @@ def _is_delayed(module: Any) -> bool:
     return quantizer is not None and _te.is_delayed_quantizer(quantizer)
 
 
-def single_cuts(module: Any, grid: Grid) -> dict[tuple[int, str], int]:
+def single_cuts(
+    module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
+) -> dict[tuple[int, str], int]:
     """The dim that FSDP2 shall cut of each single parameter. Local operation on sizes: the same on every rank.
+
+    Quantized weights are cut between experts, or within all of them into whole blocks.
 
     Args:
         module: Any module; none but ``GroupedLinear`` has such parameters.
         grid: Sizes of the axes that cut it.
+        experts: Those that the module holds, if ``ep`` deals them out.
+        label: Name of the module, for messages.
 
     Returns:
         Dim by owner and name.
+
+    Raises:
+        PlacementError: A quantized expert that does not consist of whole blocks of its format.
     """
-    quantized = module.primary_weights_in_fp8 if single_names(module) else False
+    counts = experts.counts() if experts is not None else (module.num_gemms,) if single_names(module) else ()
     found = {}
     for name in single_names(module):
         features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
-        cut = grouped_cut((module.num_gemms, *features), grid.dp_shard)
-        # Quantized experts stay whole: no block and no scale is cut.
-        found[id(module), name] = 0 if quantized and name == "weight" else cut
+        weight = _quantized_expert(module, f"{label}.{name}", grid.tp) if name == "weight" else None
+        fits_within = partial(_fits_within, weight, grid.dp_shard)
+        if weight is not None:
+            check_fit(weight, replace(grid, dp_shard=1))
+        found[id(module), name] = grouped_cut(
+            (module.num_gemms, *features), grid.dp_shard, counts, fits_within
+        )
     return found
+
+
+def _quantized_expert(module: Any, label: str, tp: int) -> Weight | None:
+    """One expert's weight (out, in), if TE holds it quantized."""
+    quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
+    if quantizer is None:
+        return None
+    rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
+    fmt = _te.format_of_quantizer(quantizer)
+    shape = (module.out_features, module.in_features)
+    return Weight(label, shape, fmt, rule, BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values())), tp)
+
+
+def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
+    """Whether FSDP2 may cut experts along a dim of the tensor of all."""
+    return weight is None or fits(weight, ranks, dim - 1)

@@ -73,8 +73,10 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
 
 
 def experts_group(binding: Binding) -> str | None:
-    """Name of the group whose ranks hold pieces of the same experts, where FSDP2 cuts between experts: that of tp."""
+    """Name of the group whose ranks hold pieces of the same experts: that of tp, and FSDP2's if it cuts within them."""
     rule = binding.rules.get("weight")
+    if binding.cut_within and binding.weight_mesh is not None:
+        return binding.weight_mesh.get_group().group_name
     cut = rule is not None and rule.shard_dim is not None and binding.tp_mesh is not None
     return binding.tp_mesh.get_group().group_name if cut else None  # type: ignore[missing-attribute]
 

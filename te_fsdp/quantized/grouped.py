@@ -7,6 +7,7 @@ memory of the gathered weight, and the grouped tensor that TE has saved for back
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -75,14 +76,23 @@ def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return new
 
 
-def grouped_cut(shape: tuple[int, ...], ranks: int) -> int:
+def grouped_cut(
+    shape: tuple[int, ...],
+    ranks: int,
+    counts: Collection[int] = (),
+    fits: Callable[[int], bool] = lambda dim: True,
+) -> int:
     """The dim along which FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
 
     Args:
         shape: tp-local (experts, out, in) or (experts, out).
         ranks: How many FSDP ranks cut it.
+        counts: How many experts the ranks of ``ep`` hold, which all cut along one dim.
+        fits: Whether an expert may be cut along a dim that divides.
 
     Returns:
         0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does.
     """
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+    if all(count % ranks == 0 for count in counts or shape[:1]):
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0 and fits(dim)), 0)

@@ -2,22 +2,31 @@
 
 ``GroupedWeight`` is one of TE's quantized tensors to everybody outside: (experts, out, in), quantized and dequantized
 as a whole. Inside it is TE's ``GroupedTensor``: flat buffers of all experts, of which each expert's own quantized
-tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts; no block and no scale is
-ever cut, and a shard may have more experts than another, or none. A gather puts the flat buffers of the shards one
-after the other, which is the whole weight's ``GroupedTensor`` already.
+tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts where these divide. A
+gather puts the flat buffers of the shards one after the other, which is the whole weight's ``GroupedTensor`` already.
+Where experts do not divide, FSDP2 cuts all of them into whole blocks of rows or columns, if there are as many
+(:mod:`te_fsdp.quantized.grouped_gather`); else a shard has more experts than another, or none. No block and no scale is
+ever cut.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.quantized.amax_mark import mark
+from te_fsdp.quantized.amax_mark import mark, marked_group
 from te_fsdp.quantized.flat import keep_no_flat_shard, pack_flat, unpack_flat
+from te_fsdp.quantized.grouped_gather import (
+    Gathered,
+    join_within,
+    pack_stand_ins,
+    sent_within,
+    unpack_stand_ins,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +34,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["adopt_grouped", "copy_experts", "grouped_weight_class", "is_grouped_weight", "quantize_experts"]
+__all__ = [
+    "adopt_grouped",
+    "copy_experts",
+    "experts_of",
+    "grouped_weight_class",
+    "is_grouped_weight",
+    "quantize_experts",
+]
 
 #: Buffers of a ``GroupedTensor`` that belong to its values, by attribute and by argument of its constructor.
 _FIELDS = {
@@ -37,20 +53,6 @@ _FIELDS = {
     "columnwise_amax": "columnwise_amax",
     "scale": "scale",
 }
-_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
-
-
-class _Gathered(NamedTuple):
-    """Metadata of a gather: names of the buffers that travel, experts of the whole weight, and how they are packed.
-
-    ``pieces``: all in one, for a shard axis of size 1. ``stand_ins``: per buffer first byte, bytes and dtype among
-    those of an expert, in stand-ins of the shard's own shape, which FSDP2 asks of uneven shards.
-    """
-
-    names: tuple[str, ...]
-    experts: int
-    pieces: tuple[Any, ...] | None = None
-    stand_ins: tuple[tuple[int, int, torch.dtype], ...] | None = None
 
 
 def is_grouped_weight(tensor: torch.Tensor) -> bool:
@@ -95,9 +97,17 @@ class _Behaviour:
         """
         if isinstance(tensor, _te.te().QuantizedTensor):
             tensor = tensor.dequantize()
+        self._mark_experts()
         for expert, value in zip(self.experts, tensor.detach(), strict=True):
             self._quantizer.update_quantized(value, expert, noop_flag=noop_flag)
         return self
+
+    def _mark_experts(self) -> None:
+        """Let the experts' quantizations reduce as the mark says: TE gives some of them quantizers of their own."""
+        group = marked_group(self)  # type: ignore[bad-argument-type]
+        if group is not None:
+            for expert in self.experts:
+                mark(expert, group)
 
     def get_metadata(self) -> dict[str, Any]:
         """The flat buffers by their names in ``GroupedTensor``, those that there are."""
@@ -156,7 +166,7 @@ class _Behaviour:
 
     # --- FSDP2
 
-    def refill(self, metadata: _Gathered, outputs: Sequence[torch.Tensor]) -> None:
+    def refill(self, metadata: Gathered, outputs: Sequence[torch.Tensor]) -> None:
         """Fill the buffers that :meth:`release` freed; whoever has saved them for backward sees it."""
         for name, output in zip(metadata.names, outputs, strict=True):
             buffer, value = getattr(self.grouped, name), output[: metadata.experts].reshape(-1)
@@ -175,10 +185,16 @@ class _Behaviour:
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: Any,
-    ) -> tuple[tuple[torch.Tensor, ...], _Gathered]:
+    ) -> tuple[tuple[torch.Tensor, ...], Gathered]:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
         keep_no_flat_shard(module, self)  # type: ignore[arg-type]
         total, ranks = outer_size[0], mesh.size()
+        within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
+        if within:
+            names = tuple(sent_within(self.grouped, self.experts[0]))
+            buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
+            flats, stand_ins = pack_stand_ins(buffers, tuple(self.shape))
+            return flats, Gathered(names, total, None, stand_ins, within[0], tuple(outer_size))
         rows = -(-total // ranks)
         like = (
             self
@@ -200,24 +216,26 @@ class _Behaviour:
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
             flat, pieces = pack_flat(tuple(inputs))
-            return (flat,), _Gathered(tuple(names), total, pieces)
+            return (flat,), Gathered(tuple(names), total, pieces)
         if total % ranks:
-            flats, stand_ins = _pack_stand_ins(inputs, (rows, *outer_size[1:]))
-            return flats, _Gathered(tuple(names), total, stand_ins=stand_ins)
-        return tuple(inputs), _Gathered(tuple(names), total)
+            flats, stand_ins = pack_stand_ins(inputs, (rows, *outer_size[1:]))
+            return flats, Gathered(tuple(names), total, stand_ins=stand_ins)
+        return tuple(inputs), Gathered(tuple(names), total)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: _Gathered,
+        metadata: Gathered,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight over the gathered buffers; later gathers fill the same memory, and nothing is left to do."""
         outputs = all_gather_outputs
+        if metadata.dim:
+            return self._gathered_within(outputs, metadata, param_dtype, out)
         if metadata.stand_ins is not None:
-            outputs = _views_of_stand_ins(outputs, metadata.stand_ins)
+            outputs = unpack_stand_ins(outputs, metadata.stand_ins)
         if out is not None:
             if metadata.stand_ins is not None:
                 _torch.local_of(out).refill(metadata, outputs)  # type: ignore[missing-attribute]
@@ -231,9 +249,31 @@ class _Behaviour:
         if metadata.stand_ins is not None:
             found = {name: buffer.clone() for name, buffer in found.items()}
         shape = (metadata.experts, *self.shape[1:])
-        whole = _from_buffers(found, shape, self._quantizer, self.dtype)
+        whole = _from_buffers(found, shape, self._quantizer, param_dtype)
         whole.owns_buffers = metadata.stand_ins is not None
         return whole, ()
+
+    def _gathered_within(
+        self,
+        outputs: Sequence[torch.Tensor],
+        metadata: Gathered,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The whole weight of shards that hold rows or columns of every expert, in buffers of its own."""
+        assert metadata.stand_ins is not None
+        if out is None:
+            whole = empty_experts(metadata.shape, self._quantizer, dtype, self.device)
+            whole.owns_buffers = True
+        else:
+            whole: Any = _torch.local_of(out)
+            for _, buffer in _buffers(whole.grouped):
+                buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+                buffer.zero_()  # the padding of scales
+        join_within(whole, self, outputs, metadata.stand_ins, metadata.dim)
+        for stand_in in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+            stand_in.untyped_storage().resize_(0)
+        return (whole, ()) if out is None else None
 
 
 def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:
@@ -283,39 +323,14 @@ def adopt_grouped(grouped: Any) -> torch.Tensor:
 
 def copy_experts(target: torch.Tensor, source: torch.Tensor, low: int) -> None:
     """Overwrite a shard with the bytes of the experts ``low`` and following of a whole weight. Local operation."""
-    one, other = _experts_of(target), _experts_of(source)
+    one, other = experts_of(target), experts_of(source)
     for expert, whole in zip(one, other[low : low + len(one)], strict=True):
         for have, want in zip(_te.buffers_of(expert), _te.buffers_of(whole), strict=True):
             have.copy_(want)
 
 
-def _pack_stand_ins(
-    inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
-) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[int, int, torch.dtype], ...]]:
-    """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers, each expert's in its own part."""
-    places, start = [], 0
-    for buffer in inputs:
-        length = buffer.shape[1] * buffer.element_size()
-        places.append((start, length, buffer.dtype))
-        start += math.ceil(length / _ALIGNMENT) * _ALIGNMENT
-    each = math.prod(shape[1:])
-    count = math.ceil(start / each)
-    flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
-    for buffer, (first, length, _) in zip(inputs, places, strict=True):
-        flat[:, first : first + length].copy_(buffer.contiguous().view(torch.uint8).view(shape[0], length))
-    parts = flat.view(shape[0], count, each).unbind(1)
-    return tuple(part.contiguous().view(shape) for part in parts), tuple(places)
-
-
-def _views_of_stand_ins(
-    outputs: Sequence[torch.Tensor], places: tuple[tuple[int, int, torch.dtype], ...]
-) -> tuple[torch.Tensor, ...]:
-    """The gathered buffers, (experts, ...) each, one after the other out of the stand-ins."""
-    flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
-    return tuple(flat[:, first : first + length].contiguous().view(dtype) for first, length, dtype in places)
-
-
-def _experts_of(tensor: Any) -> list[Any]:
+def experts_of(tensor: Any) -> list[Any]:
+    """Each expert's quantized tensor, views of the buffers of all."""
     return tensor.experts
 
 

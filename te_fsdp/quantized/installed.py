@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PlacementError, message
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, check_fit
+from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.shards import quantized_weight
 
@@ -134,7 +135,7 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
         return
     if rule.layout.is_grouped:
         if _te.weight_quantizer(module, name) is not None:
-            _check_between_experts(binding.label(name), _fsdp_placements(shard, binding))
+            _check_experts(module, binding, name, shard, _fsdp_placements(shard, binding))
         return
     shape, tp = list(shard.shape), 1
     if binding.tp_mesh is not None:
@@ -151,17 +152,23 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
             check_fit(weight, Grid(mesh.size() // tp // count, count, tp), dim=dim)
 
 
-def _check_between_experts(label: str, placements: tuple[Placement, ...]) -> None:
-    """Quantized weights of all experts are cut between experts alone."""
-    if any(_torch.shard_dim_of(placement) for placement in placements):
-        raise PlacementError(
-            message(
-                f"{label}: quantized weight of all experts cut by {placements}",
-                expected="Shard(0), whole experts on each rank",
-                why="A cut within an expert has no quantized form in one tensor of all",
-                fix="te_fsdp.fully_shard, torch's without shard_placement_fn, or one parameter per expert",
-            )
-        )
+def _check_experts(
+    module: nn.Module, binding: Binding, name: str, shard: DTensor, placements: tuple[Placement, ...]
+) -> None:
+    """A quantized weight of all experts is cut between them, or within each into whole blocks."""
+    rule, quantizer = binding.rules[name], _te.weight_quantizer(module, name)
+    shape, tp = list(shard.shape[1:]), binding.tp_mesh.size() if binding.tp_mesh is not None else 1
+    dim = None if rule.shard_dim is None else rule.shard_dim - 1
+    if dim is not None:
+        shape[dim] //= tp
+    fmt = _te.format_of_quantizer(quantizer)
+    block = BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values()))
+    weight = Weight(binding.label(name), tuple(shape), fmt, ParameterRule(dim, quantizable=True), block, tp)
+    for axis, placement in enumerate(placements):
+        within = _torch.shard_dim_of(placement)
+        if within:
+            check_fit(weight, Grid(1, shard.device_mesh.size(axis), tp), dim=within - 1)
+            binding.cut_within = True
 
 
 def mend_new_zeros(local: torch.Tensor) -> None:

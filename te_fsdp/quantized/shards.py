@@ -19,7 +19,8 @@ from te_fsdp.layout.boxes import Box, chunk_range
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
-from te_fsdp.quantized.grouped_weight import copy_experts, is_grouped_weight
+from te_fsdp.quantized.grouped_gather import derive_transposes
+from te_fsdp.quantized.grouped_weight import copy_experts, experts_of, is_grouped_weight
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,28 +159,35 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
     bytes come from the original values, not from the rowwise ones.
     """
     mesh = parameter.device_mesh  # type: ignore[missing-attribute]
-    if is_grouped_weight(local):
-        whole = binding.whole_mesh(item.name)
-        axis = mesh.ndim - 1 - (0 if whole is None else whole.ndim)
-        low, _ = chunk_range(item.whole.shape[0], mesh.size(axis), mesh.get_coordinate()[axis])
-        copy_experts(local, item.whole, low)
-        return
-    if _te.format_of(local) not in BLOCK_ROWS:
-        return  # hybrids: no table of their buffers
-    axis = mesh.ndim - (2 if binding.tp_mesh is not None else 1)
-    shape, zeros = tuple(local.shape), (0,) * local.ndim
+    tp = binding.whole_mesh(item.name)
+    axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
     dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
     low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
+    label = binding.label(item.name)
+    if not is_grouped_weight(local):
+        _copy_part(local, item.whole, dim, low, high, label)
+        _te.forget_transpose(local)
+    elif dim == 0:
+        copy_experts(local, item.whole, low)
+    else:
+        for one, whole in zip(experts_of(local), experts_of(item.whole), strict=True):
+            _copy_part(one, whole, dim - 1, low, high, label)
+        derive_transposes(local)
+
+
+def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, high: int, label: str) -> None:
+    """Overwrite a shard with the bytes of ``whole`` from ``low`` to ``high`` along ``dim``."""
+    if _te.format_of(local) not in BLOCK_ROWS:
+        return  # hybrids: no table of their buffers
+    shape, zeros = tuple(local.shape), (0,) * local.ndim
     if low == high:
         return  # an empty shard has no bytes; its scale came with its quantization
     box = Box((*zeros[:dim], low, *zeros[dim + 1 :]), zeros, shape)
-    label = binding.label(item.name)
-    sources = {component.name: component for component in components_of(item.whole, label)}
+    sources = {component.name: component for component in components_of(whole, label)}
     for target in components_of(local, label):
         if target.name in sources:
-            source, (part,) = sources[target.name], target.boxes([box], label, tuple(item.whole.shape))
+            source, (part,) = sources[target.name], target.boxes([box], label, tuple(whole.shape))
             target.tensor[part.local_slices()].copy_(source.tensor[part.original_slices()])
-    _te.forget_transpose(local)
 
 
 def _replace(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.nn.Parameter:

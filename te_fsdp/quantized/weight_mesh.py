@@ -36,10 +36,12 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
             weight's pieces.
     """
     local = _torch.local_of(parameter)
+    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.cut_within:
+        return  # every expert lies whole on one rank
     if binding.weight_mesh_agreed or not (_is_shared(local) or _will_be_shared(local, module, name)):
         return
     if binding.weight_mesh is None and _tp_size(binding) == 1:
-        binding.weight_mesh = _shard_axis(binding, parameter)
+        binding.weight_mesh = _shard_axis(binding, name, parameter)
     _agree(binding, name, parameter)
 
 
@@ -99,21 +101,19 @@ def _tp_size(binding: Binding) -> int:
     return binding.tp_mesh.size() if binding.tp_mesh is not None else 1
 
 
-def _axes(binding: Binding, parameter: DTensor) -> list[int]:
+def _axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:
     """Mesh axes that cut the weight: tp, which is the last one of a bound parameter, and FSDP2's shard axis."""
-    last = parameter.device_mesh.ndim - 1 if binding.tp_mesh is not None else None
-    return [
-        axis
-        for axis, placement in enumerate(parameter.placements)
-        if axis == last or _torch.shard_dim_of(placement) is not None
-    ]
+    own, count = binding.whole_mesh(name), parameter.device_mesh.ndim
+    first = count - (0 if own is None else own.ndim)
+    found = [i for i, p in enumerate(parameter.placements[:first]) if _torch.shard_dim_of(p) is not None]
+    return [*found, *([count - 1] if binding.tp_mesh is not None else [])]
 
 
-def _shard_axis(binding: Binding, parameter: DTensor) -> DeviceMesh | None:
+def _shard_axis(binding: Binding, name: str, parameter: DTensor) -> DeviceMesh | None:
     """The 1-D mesh of FSDP2's shard axis, the only one that cuts where tp does not; ``None`` if of size 1."""
     mesh = parameter.device_mesh
     tp_axis = mesh.ndim - 1 if binding.tp_mesh is not None else None
-    axes = [axis for axis in _axes(binding, parameter) if axis != tp_axis]
+    axes = [axis for axis in _axes(binding, name, parameter) if axis != tp_axis]
     if not axes or mesh.size(axes[0]) == 1:
         return None
     if mesh.ndim == 1:
@@ -126,7 +126,7 @@ def _problem(binding: Binding, name: str, parameter: DTensor) -> str | None:
     """The error text of a weight mesh that contradicts the parameter's own mesh, ``None`` if it does not."""
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
-    axes = _axes(binding, parameter)
+    axes = _axes(binding, name, parameter)
     index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
     want = sorted(mesh.mesh[index].flatten().tolist())
     have = [dist.get_rank()] if binding.weight_mesh is None else binding.weight_mesh.mesh.flatten().tolist()

@@ -8,6 +8,7 @@ import torch
 
 import te_fsdp
 from te_fsdp.errors import PlacementError, PrecisionError
+from te_fsdp.layout.experts import ExpertRange
 from te_fsdp.modules.single import check_single, check_single_recipe, single_cuts
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.grouped import grouped_cut
@@ -133,6 +134,27 @@ def test_cuts(te):
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):
         module = build(te, use_grouped_tensor=True)
-    assert single_cuts(module, Grid(dp_shard=2)) == {(id(module), "weight"): 0}, (
-        "quantized experts stay whole"
-    )
+    for ranks, cut in ((2, 1), (3, 0), (8, 1), (16, 0)):  # whole blocks of 32 rows, else whole experts
+        assert single_cuts(module, Grid(dp_shard=ranks)) == {(id(module), "weight"): cut}, ranks
+
+
+def test_cuts_over_ep(te):
+    """Ranks with other numbers of experts cut along the same dim: it is one tensor."""
+    assert [ExpertRange(0, 4, 7, 4).counts(), ExpertRange(4, 3, 7, 4).counts()] == [(4, 3), (4, 3)]
+    assert ExpertRange(2, 2, 4, 2).counts() == ExpertRange(0, 2, 4).counts() == (2, 2)
+    module = build(te, use_grouped_tensor=True)  # three
+    for experts, cut in ((ExpertRange(0, 3, 4, 3), 1), (ExpertRange(3, 3, 6, 3), 0)):
+        sharded = {"dp_shard": 3, "tp": 1}
+        module.out_features, module.in_features = 384, 128
+        assert single_cuts(module, Grid(**sharded), experts) == {(id(module), "weight"): cut}, experts
+
+
+def test_blocks(te):
+    """A quantized expert consists of whole blocks, before anything changes."""
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):
+        module = build(te, use_grouped_tensor=True)
+    module.out_features = 144
+    with pytest.raises(PlacementError, match=r"experts\.weight: mxfp8 weight of tp-local shape \(144, 128\)"):
+        single_cuts(module, Grid(dp_shard=3), None, "experts")

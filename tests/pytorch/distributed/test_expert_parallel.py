@@ -1,6 +1,7 @@
 """Expert parallelism by value: outputs, gradients, norms and updates of three steps equal those of one process.
 
-By default a few cases that cover what matters in pairs; `--matrix full` runs the product.
+By default a few cases that cover what matters in pairs; `--matrix full` runs the product. Experts in one parameter:
+test_expert_single.py.
 """
 
 from __future__ import annotations
@@ -155,36 +156,6 @@ def test_units_and_strategies(pool, mesh, recipe, weights, how):
         **how,
     ):
         assert max(outcome["shares"].values()) <= 1
-
-
-SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
-
-
-def _single(
-    pool, mesh: str, recipe: str, bias: bool, broken: str = "", steps: int = 3
-) -> list[dict[str, Any]]:
-    options = {"recipe": recipe, "weights": "bf16", "experts": 5, "bias": bias, "route": "uneven"}
-    options |= {"axes": MESHES[mesh], "single": True, "broken": broken, "steps": steps}
-    return pool.run(bodies.training, ranks(mesh), env=SINGLE, **options)
-
-
-@pytest.mark.single_grouped
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("mesh", "recipe", "bias"),
-    [("ep2_tp2", "mxfp8", False), ("ep2_dp2", "none", True), ("hsdp_ep2", "mxfp8", False)],
-)
-def test_one_parameter_for_all_experts(pool, mesh, recipe, bias):
-    """Against one process with a parameter for each."""
-    for outcome in _single(pool, mesh, recipe, bias):
-        assert max(outcome["shares"].values()) <= 1
-
-
-@pytest.mark.single_grouped
-@pytest.mark.ranks(4)
-def test_placements_of_two_dims_on_the_stack_are_found(pool):
-    with pytest.raises(BodyFailed, match=r"initial mixture\.(up|down)\.weight"):
-        _single(pool, "ep2_tp2", "none", False, "placement", steps=0)
 
 
 CONTROL = {"mesh": "ep2_dp2", "form": ("none", "fp32"), "experts": 4, "bias": True, "route": "every"}

@@ -65,6 +65,8 @@ class Mixture(nn.Module):
             kwargs |= {"single_grouped_weight": True, "single_grouped_bias": bias, "use_grouped_tensor": True}
         self.up = te.GroupedLinear(own, hidden, 2 * hidden, parallel_mode="column", bias=bias, **kwargs)
         self.down = te.GroupedLinear(own, 2 * hidden, hidden, parallel_mode="row", bias=bias, **kwargs)
+        # TE passes over the option, with a warning alone, unless NVTE_GROUPED_LINEAR_SINGLE_PARAM=1.
+        assert not single or self.up.single_grouped_weight, "one parameter for each expert"
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """`chosen`: each token's expert, in any order."""

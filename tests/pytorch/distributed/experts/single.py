@@ -1,0 +1,100 @@
+"""Bodies: experts in one parameter under HFSDP, and how many bytes of them a rank holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import harness
+import torch
+from matrix.bodies import _dense, _optimizer
+from matrix.tolerances import MANTISSA, bounds, rounding
+
+from experts.bodies import STEPS, _part, _pass, batch
+from experts.model import build
+
+
+def sharded(axes: dict[str, int], recipe: str, weights: str, experts: int, **how: Any) -> tuple[Any, Any]:
+    """Meshes, and a mixture of experts in one parameter on them."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model = build(recipe, weights, experts, meshes, "meta", bias=False, single=True)
+    te_fsdp.fully_shard(model, meshes, **how)
+    te_fsdp.materialize(model, seed=3)
+    return meshes, model
+
+
+def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict[str, Any]:
+    """HFSDP beside HSDP: norms and updates of three clipped steps.
+
+    The gradients are as far apart as their formats allow, and each run rounds its weights to their format at the end.
+    """
+    import te_fsdp
+
+    checks, trained, norms = harness.Comparisons(), [], []
+    before: dict[str, torch.Tensor] = {}
+    for strategy in ("optim", "no_shard"):
+        meshes, model = sharded(axes, recipe, weights, experts, outer_strategy=strategy)
+        before = {name: _dense(p).clone() for name, p in model.named_parameters() if "mixture" in name}
+        optimizer = te_fsdp.shard_optimizer(_optimizer(model))
+        optimizer.param_groups[0]["lr"] *= 256  # updates well above what the formats round away
+        norms.append([])
+        for step in range(STEPS):
+            _pass(model, *(_part(t, meshes) for t in batch(recipe, weights, experts, "uneven", step)))
+            norms[-1].append(te_fsdp.clip_grad_norm_(model, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append({name: _dense(p) for name, p in model.named_parameters() if name in before})
+    _, bound = bounds(recipe, weights, "grouped")
+    for step, (ours, theirs) in enumerate(zip(*norms, strict=True)):
+        checks.close(f"norm {step}", ours, theirs, bound, "gradients in the recipe's format")
+    bits = MANTISSA[recipe][0] if weights == "quantized" else 7
+    shares = {}
+    for name, start in before.items():
+        update = float((trained[1][name] - start).norm())
+        rounded = math.sqrt(2) * rounding(bits) * float(trained[1][name].norm())
+        difference = float((trained[0][name] - trained[1][name]).norm())
+        assert update > rounded, f"{name}: nothing but rounding"
+        shares[name] = difference / (bound * update + rounded)
+    return {**checks.require(STEPS), "shares": shares}
+
+
+def held(axes: dict[str, int], recipe: str, experts: int) -> dict[str, float]:
+    """What this rank holds of quantized experts after a step, in shares of what it should.
+
+    Returns:
+        ``data``: bytes of their values over logical bytes / (ep x dp_shard x tp), in every direction that the format
+        keeps. ``scales``: all else over these logical bytes. ``states``: elements of main weights and of both moments,
+        each over logical ones / (ep x dp_shard x tp). ``reported``: bytes that the report states over those there are.
+    """
+    import te_fsdp
+    from te_fsdp import _te, _torch
+
+    meshes, model = sharded(axes, recipe, "quantized", experts)
+    optimizer = _optimizer(model)
+    _pass(model, *(_part(tensor, meshes) for tensor in batch(recipe, "quantized", experts, "every", 0)))
+    optimizer.step()
+    cuts = math.prod(axes.values()) // axes.get("dp_replicate", 1)
+    values = {"data": 0, "scales": 0, "states": 0}
+    logical = 0
+    for module in (model.mixture.up, model.mixture.down):
+        local: Any = _torch.local_of(module.weight)
+        assert _te.is_quantized(local)
+        logical += module.weight.numel()
+        sizes = {name: b.numel() * b.element_size() for name, b in local.get_metadata().items()}
+        values["data"] += sum(size for name, size in sizes.items() if name.endswith("data"))
+        values["scales"] += sum(size for name, size in sizes.items() if not name.endswith("data"))
+        states = optimizer.state[module.weight]
+        assert {"exp_avg", "exp_avg_sq", "master_param"} <= states.keys()
+        values["states"] += sum(_torch.local_of(state).numel() for state in states.values())
+    rows = [row for row in te_fsdp.report(model) if row.name.startswith("mixture")]
+    directions = sum(name.endswith("data") for name in sizes)
+    width = 0.5 if recipe == "nvfp4" else 1.0
+    share = directions * width * logical / cuts
+    return {
+        "data": values["data"] / share,
+        "scales": values["scales"] / share,
+        "states": values["states"] * cuts / (3 * logical),
+        "reported": sum(row.bytes for row in rows) / (values["data"] + values["scales"]),
+    }
