@@ -1,0 +1,161 @@
+"""The Python blocks of the README and of docs/ run as they stand, each page's in order, on four ranks.
+
+The quickstart, huggingface and cli pages have tests of their own in tests/unit, the faults of upstream.md in
+test_te_faults.py; what emulation.md shows must come before anything is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Page -> what each of its blocks takes for granted: methods of `Reader`.
+PAGES = {
+    "README.md": ["nothing"],
+    "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing"],
+    "docs/errors.md": ["training"],
+    "docs/hfsdp.md": ["copies"],
+    "docs/megatron.md": ["nothing"],
+    "docs/no_shard.md": ["built"],
+    "docs/precision.md": ["built", "passed", "training"],
+    "docs/quantized.md": ["nothing"],
+    "docs/strategies.md": ["copies", "training", "training"],
+}
+WIDTH, SEQUENCE, BATCH = 64, 16, 2
+
+
+class MyModel(nn.Module):
+    """Everything that a page calls by name."""
+
+    def __init__(self, device: Any = "meta", **parallel: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        plain = {"device": device, "dtype": torch.bfloat16}
+        layer = {"set_parallel_mode": True, "fuse_qkv_params": True, "params_dtype": torch.bfloat16}
+        self.position = nn.Parameter(torch.empty(WIDTH, **plain))
+        self.embedding, self.encoder = nn.Linear(WIDTH, WIDTH, **plain), nn.Linear(WIDTH, WIDTH, **plain)
+        self.layer = te.TransformerLayer(WIDTH, 2 * WIDTH, 4, device=device, **layer, **parallel)
+        self.router, self.norm = nn.Linear(WIDTH, WIDTH, **plain), te.RMSNorm(WIDTH, **plain)
+        self.head = nn.Linear(WIDTH, WIDTH, **plain)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.position)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(self.embedding(x)) + self.position
+        return self.head(self.norm(self.router(self.layer(x))))
+
+
+class Reader:
+    """Runs blocks as a reader would who has at hand what they take for granted; `names` are theirs."""
+
+    def __init__(self) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+
+        import te_fsdp
+
+        self.names: dict[str, Any] = {"te": te, "te_fsdp": te_fsdp, "torch": torch, "MyModel": MyModel}
+        self.names |= {"recipe": Float8CurrentScaling(), "generator": torch.Generator()}
+        self.names |= {"build_model": MyModel, "microbatches": [self.batch() for _ in range(2)]}
+        self.nothing()
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(SEQUENCE, BATCH, WIDTH, dtype=torch.bfloat16, device=harness.device())
+
+    def meshes(self, **axes: int) -> None:
+        self.names["meshes"] = self.names["te_fsdp"].Meshes.build(**axes, device_type=harness.device_type())
+
+    def nothing(self) -> None:
+        self.meshes(dp_shard=-1)
+
+    def built(self) -> None:
+        self.meshes(dp_shard=-1, tp=2)
+        self.names["model"] = MyModel(**self.names["meshes"].te_kwargs())
+
+    def copies(self) -> None:
+        self.meshes(dp_replicate=2, dp_shard=-1)
+        self.names["model"] = MyModel()
+
+    def training(self, **options: Any) -> None:
+        """A sharded model and its optimizer after a step."""
+        self.built()
+        te_fsdp, model = self.names["te_fsdp"], self.names["model"]
+        te_fsdp.fully_shard(model, self.names["meshes"], **options)
+        te_fsdp.materialize(model)
+        self.names["optimizer"] = optimizer = torch.optim.AdamW(model.parameters())
+        self.names["loss"] = lambda output: output.float().square().mean()
+        self.names["loss"](model(self.batch())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def passed(self) -> None:
+        """The loss of a forward, under a precision policy."""
+        self.training(precision=self.names["te_fsdp"].MixedPrecisionPolicy())
+        self.names["loss"] = self.names["loss"](self.names["model"](self.batch()))
+
+    def saved(self) -> None:
+        self.training()
+        model, optimizer = self.names["model"], self.names["optimizer"]
+        self.names["te_fsdp"].checkpoint.save(self.names["path"], model, optimizer, extra={"step": 1})
+
+    def saved_by_dcp(self) -> None:
+        self.training()
+        model, optimizer = get_state_dict(self.names["model"], self.names["optimizer"])
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id="plain-dcp")
+
+    def run(self, block: str, given: str, path: str) -> None:
+        """Run a block; each further call of `fully_shard` in it gets a model of its own."""
+        self.names["path"] = path
+        getattr(self, given)()
+        for number, statement in enumerate(ast.parse(block).body):
+            code = ast.unparse(statement)
+            if number and given == "copies" and code.count("fully_shard(") and "Meshes" not in block:
+                self.copies()
+            exec(compile(code, path, "exec"), self.names)
+
+
+def read(page: str, blocks: list[str], folder: str) -> list[str]:
+    """Body: run a page's blocks; returns the names that they and what they need have left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        reader = Reader()
+        for number, (block, given) in enumerate(zip(blocks, PAGES[page], strict=True)):
+            reader.run(block, given, f"{Path(page).stem}/{number}")
+    return sorted(reader.names)
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run(pool, page, tmp_path):
+    for names in pool.run(read, 4, page=page, blocks=blocks_of(page), folder=str(tmp_path)):
+        assert {"te_fsdp", "meshes"} <= set(names)
+
+
+@pytest.mark.ranks(4)
+def test_a_block_that_does_not_run_is_noticed(pool, tmp_path):
+    (block,) = blocks_of("docs/no_shard.md")
+    late = "te_fsdp.fully_shard(model, meshes)\n" + block
+    for error in pool.run_expect_error(read, 4, page="docs/no_shard.md", blocks=[late], folder=str(tmp_path)):
+        assert error.type_name == "OrderError"
+
+
+def test_no_page_is_forgotten():
+    elsewhere = {"docs/emulation.md", "docs/huggingface.md", "docs/quickstart.md", "docs/upstream.md"}
+    pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    assert {page for page in pages if blocks_of(page)} == PAGES.keys() | elsewhere
