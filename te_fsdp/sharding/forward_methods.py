@@ -9,6 +9,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from te_fsdp import _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.sharding.state import sharding_state
 from te_fsdp.sharding.steps import watch_method
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     """Let a method of a unit gather the unit's weights as ``forward`` does, for example ``generate`` or ``encode``.
 
     FSDP2 gathers in the hooks of ``forward``; a method that is called on its own sees shards and fails. Local
-    operation; the method itself becomes collective, as ``forward`` is. Nothing to do for modules that are not
-    sharded (:func:`te_fsdp.fsdp_no_shard`), whose weights are always whole.
+    operation; the method itself becomes collective, as ``forward`` is. Nothing is gathered for modules that are not
+    sharded (:func:`te_fsdp.fsdp_no_shard`), whose weights are always whole; if the whole model is one, its gradients
+    are watched.
 
     Args:
         module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
@@ -43,6 +45,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         )
     if _torch.is_fsdp_module(module):
         register_fsdp_forward_method(module, method)
+        watch_method(module, method)
+    elif sharding_state(module) is not None:
         watch_method(module, method)
     elif not _is_whole(module):
         raise OrderError(

@@ -231,7 +231,14 @@ class ReplicatedGradients:
         self.recover()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Every rank that runs backward shall come to the reduction, those without any such gradient included."""
+        self.watch(output)
+
+    def watch(self, output: Any) -> None:
+        """Let every rank that runs backward come to the reduction, those without any such gradient included. Local.
+
+        Args:
+            output: What the model has returned.
+        """
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:

@@ -78,6 +78,14 @@ class Replicated(Protocol):
         """Drop what such a backward gave. Collective over data parallel if reductions may have begun in it."""
         ...
 
+    def attach(self) -> None:
+        """Watch the gradients of the parameters there are now, before a forward."""
+        ...
+
+    def watch(self, output: Any) -> None:
+        """Watch the backward to come, from what the model has returned."""
+        ...
+
     def renewed(self) -> None:
         """Take note of parameters that initialisation has replaced. Collective over the world."""
         ...
@@ -103,6 +111,7 @@ class ShardingState:
         after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
             released.
         pace: How the backwards to come count.
+        told_last: Whether the loop has said that the backward to come is the last one of its step.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
@@ -127,6 +136,7 @@ class ShardingState:
     before_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     after_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     pace: Pace = Pace.LAST
+    told_last: bool = False
     unfinished: bool = False
     failed: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)

@@ -67,24 +67,30 @@ def watch_forward(state: ShardingState) -> None:
 
 
 def watch_method(unit: nn.Module, method: str) -> None:
-    """Look after a unit's weights around one more of its methods, as around its forward."""
+    """Look after the weights and gradients of a unit, or of the model, around one more method, as around forward."""
     found = next(map(state_of, map(shard_of, unit.parameters())), None)
-    names = [] if found is None else [name for name, own in found.modules.items() if own is unit]
-    if found is None or not names:
+    if found is None:
         return  # torch's own fully_shard has sharded it
-    state, name, stock = found, names[0], getattr(unit, method)
+    state, stock = found, getattr(unit, method)
+    names = [name for name, own in state.modules.items() if own is unit]
+    replicated = state.replicated if unit is state.model else None
 
     @functools.wraps(stock)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if unit is state.model:
             _before_forward(state, unit, args)
-        _before_unit(state, name, unit, args)
+        if replicated is not None:
+            replicated.attach()
+        for name in names:
+            _before_unit(state, name, unit, args)
         state.methods += unit is state.model
         try:
             output = stock(*args, **kwargs)
         finally:
             state.methods -= unit is state.model
         _after_forward(state, unit, args, output)
+        if replicated is not None:
+            replicated.watch(output)
         return output
 
     setattr(unit, method, MethodType(watched, unit))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat import megatron_fsdp
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, Arguments, native_strategy, native_units
-from te_fsdp.errors import PlacementError, PrecisionError
+from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
+from te_fsdp.errors import MeshError, PlacementError, PrecisionError
 
 MAPPED = {
     "device_mesh",
@@ -97,3 +99,32 @@ def test_the_documentation_lists_what_has_no_meaning():
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     for name, equivalent in WITHOUT_MEANING.items():
         assert f"| `{name}` | {equivalent} |" in text, name
+
+
+def test_expert_meshes_of_another_order_or_size(fake_world, monkeypatch):
+    """The bridge's experts lie as te_fsdp deals them out: ep varies faster than the axis that shards."""
+    fake_world(8, rank=1)
+    raised: list[int] = []
+
+    def told(tensor, **options):
+        raised.append(int(tensor))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", told)
+
+    def meshes(shape, names):
+        dense = torch.distributed.init_device_mesh("cpu", (8, 1), mesh_dim_names=("shard", "width"))
+        experts = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return native_meshes(dense, "shard", None, "width", experts)
+
+    assert meshes((4, 2, 1), ("shard", "ep", "width")).experts(4) == range(2, 4)
+    with pytest.raises(MeshError, match="ranks in the order"):
+        meshes((2, 4, 1), ("ep", "shard", "width"))
+    assert raised == [0, 1]
+    with pytest.raises(MeshError, match="whose size divides that of device_mesh, 8"):
+        native_meshes(
+            torch.distributed.init_device_mesh("cpu", (8,), mesh_dim_names=("shard",)),
+            "shard",
+            None,
+            None,
+            DeviceMesh("cpu", torch.arange(3), mesh_dim_names=("shard",)),
+        )

@@ -46,10 +46,10 @@ def native_meshes(
         submesh = _axis(device_mesh, name, axis)
         sizes[axis] = submesh.size() if submesh is not None else 1
         places.append(submesh.get_local_rank() if submesh is not None else 0)
-    ep = 1
+    ep, experts = 1, None
     if expt_device_mesh is not None:
         experts = _axis(expt_device_mesh, dp_shard_dim, "dp_shard")
-        ep = sizes["dp_shard"] // (experts.size() if experts is not None else 1)
+        ep = _expert_parallel(sizes["dp_shard"], experts.size() if experts is not None else 1)
     meshes = Meshes.build(
         dp_replicate=sizes["dp_replicate"],
         dp_shard=sizes["dp_shard"] // ep,
@@ -57,8 +57,26 @@ def native_meshes(
         tp=sizes["tp"],
         device_type=device_type,
     )
-    _check_order(meshes, places)
+    mine = list(meshes.device_mesh.get_coordinate() or ())
+    if meshes.expert_mesh is not None:
+        mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
+        places.append(experts.get_local_rank() if experts is not None else 0)
+    _check_order(meshes, mine, places)
     return meshes
+
+
+def _expert_parallel(shards: int, expert_shards: int) -> int:
+    """Size of the expert-parallel axis: the rest of those that shard dense parameters."""
+    if shards % expert_shards:
+        raise MeshError(
+            message(
+                "fully_shard: expt_device_mesh",
+                expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
+                got=expert_shards,
+                fix="let the axes of expt_device_mesh take in the ranks that device_mesh does",
+            )
+        )
+    return shards // expert_shards
 
 
 def _axis(mesh: DeviceMesh, name: str | None, role: str) -> DeviceMesh | None:
@@ -77,20 +95,19 @@ def _axis(mesh: DeviceMesh, name: str | None, role: str) -> DeviceMesh | None:
         ) from error
 
 
-def _check_order(meshes: Meshes, places: Sequence[int]) -> None:
-    """Every rank must have the same place on both meshes; all ranks raise the same."""
-    mine = meshes.device_mesh.get_coordinate()
-    assert mine is not None
+def _check_order(meshes: Meshes, mine: Sequence[int], places: Sequence[int]) -> None:
+    """Every rank must have the same place on te_fsdp's meshes and on the given ones; all ranks raise the same."""
     wrong = torch.tensor([int(list(mine) != list(places))], device=meshes.device)
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if wrong.item():
         raise MeshError(
             message(
-                "fully_shard: device_mesh",
-                expected="ranks in the order (outer, shard, tp), tp varying fastest",
+                "fully_shard: device_mesh or expt_device_mesh",
+                expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
+                "fastest",
                 got="another order",
                 why="te_fsdp's meshes number their ranks that way",
-                fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...) ",
+                fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
             )
         )
 

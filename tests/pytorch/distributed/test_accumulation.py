@@ -128,6 +128,12 @@ def test_corners(pool, body):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_gradients_of_few_ranks_by_another_method(pool, strategy):
+    pool.run(corners.used_by_one_rank, 2, strategy=strategy, method="again")
+
+
+@pytest.mark.ranks(2)
 def test_copies_are_made_equal(pool):
     cases = [
         {"strategy": "no_shard"},

@@ -40,6 +40,10 @@ class Net(nn.Module):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.first(x))
 
+    def again(self, x: torch.Tensor, side: bool) -> torch.Tensor:
+        """As forward."""
+        return self.forward(x, side)
+
 
 def inputs(step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of this rank."""
@@ -94,20 +98,29 @@ def two_models() -> None:
     assert same(*results)
 
 
-def used_by_one_rank() -> None:
-    """Gradients of an exempt module that one rank alone has wait on all: all refuse to step, and all reduce."""
+def used_by_one_rank(strategy: str = "optim_grads_params", method: str = "") -> None:
+    """Gradients of an exempt module that one rank alone has wait on all: all refuse to step, and all reduce.
+
+    Args:
+        strategy: Of the rest.
+        method: Another one than forward; backward then reduces at once.
+    """
     import te_fsdp
 
     net = Net()
     reference = copy.deepcopy(net)
     te_fsdp.fsdp_no_shard(net.side)
-    model = shard(net)
+    model = shard(net, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with te_fsdp.microbatch(model, is_last=False):
-        model(inputs(), dist.get_rank() == 0).square().mean().backward()
-    with refused("side.weight", "finish_grad_reduce"):
-        optimizer.step()
-    te_fsdp.finish_grad_reduce(model)
+    if method:
+        te_fsdp.register_forward_method(model, method)
+    with te_fsdp.microbatch(model, is_last=bool(method)):
+        run = getattr(model, method) if method else model
+        run(inputs(), dist.get_rank() == 0).square().mean().backward()
+    if not method:
+        with refused("side.weight", "finish_grad_reduce"):
+            optimizer.step()
+        te_fsdp.finish_grad_reduce(model)
     optimizer.step()
     everyone = [torch.empty_like(inputs()) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, inputs())
