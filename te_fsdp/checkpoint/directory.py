@@ -33,6 +33,7 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = [
     "begin",
     "commit",
+    "damaged",
     "discard",
     "hidden_name",
     "latest",
@@ -197,16 +198,24 @@ def open_checkpoint(path: Path) -> Manifest:
     if not (path / FILE_NAME).is_file():
         raise CheckpointError(_nothing_there(path))
     manifest = read_manifest(path)
-    problems = _problems(path, manifest)
+    damaged(path, _problems(path, manifest))
+    return manifest
+
+
+def damaged(path: Path, problems: list[str]) -> None:
+    """Raise if there are problems with the files of a checkpoint. Local operation.
+
+    Raises:
+        CheckpointError: All of them in one text.
+    """
     if problems:
         raise CheckpointError(
             message(
-                f"{path}: damaged checkpoint: {'; '.join(problems)}",
+                f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",
                 why="Nothing was loaded",
                 fix="load an earlier checkpoint, or copy this one again",
             )
         )
-    return manifest
 
 
 def _nothing_there(path: Path) -> str:

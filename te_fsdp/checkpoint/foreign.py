@@ -14,7 +14,7 @@ import torch
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest, checksum
 from te_fsdp.checkpoint.model_state import shorten, tied_names
 from te_fsdp.checkpoint.planner import readable_metadata
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents
@@ -23,7 +23,8 @@ from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Stack
 from te_fsdp.checkpoint.portable.state_dicts import Choices, open_dcp_contents
 from te_fsdp.checkpoint.source import Source
-from te_fsdp.checkpoint.verifying import damaged, verify_together
+from te_fsdp.checkpoint.verifying import verify_together
+from te_fsdp.errors import CheckpointError, message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +46,7 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
         CheckpointError: Nothing whole there, or neither ours nor certainly foreign. All ranks raise the same.
     """
     manifest = from_rank_0(lambda: None if _is_foreign(path) else directories.open_checkpoint(path))
+    _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA)
     if manifest is not None:
         if verify:
             verify_together(path, manifest)
@@ -63,6 +65,30 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     if contents.manifest.optimizer is not None and optimizer is None:
         contents.notes.append("optimizer: left, since none was given to load")
     return Source(path, contents.manifest, contents.tensors, contents.kind, _told(contents))
+
+
+def _check_same(path: Path, name: str) -> None:
+    """All ranks must see the checkpoint that rank 0 does, since each reads its own part. Collective over the world.
+
+    Ranks may ask for the newest one at moments between which another appears, or through file systems that are late.
+
+    Raises:
+        CheckpointError: Names the ranks.
+    """
+    file = path / name
+    seen = gather((str(path), checksum(file) if file.is_file() else None))
+    others = [f"{where} on rank {r}" for r, (where, found) in enumerate(seen) if found != seen[0][1]]
+    if others:
+        raise CheckpointError(
+            message(
+                f"{seen[0][0]}: the ranks see different checkpoints",
+                expected="the same on all ranks",
+                got=", ".join([f"{seen[0][0]} on rank 0", *others[:3]]),
+                why="Weights of two moments would be mixed. Nothing was loaded",
+                fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
+                "same path, mount one file system on all nodes",
+            )
+        )
 
 
 def _older(path: Path, manifest: Manifest) -> Source:
@@ -158,4 +184,4 @@ def _verify(path: Path) -> None:
             if w.changed()
         ]
 
-    damaged(path, [text for texts in gather(all_agree(changed)) for text in texts])
+    directories.damaged(path, [text for texts in gather(all_agree(changed)) for text in texts])

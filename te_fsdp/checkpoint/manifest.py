@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ __all__ = [
     "FORMAT_VERSION",
     "STACKS_EXPERTS",
     "Manifest",
+    "Tick",
     "checksum",
     "check_files",
     "read_manifest",
@@ -32,6 +33,13 @@ STACKS_EXPERTS = 2
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 _NO_DIGEST = "0" * 32
+
+#: Told the bytes that were just read or written.
+Tick = Callable[[int], None]
+
+
+def _silent(count: int) -> None:
+    """The tick of whoever wants to hear nothing."""
 
 
 @dataclass
@@ -119,24 +127,40 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(message(f"{path}: unreadable manifest ({error})", fix=damaged)) from error
 
 
-def check_files(directory: Path, manifest: Manifest, *, checksums: bool = False) -> list[str]:
-    """Listed files that are missing, of another size, or (if asked) of another checksum."""
+def check_files(
+    directory: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    checksums: bool = False,
+    tick: Tick = _silent,
+) -> list[str]:
+    """What is wrong with listed files, in words: missing, of another size, or of another checksum. Local operation.
+
+    Args:
+        directory: Of the checkpoint.
+        manifest: Its manifest.
+        names: Which files; all by default.
+        checksums: Read them, and compare their checksums too.
+        tick: Told the bytes that were read.
+    """
     problems = []
-    for name, (size, crc) in manifest.files.items():
-        path = directory / name
+    for name in manifest.files if names is None else names:
+        (size, crc), path = manifest.files[name], directory / name
         try:
             have = path.stat().st_size
-        except OSError:
+            if have != size:
+                problems.append(f"{name}: expected {size} bytes, got {have}")
+            elif checksums and checksum(path, tick) != crc:
+                problems.append(f"{name}: its contents have changed (CRC-32)")
+        except FileNotFoundError:
             problems.append(f"{name} is missing")
-            continue
-        if have != size:
-            problems.append(f"{name}: expected {size} bytes, got {have}")
-        elif checksums and checksum(path) != crc:
-            problems.append(f"{name}: its contents have changed (CRC-32)")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror or error}")
     return problems
 
 
-def checksum(path: Path, tick: Callable[[int], None] = lambda count: None) -> int:
+def checksum(path: Path, tick: Tick = _silent) -> int:
     """CRC-32 of a file. ``tick`` is told the bytes of each block that was read."""
     crc = 0
     with path.open("rb") as file:

@@ -302,7 +302,19 @@ def restore_groups(
             left.append(index)
             continue
         _restore_group(optimizer, group, saved["groups"][sources.pop()])
+        _place_numbers(optimizer, group)
     return left
+
+
+def _place_numbers(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Steps and the like on the device, if the options that came with the checkpoint (``fused``) want them there."""
+    if not (group.get("capturable") or group.get("fused")):
+        return  # on the host or not, the other kernels take them
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape:
+                state[key] = value.to(parameter.device)
 
 
 def _restore_group(optimizer: Optimizer, group: dict[str, Any], then: dict[str, Any]) -> None:

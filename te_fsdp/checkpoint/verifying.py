@@ -7,12 +7,11 @@ from pathlib import Path
 
 from te_fsdp.checkpoint.collective import all_agree, gather, rank, world_size
 from te_fsdp.checkpoint.compare import check_metadata
-from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.manifest import Manifest, checksum
+from te_fsdp.checkpoint.directory import damaged, open_checkpoint
+from te_fsdp.checkpoint.manifest import Manifest, check_files
 from te_fsdp.checkpoint.retention import in_use
-from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["damaged", "verify", "verify_together"]
+__all__ = ["verify", "verify_together"]
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -27,7 +26,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     source = Path(os.path.abspath(path))
     with in_use(source):
         manifest = open_checkpoint(source)
-        damaged(source, _changed(source, manifest, list(manifest.files)))
+        damaged(source, check_files(source, manifest, checksums=True))
         check_metadata(source, manifest)
 
 
@@ -44,37 +43,5 @@ def verify_together(source: Path, manifest: Manifest) -> None:
         least = load.index(min(load))
         shares[least].append(name)
         load[least] += size
-    problems = gather(all_agree(lambda: _changed(source, manifest, shares[rank()])))
+    problems = gather(all_agree(lambda: check_files(source, manifest, shares[rank()], checksums=True)))
     damaged(source, [text for texts in problems for text in texts])
-
-
-def _changed(source: Path, manifest: Manifest, names: list[str]) -> list[str]:
-    """What is wrong with some of the files."""
-    problems = []
-    for name in names:
-        size, crc = manifest.files[name]
-        try:
-            have = (source / name).stat().st_size
-            if have != size:
-                problems.append(f"{name}: expected {size} bytes, got {have}")
-            elif checksum(source / name) != crc:
-                problems.append(f"{name}: its contents have changed (CRC-32)")
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror or error}")
-    return problems
-
-
-def damaged(source: Path, problems: list[str]) -> None:
-    """Raise if there are problems with the files of a checkpoint.
-
-    Raises:
-        CheckpointError: All of them in one text.
-    """
-    if problems:
-        raise CheckpointError(
-            message(
-                f"{source}: damaged checkpoint: {'; '.join(sorted(problems))}",
-                why="Nothing was loaded",
-                fix="load an earlier checkpoint, or copy this one again",
-            )
-        )

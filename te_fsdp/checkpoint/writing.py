@@ -12,7 +12,7 @@ import io
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +32,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.manifest import FILE_NAME, checksum
+from te_fsdp.checkpoint.manifest import FILE_NAME, Tick, checksum
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
-__all__ = ["Tick", "Writing", "plan_writing"]
-
-#: Called with the bytes that were just written.
-Tick = Callable[[int], None]
+__all__ = ["Writing", "plan_writing"]
 
 
 class SavePlanner(dcp.DefaultSavePlanner):

@@ -15,8 +15,9 @@ from te_fsdp import emulation
 
 # The same cases on every machine and in every run: a failure seen once can be seen again. HYPOTHESIS_PROFILE=search
 # draws new ones.
-settings.register_profile("search")
-settings.register_profile("repeatable", derandomize=True)
+# No deadlines: how long a case takes is the machine's affair.
+settings.register_profile("search", deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

@@ -14,6 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import directory, foreign
+from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.optimizer_loading import restore_groups
+from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.writing import as_failed_save
@@ -96,6 +99,20 @@ def test_steps_of_numbers_stay_exact(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "a", other, fresh)
     assert fresh.state[other.scale]["step"].item() == 257
     assert fresh.state[other.scale]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_steps_lie_where_the_loaded_options_want_them() -> None:
+    """A fused kernel reads its steps on the device; an optimizer that was built without it had them on the host."""
+    parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    for fused, device in ((False, "cpu"), (True, "meta")):
+        optimizer.state[parameter].update(step=torch.tensor(3.0), exp_avg=torch.empty(2, 3, device="meta"))
+        options = {**encode(optimizer.defaults)[0], "fused": fused}
+        saved = {"groups": [{"parameters": ["x"], "options": options}]}
+        owned = {"x": Owned("x", nn.Module(), "x", parameter)}
+        assert restore_groups(optimizer, saved, owned, {"x"}) == []
+        assert optimizer.state[parameter]["step"].device.type == device
+        assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)
 
 
 def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:

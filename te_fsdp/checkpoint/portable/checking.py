@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from te_fsdp.checkpoint.compare import check_metadata
 from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.manifest import Manifest, checksum, read_manifest
+from te_fsdp.checkpoint.manifest import Manifest, Tick, check_files, read_manifest
 from te_fsdp.errors import CheckpointError
 
 __all__ = ["file_problems", "problems_of"]
 
-Tick = Callable[[int], None]
-
 
 def file_problems(path: Path, manifest: Manifest, tick: Tick) -> list[str]:
     """What is wrong with a checkpoint's files: missing, of another size, or changed; in words."""
-    problems = []
-    for name, (size, crc) in sorted(manifest.files.items()):
-        try:
-            have = (path / name).stat().st_size
-            if have != size:
-                problems.append(f"{name}: expected {size} bytes, got {have}")
-            elif checksum(path / name, tick) != crc:
-                problems.append(f"{name}: its contents have changed (CRC-32)")
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror or error}")
-    return problems
+    return check_files(path, manifest, sorted(manifest.files), checksums=True, tick=tick)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:

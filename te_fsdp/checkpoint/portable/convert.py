@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.manifest import FORMAT_VERSION, STACKS_EXPERTS, checksum, write_manifest
+from te_fsdp.checkpoint.manifest import FORMAT_VERSION, STACKS_EXPERTS, Tick, checksum, write_manifest
 from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
@@ -40,8 +39,6 @@ __all__ = [
     "write_safetensors",
     "write_pt",
 ]
-
-Tick = Callable[[int], None]
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:

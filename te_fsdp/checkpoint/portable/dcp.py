@@ -11,7 +11,7 @@ import io
 import mmap
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
-
-Tick = Callable[[int], None]
 
 
 @dataclass

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Lazy
 
 __all__ = ["Difference", "Report", "compare_contents"]
-
-Tick = Callable[[int], None]
 
 
 @dataclass

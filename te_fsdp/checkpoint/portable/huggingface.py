@@ -12,6 +12,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.collective import all_agree
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
 from te_fsdp.checkpoint.owned import clean_name
 from te_fsdp.checkpoint.portable.atomic import new_directory
@@ -20,7 +21,7 @@ from te_fsdp.checkpoint.portable.huggingface_layers import layer_differences
 from te_fsdp.checkpoint.portable.huggingface_map import Source, Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_names import TeBlocks, TeNames
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.portable.safetensors import Tick, is_safetensors, open_safetensors, write_folder
+from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors, write_folder
 from te_fsdp.errors import CheckpointError, message
 
 if TYPE_CHECKING:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Stored, read_bytes
 from te_fsdp.errors import CheckpointError, message
 
@@ -44,8 +45,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 #: The package's own limit.
 _MOST_HEADER = 100_000_000
-
-Tick = Callable[[int], None]
 
 
 def is_safetensors(path: Path) -> bool:

@@ -15,13 +15,12 @@ import torch
 from torch import serialization
 
 from te_fsdp import _torch
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.portable.pickled import read_objects
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
 
 __all__ = ["write_torch"]
-
-Tick = Callable[[int], None]
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:

@@ -146,3 +146,16 @@ def test_conversions_can_be_refused(pool, tmp_path):
     assert "master_param: only in the checkpoint: left out" in found[2][1]
     assert "optimizer state 'master_param': saved float32, this optimizer keeps int16" in found[3][1]
     assert "state kept with a scale per shard" in found[4][1] and "exp_avg in uint8" in found[4][1]
+
+
+def test_ranks_that_see_different_checkpoints(pool, tmp_path):
+    """As when each asks for the newest one while it appears: weights of two moments must not be mixed."""
+    found = same_on_all(pool.run(mistakes.load_different_ones, 2, directory=str(tmp_path)))
+    for kind, names in {
+        "ours": ("ours-0", "ours-1"),
+        "plain": ("plain-0", "plain-1"),
+        "absent": ("ours-0", "ours-2"),
+    }.items():
+        name, text = found[kind]
+        assert name == "CheckpointError" and "the ranks see different checkpoints" in text
+        assert f"{names[0]} on rank 0" in text and f"{names[1]} on rank 1" in text

@@ -11,7 +11,9 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from checkpointing.bodies import differing, local_state
 from checkpointing.models import Case, Run
@@ -299,4 +301,31 @@ def other_format(directory: str) -> list[tuple[str, str]]:
     found.append(error_of(lambda: te_fsdp.checkpoint.load(path, run.model, remainders)))
     eight = FusedAdam(groups, exp_avg_dtype=torch.uint8)
     found.append(error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/x", run.model, eight)))
+    return found
+
+
+def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
+    """Each rank another checkpoint of the same model, ours or plain; and one that a rank does not see."""
+    import te_fsdp
+
+    model, rank = shard(Small()), dist.get_rank()
+    found = {}
+    for step in (0, 1):
+        te_fsdp.checkpoint.save(f"{directory}/ours-{step}", model)
+        dcp.save(get_model_state_dict(model), checkpoint_id=f"{directory}/plain-{step}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    before = _values(model)
+    for kind, names in {
+        "ours": ("ours-0", "ours-1"),
+        "plain": ("plain-0", "plain-1"),
+        "absent": ("ours-0", "ours-2"),
+    }.items():
+        path = f"{directory}/{names[rank]}"
+        found[kind] = error_of(lambda path=path: te_fsdp.checkpoint.load(path, model))
+    assert all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True)), "nothing has changed"
+    te_fsdp.checkpoint.load(
+        f"{directory}/{'.' * (rank + 1)}/{Path(directory).name if rank else ''}/ours-0", model
+    )
     return found
