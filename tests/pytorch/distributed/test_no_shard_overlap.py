@@ -33,6 +33,14 @@ def test_order_beside_fsdp2(pool):
     assert second == [SIZES[name] for name in ("head", "right", "left")] and early == 1
 
 
+def test_orders_beside_fsdp2(pool):
+    """Not the same on all ranks, so that FSDP2's reductions and these must not share a process group."""
+    first, second = pool.run(overlap.beside_fsdp2, 2)
+    usual = ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
+    assert first == {"all": usual, "one": usual}
+    assert second == {"all": usual, "one": ["reduce_scatter"] * 2 + ["all_reduce"] * 2}
+
+
 @pytest.mark.parametrize(("spoil", "words"), [("order", "left"), ("late", "")])
 def test_order_can_fail(pool, spoil, words):
     if spoil == "order":
@@ -59,6 +67,13 @@ def test_interrupted(pool):
     alone, other = pool.run(overlap.interrupted, 2, where={0: 0})
     assert alone["raised"] and not other["raised"] and other["spoilt"]
     assert alone["calls"] == other["calls"] == 3
+
+
+def test_memory(pool):
+    """One bucket on top of the gradients: all of them in the first backward, a third of them later."""
+    for first, later in pool.run(overlap.memory, 2):
+        assert first == pytest.approx(2, rel=0.02)
+        assert later <= 4 / 3 * 1.02  # activations and flags
 
 
 BF16 = {"main_params_dtype": None, "grad_comm_dtype": "bfloat16"}

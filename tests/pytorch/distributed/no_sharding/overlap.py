@@ -10,6 +10,7 @@ import harness
 import torch
 import torch.distributed as dist
 from harness.collectives import recorded
+from harness.memory import live_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,10 +119,11 @@ def _spoilt(what: str) -> Iterator[None]:
 class Chain(nn.Module):
     """Blocks one after the other, by number, some of them several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3, width: int = 8) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8, device=harness.device()) for _ in range(3))
-        self.order, self.reentrant = [0, 1, 2], False
+        layers = (nn.Linear(width, width, device=harness.device()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(layers)
+        self.order, self.reentrant = list(range(blocks)), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in self.order:
@@ -131,15 +133,15 @@ class Chain(nn.Module):
         return x
 
 
-def chain(precision: Any = None) -> tuple[Chain, Chain]:
+def chain(blocks: int = 3, strategy: Any = "no_shard", **options: Any) -> tuple[Chain, Chain]:
     """A model on all ranks, and the same in one process."""
     import te_fsdp
 
     torch.manual_seed(1)
-    reference = Chain()
+    reference = Chain(blocks)
     torch.manual_seed(1)
-    model = Chain()
-    te_fsdp.fully_shard(model, meshes_of({}), units="blocks.*", strategy="no_shard", precision=precision)
+    model = Chain(blocks)
+    te_fsdp.fully_shard(model, meshes_of({}), units="blocks.*", strategy=strategy, **options)
     return model, reference
 
 
@@ -150,20 +152,36 @@ def inputs(seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(harness.device()).requires_grad_()
 
 
-def step(model: nn.Module, reference: nn.Module, seed: int) -> dict[str, Any]:
-    """A backward of both; their gradients are equal."""
+def step(model: Chain, reference: Chain, seed: int, orders: list[list[int]] | None = None) -> dict[str, Any]:
+    """A backward of both; their gradients are equal. The ranks may use other blocks: `orders`."""
     import te_fsdp
 
-    x = inputs(seed)
+    x, rank = inputs(seed), dist.get_rank()
     te_fsdp.zero_grad(model)
     reference.zero_grad()
-    model(x[dist.get_rank()]).square().mean().backward()
-    sum(reference(part).square().mean() for part in x).backward()
+    model.order = orders[rank] if orders else model.order
+    model(x[rank]).square().mean().backward()
+    for number, part in enumerate(x):
+        reference.order = orders[number] if orders else reference.order
+        reference(part).square().mean().backward()
     checks = harness.Comparisons()
     for name, parameter in reference.named_parameters():
         expected = parameter.grad / dist.get_world_size()
-        checks.close(name, model.get_parameter(name).grad, expected, 1e-5, WHY)
+        checks.close(name, harness.full(model.get_parameter(name).grad), expected, 1e-5, WHY)
     return checks.require(6)
+
+
+def beside_fsdp2() -> dict[str, Any]:
+    """A bucket begins on one rank before FSDP2 reduces another unit, and on the other after that."""
+    kept = {"": "optim_grads_params", "blocks.1": "no_shard", "blocks.3": "no_shard"}
+    model, reference = chain(4, kept)
+    step(model, reference, 1)
+    found = {}
+    for name, orders in {"all": [[0, 1, 2, 3]] * 2, "one": [[0, 1, 2, 3], [0, 1, 2]]}.items():
+        with recorded() as calls:
+            step(model, reference, 2, orders)
+        found[name] = [call.kind for call in calls if call.kind != "all_gather"]
+    return found
 
 
 def several_gradients(first: list[int], later: list[int]) -> int:
@@ -240,7 +258,7 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
     options = {
         key: getattr(torch, value) if isinstance(value, str) else value for key, value in options.items()
     }
-    model, _ = chain(te_fsdp.MixedPrecisionPolicy(**options))
+    model, _ = chain(precision=te_fsdp.MixedPrecisionPolicy(**options))
     x, found, early = inputs(1), [], []
     with recorded() as calls:
         hook: Callable[[Any], None] = lambda _: early.append(sum(c.kind != "all_gather" for c in calls))  # noqa: E731
@@ -254,3 +272,35 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
     for name, gradient in found[0].items():
         harness.assert_same_bits(name, found[1][name], gradient)
     return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in calls]}
+
+
+def memory() -> list[float]:
+    """Most bytes of gradients and buckets in each of two backwards, relative to those of all gradients.
+
+    Looked at whenever a bucket has been filled, when what it was filled with is still there.
+    """
+    import te_fsdp
+
+    model = te_fsdp.fully_shard(Chain(width=1024), meshes_of({}), units="blocks.*", strategy="no_shard")
+    gradients = sum(p.nbytes for p in model.parameters())
+    x, found, cat = torch.ones(1, 1024, device=harness.device()), [], torch.cat
+    model(x).sum().backward()  # workspaces
+    te_fsdp.zero_grad(model)
+    for agreed in (False, True):
+        if not agreed:
+            model.blocks[0].bias.requires_grad_(False)
+        before, seen = live_bytes(), []
+
+        def filling(*args: Any, seen: list[int] = seen, **kwargs: Any) -> torch.Tensor:
+            filled = cat(*args, **kwargs)
+            seen.append(live_bytes())
+            return filled
+
+        torch.cat = filling
+        try:
+            model(x).sum().backward()
+        finally:
+            torch.cat = cat
+        found.append((max(seen) - before) / gradients)
+        te_fsdp.zero_grad(model)
+    return found
