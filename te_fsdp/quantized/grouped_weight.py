@@ -119,7 +119,8 @@ class _Behaviour:
 
     def as_grouped(self) -> Any:
         """A ``GroupedTensor`` of its own over the same buffers, for one forward and its backward."""
-        return self.grouped.detach()
+        with torch.inference_mode(False):  # where a wrapper of outside cannot be detached
+            return self.grouped.detach()
 
     def detach(self) -> Any:
         """Another tensor object with the same buffers."""

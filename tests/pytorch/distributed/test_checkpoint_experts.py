@@ -21,7 +21,6 @@ def place(single: bool = False, **axes: int) -> Place:
 ONE, STOCK = place(), Place(None)
 EP2, EP4, EP2_DP2 = place(ep=2), place(ep=4), place(dp_shard=2, ep=2)
 EP2_TP2, DP4, HSDP = place(ep=2, tp=2), place(dp_shard=4), place(dp_replicate=2, ep=2)
-EIGHT = place(dp_shard=2, ep=2, tp=2)
 
 
 def check(results: list[dict], pairs: int) -> None:
@@ -96,12 +95,26 @@ def test_one_parameter_for_all_experts(between):
     between(case, one, four, single=True)
 
 
+@pytest.mark.every(3)
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("recipe", ["current"])
-def test_one_quantized_parameter_for_all_experts(between, recipe):
-    """Bytes and scales of each expert between both forms; three experts on four ranks, one of which has none."""
-    four = [place(True, dp_shard=4), EP2_DP2, place(True, dp_shard=2, ep=2)]
-    between(Case("quantized", recipe, experts=3), [STOCK], four, single=True)
+@pytest.mark.parametrize(
+    ("recipe", "experts", "single", "others"),
+    [
+        (
+            "mxfp8",
+            7,
+            [{"dp_shard": 4}, {"ep": 4}, {"ep": 2, "tp": 2}, {"dp_replicate": 2, "ep": 2}],
+            [EP2_DP2],
+        ),
+        ("current", 3, [{"dp_shard": 4}, {"dp_shard": 2, "ep": 2}], [EP2_DP2]),
+        ("nvfp4", 7, [{"dp_shard": 4}, {"dp_shard": 2, "ep": 2}, {"ep": 2, "tp": 2}], [EP4]),
+    ],
+)
+def test_one_quantized_parameter_for_all_experts(between, recipe, experts, single, others):
+    """Bytes and scales of each expert between both forms, cut between experts and within them."""
+    four = [place(True, **axes) for axes in single]
+    case = Case("quantized", recipe, experts=experts)
+    between(case, [STOCK], [four[0], *others, *four[1:]], single=True)
 
 
 @pytest.mark.ranks(4)
@@ -117,20 +130,33 @@ def test_other_formats(pool, tmp_path, way):
     pool.run(experts.save_on, 2, case=saved, places=[EP2], optimizer=way == "into", **where)
     how = {"case": loaded, "source": EP2.name, "optimizer": way == "into", **where}
     pool.run(experts.convert_on, 1, places=[STOCK], **how)
-    places = [EP4, DP4] if way == "into" else [EP4, place(True, dp_shard=2, ep=2)]
+    # Quantized weights of seven experts on four ranks are cut within each, those of ep between them.
+    places = (
+        [EP4, place(True, dp_shard=4), place(True, ep=4)]
+        if way == "into"
+        else [EP4, place(True, dp_shard=2, ep=2)]
+    )
     for found in pool.run(experts.convert_on, 4, places=places, **how):
         for outcome in found.values():
             assert outcome["wrong"] == [] and outcome["fresh"] > 14
             assert {"mixture.up.weight", "mixture.down.weight"} <= set(outcome["converted"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.ranks(8)
-def test_eight_ranks(pool, tmp_path):
-    skip_without_grouped_kernels(pool)
-    where = {"case": Case("bf16"), "directory": str(tmp_path), "env": SINGLE}
-    pool.run(experts.save_on, 8, places=[EIGHT], **where)
-    check(pool.run(experts.load_on, 8, pairs=[(EIGHT, place(True, dp_shard=2, ep=2, tp=2))], **where), 1)
-    check(pool.run(experts.load_on, 1, pairs=[(EIGHT, STOCK)], **where), 1)
+@pytest.mark.parametrize(
+    ("case", "single"),
+    [(Case("bf16"), False), (Case("quantized", "mxfp8", experts=6), True)],
+    ids=["bf16", "mxfp8"],
+)
+def test_eight_ranks(pool, tmp_path, case, single):
+    """From one form to the other and to one process; three quantized experts on two ranks are cut within each."""
+    skip_without_grouped_kernels(pool, case.recipe)
+    where = {"case": case, "directory": str(tmp_path), "env": SINGLE}
+    source, target = (place(form, dp_shard=2, ep=2, tp=2) for form in (single, not single))
+    pool.run(experts.save_on, 8, places=[source], **where)
+    check(pool.run(experts.load_on, 8, pairs=[(source, target)], **where), 1)
+    check(pool.run(experts.load_on, 1, pairs=[(source, STOCK)], **where), 1)
 
 
 @pytest.mark.ranks(4)
