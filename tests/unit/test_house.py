@@ -30,6 +30,21 @@ def sources(*folders: str) -> list[str]:
 
 
 EVERYWHERE = sources("te_fsdp", "tests", "examples", "benchmarks", "scripts")
+# What is read rather than run: pages, scripts of the shell, settings.
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "examples/**/*.md",
+        "benchmarks/*.md",
+        "scripts/*.sh",
+        "*.toml",
+        "Makefile",
+    )
+    for path in sorted(ROOT.glob(pattern))
+]
+HERE = "tests/unit/test_house.py"
 LIBRARY = [path for path in sources("te_fsdp") if not path.startswith(EMULATION)]
 
 
@@ -53,6 +68,29 @@ def too_long(text: str) -> list[str]:
 def not_ascii(text: str) -> list[str]:
     """Lines with a character outside ASCII."""
     return [f"line {n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+
+
+def unfinished(text: str) -> list[str]:
+    """Marks of work that is left, and functions that only say so."""
+    found = [
+        f"line {n}: {line.strip()}"
+        for n, line in enumerate(text.splitlines(), 1)
+        if re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", line)
+    ]
+    raised = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise) and node.exc is not None
+    ]
+    names = [(node.lineno, dotted(getattr(node.exc, "func", node.exc))) for node in raised]
+    return found + [f"line {line}: {name}" for line, name in names if name == "NotImplementedError"]
+
+
+def paths_of_one_machine(text: str) -> list[str]:
+    """Absolute paths that only some machine has."""
+    return [
+        f"line {n}: {line.strip()}"
+        for n, line in enumerate(text.splitlines(), 1)
+        if re.search(r"(?<![\w.$}/])/(home|root|Users|work|mnt|data|scratch)/\w", line)
+    ]
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -140,7 +178,8 @@ def check(rule, paths: list[str]) -> None:
 
 def test_there_is_something_to_check():
     assert "te_fsdp/__init__.py" in LIBRARY
-    assert "tests/unit/test_house.py" in EVERYWHERE
+    assert HERE in EVERYWHERE
+    assert {"README.md", "docs/concepts.md", "scripts/setup.sh", "pyproject.toml"} <= set(PAGES)
 
 
 def test_files_and_functions_are_short():
@@ -148,7 +187,15 @@ def test_files_and_functions_are_short():
 
 
 def test_sources_are_ascii():
-    check(not_ascii, EVERYWHERE)
+    check(not_ascii, EVERYWHERE + PAGES)
+
+
+def test_nothing_is_half_done():
+    check(unfinished, [path for path in EVERYWHERE if not path.startswith(EMULATION) and path != HERE])
+
+
+def test_no_path_of_one_machine():
+    check(paths_of_one_machine, EVERYWHERE + PAGES)
 
 
 def test_no_catch_all_modules():
@@ -220,6 +267,12 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (too_long, LONG_FUNCTION, 1),
         (too_long, LONG_FUNCTION.replace("    x = 1\n", "", 1), 0),
         (not_ascii, "x = '\u2192'\n", 1),
+        (unfinished, "x = 1  # " + "TODO: more\n", 1),
+        (unfinished, "def f():\n    raise NotImplementedError('later')\n", 1),
+        (unfinished, "def f():\n    raise NotImplementedError\n", 1),
+        (unfinished, "x = 'TODO'\nraise ValueError('x')\n", 0),
+        (paths_of_one_machine, "x = '/" + "home/me/file'\n", 1),
+        (paths_of_one_machine, "x = ROOT / 'out/home/x'\ny = '/usr/local/cuda'\n", 0),
         (private_torch_names, "from torch.distributed.fsdp._fully_shard import FSDPState\n", 1),
         (private_torch_names, "from torch.distributed.tensor import _dtensor_spec\n", 1),
         (private_torch_names, "import torch\nx = torch.distributed.fsdp._fully_shard.FSDPState\n", 2),
