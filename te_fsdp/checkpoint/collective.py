@@ -219,11 +219,11 @@ class Ranks:
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.group.send([torch.tensor([data.numel()])], to, 0).wait()
+        self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0).wait()
         self.group.send([data], to, 0).wait()
 
     def _receive(self, source: int) -> Any:
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         self.group.recv([size], source, 0).wait()
         data = bytearray(int(size))
         self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0).wait()

@@ -173,7 +173,7 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
     elif isinstance(encoded, dict) and set(encoded) == {_TENSOR}:
         described = encoded[_TENSOR]
         dtype = getattr(torch, described["dtype"].removeprefix("torch."))
-        return {described["key"]: whole_entry(torch.empty(described["shape"], dtype=dtype))}
+        return {described["key"]: whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))}
     elif isinstance(encoded, dict):
         parts = [tensor_slots(item) for item in encoded.values()]
     else:

@@ -269,7 +269,9 @@ def shared_numbers(
             continue
         for key, described in states.items():
             if described.get("scalar"):
-                memory = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
+                memory = torch.empty(
+                    described["shape"], dtype=getattr(torch, described["dtype"]), device="cpu"
+                )
                 found[f"optimizer.state.{name}.{key}"] = memory, described["experts"]
     return found
 

@@ -68,7 +68,7 @@ def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
     """Entry of a state that an expert does not have."""
     shape, dtype = described["shape"][1:], getattr(torch, described["dtype"])
     if described["scalar"]:
-        return whole_entry(torch.zeros(shape, dtype=dtype))
+        return whole_entry(torch.zeros(shape, dtype=dtype, device="cpu"))
     info = owned.info()
     local = torch.zeros(info.local_shape, dtype=dtype, device=owned.local.device)
     return cut_entry(local, info.original_shape, info.boxes)

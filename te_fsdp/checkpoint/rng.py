@@ -28,14 +28,14 @@ def rng_state(tracker: Any = None) -> PerRank:
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     if "numpy" in sys.modules:
         import numpy as np
 
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        words = torch.tensor([int(word) for word in keys])
+        words = torch.tensor([int(word) for word in keys], device="cpu")
         state["numpy"] = {
             "kind": kind,
             "words": words,

@@ -43,7 +43,7 @@ class Staging:
             size = tensor.numel() * tensor.element_size()
             # A storage of exactly this size: what is stored is the storage, not the view of it.
             storage = self._slabs[slab].untyped_storage()[offset : offset + size]
-            copy = torch.empty(0, dtype=tensor.dtype).set_(storage).view(tensor.shape)  # type: ignore[arg-type]
+            copy = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage).view(tensor.shape)  # type: ignore[arg-type]
             copy.copy_(tensor.detach(), non_blocking=True)
             copies[key] = copy
         for device in devices:
@@ -58,8 +58,10 @@ class Staging:
             if index < len(self._slabs) and self._slabs[index].numel() >= size:
                 continue
             if index < len(self._slabs):
-                self._slabs[index] = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is made
-            slab = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                self._slabs[index] = torch.empty(
+                    0, dtype=torch.uint8, device="cpu"
+                )  # freed before the larger one is made
+            slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._slabs[index : index + 1] = [slab]
         del self._slabs[len(sizes) :]
 

@@ -54,13 +54,6 @@ class ExpertRange:
             return name
         return f"{found[1]}{int(found[2]) + self.first}"
 
-    def local_name(self, name: str) -> str:
-        """TE's name of a parameter that is registered as ``name``; other names as they are."""
-        index = expert_index(name)
-        if index is None or not self.first <= index < self.first + self.count:
-            return name
-        return f"{name.rstrip('0123456789')}{index - self.first}"
-
     def is_elsewhere(self, name: str) -> bool:
         """Whether ``name`` is the registered name of an expert's parameter that another rank holds."""
         index = expert_index(name)

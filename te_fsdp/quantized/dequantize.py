@@ -12,7 +12,7 @@ import torch
 
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["covering", "dequantize_box", "dequantize_components", "needed_components"]
+__all__ = ["covering", "dequantize_box", "needed_components"]
 
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _FP4_NAME = "kFloat4E2M1"
@@ -121,32 +121,11 @@ def dequantize_box(
         factor = (
             factor
             * amax.float().reshape(())
-            * torch.tensor(1.0 / _NVFP4_MAX, dtype=torch.float32).to(amax.device)
+            * torch.tensor(1.0 / _NVFP4_MAX, dtype=torch.float32, device=amax.device)
         )
     for dim, step in enumerate(block):
         factor = factor.repeat_interleave(step, dim) if step > 1 else factor
     return data * _crop(factor, offsets, sizes, block)
-
-
-def dequantize_components(
-    described: str, parts: Mapping[str, torch.Tensor], shape: Sequence[int], label: str
-) -> torch.Tensor:
-    """Values of a whole weight from its components. Local operation.
-
-    Args:
-        described: Format with its dtype.
-        parts: All of its components, unpadded and not transposed, as checkpoints store them.
-        shape: Shape of the weight.
-        label: Name for messages.
-
-    Returns:
-        float32 tensor of shape ``shape``.
-
-    Raises:
-        CheckpointError: see :func:`needed_components`.
-    """
-    needed = needed_components(described, list(parts), label)
-    return dequantize_box(described, parts, needed, (0,) * len(shape), shape)
 
 
 def _crop(values: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], block: Block) -> torch.Tensor:

@@ -115,6 +115,39 @@ def test_steps_lie_where_the_loaded_options_want_them() -> None:
         assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_default_device_is_not_that_of_messages_and_copies(tmp_path: Path, asynchronous: bool) -> None:
+    """`torch.set_default_device("cuda")` in a program; here a device that loses what is put on it."""
+    ours, other = model(), model(1)
+    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (ours, other))
+    step(ours, optimizer)
+    extra = {"data": torch.arange(3), "rng": checkpoint.rng_state()}
+    dcp.save(ours.state_dict(), checkpoint_id=tmp_path / "plain")
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta
+        checkpoint.save(tmp_path / "a", ours, optimizer, extra=extra, asynchronous=asynchronous).result()
+        loaded = checkpoint.load(tmp_path / "a", other, fresh, verify=True)
+        checkpoint.set_rng_state(loaded["rng"])
+        checkpoint.load(tmp_path / "plain", other)
+    assert loaded["data"].tolist() == [0, 1, 2]
+    torch.testing.assert_close(other.state_dict(), ours.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(states(other, fresh), states(ours, optimizer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"])
+def test_conversions_with_a_default_device(te: Any, recipe: str, tmp_path: Path) -> None:
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
+        ours = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
+    other = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
+    checkpoint.save(tmp_path / "a", ours)
+    with torch.device("meta"):
+        loaded = checkpoint.load(tmp_path / "a", other)
+    assert "from dequantized values" in loaded.converted["weight"]
+    assert torch.equal(other.weight, ours.weight.dequantize(dtype=torch.float32).bfloat16())
+
+
 def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
     ours = model()
     optimizer = torch.optim.AdamW(ours.parameters())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.components import components_of, describe_format
-from te_fsdp.quantized.dequantize import covering, dequantize_box, dequantize_components, needed_components
+from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 
 ROWS, COLUMNS = 256, 384
 RECIPES = {
@@ -41,19 +41,24 @@ def parts_of(weight: torch.Tensor, direction: str = "") -> dict[str, torch.Tenso
     return {c.name: c.tensor for c in components_of(weight, "w") if direction in c.name}
 
 
+def whole_of(weight: torch.Tensor, direction: str = "") -> torch.Tensor:
+    described, parts = describe_format(weight), parts_of(weight, direction)
+    return dequantize_box(
+        described, parts, needed_components(described, list(parts), "w"), (0, 0), weight.shape
+    )
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_what_te_says(weights, name):
     weight = weights[name]
-    values = dequantize_components(describe_format(weight), parts_of(weight), weight.shape, "w")
-    assert torch.equal(values, weight.dequantize(dtype=torch.float32))
+    assert torch.equal(whole_of(weight), weight.dequantize(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "block", "nvfp4"])
 def test_columnwise_values_are_near_the_rowwise_ones(weights, name):
     """Quantized independently (MXFP8) or with the same 2-D blocks; an orientation mixed up would be far off."""
     weight = weights[name]
-    described, whole = describe_format(weight), weight.dequantize(dtype=torch.float32)
-    values = dequantize_components(described, parts_of(weight, "columnwise"), weight.shape, "w")
+    values, whole = whole_of(weight, "columnwise"), weight.dequantize(dtype=torch.float32)
     if name == "mxfp8":
         # Two roundings of 1/16 relative each, or of the blocks' smallest steps.
         assert (values - whole).abs().max() <= whole.abs().max() / 8

@@ -178,7 +178,7 @@ def _add_empty(contents: Contents) -> None:
 
 
 def _empty(described: Mapping[str, Any]) -> Lazy:
-    return InMemory(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"])))
+    return InMemory(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device="cpu"))
 
 
 def open_safetensors_contents(path: Path) -> Contents:

@@ -199,5 +199,7 @@ def _state_dict(contents: Contents) -> dict[str, Lazy]:
         same = {k: t for k, t in state.items() if k.partition(":")[0] == first}
         state |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
     for module in contents.manifest.extra_states:
-        state[f"{module}._extra_state".lstrip(".")] = InMemory(torch.empty(0, dtype=torch.uint8))
+        state[f"{module}._extra_state".lstrip(".")] = InMemory(
+            torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
     return state

@@ -271,7 +271,7 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for key, tensor in self.tensors.items():
-            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=tensor.dtype))
+            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=tensor.dtype, device="cpu"))
             for first, last in tensor.blocks():
                 offsets = torch.Size((first,) + (0,) * (len(tensor.shape) - 1) if tensor.shape else ())
                 chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(tensor.shape_of(first, last)))

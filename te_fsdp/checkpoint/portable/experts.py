@@ -32,7 +32,7 @@ class Zeros(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        return torch.zeros(self.shape_of(first, last), dtype=self.dtype)
+        return torch.zeros(self.shape_of(first, last), dtype=self.dtype, device="cpu")
 
 
 def stack_experts(contents: Contents) -> None:

@@ -62,7 +62,7 @@ def _rebuild(
     with warnings.catch_warnings():
         # The pickle holds storages with a dtype, which torch has deprecated; it reads them still.
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        whole = torch.empty(0, dtype=storage.dtype).set_(storage.untyped())  # type: ignore[no-matching-overload]
+        whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
     return whole.as_strided(size, stride, offset).clone()
 
 

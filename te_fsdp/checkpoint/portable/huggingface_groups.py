@@ -77,7 +77,7 @@ class Form:
             CheckpointError: Copies that differ.
         """
         if self.packing == "absent":
-            return [torch.zeros(part) for part in parts]
+            return [torch.zeros(part, device="cpu") for part in parts]
         found = [tensors[name] for name in self.names if name in tensors]
         if self.packing == "copies":
             self._check_copies(tensors)

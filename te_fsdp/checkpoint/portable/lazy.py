@@ -21,7 +21,6 @@ __all__ = [
     "Chunked",
     "InMemory",
     "Lazy",
-    "Reshaped",
     "Stack",
     "Stored",
     "pages",
@@ -128,7 +127,7 @@ class Stored(Lazy):
         shape = self.shape_of(first, last)
         stride, item = self._strides(), self.dtype.itemsize
         if not math.prod(shape):
-            return torch.empty(shape, dtype=self.dtype)
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
         begin = self.offset + (self.start + (first * stride[0] if stride else 0)) * item
         if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
             # Stored transposed: a piece of each stored row, instead of all that lies between.
@@ -240,7 +239,7 @@ class Chunked(Lazy):
             return self.chunks[0][1].whole()
         if len(self.chunks) == 1:
             return self.chunks[0][1].rows(first, last)
-        result = torch.empty(self.shape_of(first, last), dtype=self.dtype)
+        result = torch.empty(self.shape_of(first, last), dtype=self.dtype, device="cpu")
         for offsets, piece in self.chunks:
             begin, end = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
             if begin < end and math.prod(piece.shape):
@@ -315,20 +314,3 @@ class Cast(Lazy):
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
         return Cast(self.base.select(index), self.dtype)
-
-
-@dataclass
-class Reshaped(Lazy):
-    """A small tensor under another shape; read whole."""
-
-    base: Lazy
-    shape: tuple[int, ...]
-    dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dtype = self.base.dtype
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        whole = self.base.whole().reshape(self.shape)
-        return whole[first:last] if self.shape else whole

@@ -19,7 +19,7 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """Values of a tensor, fp32 where it is quantized; of both directions where they are quantized independently."""
     from te_fsdp import _te
     from te_fsdp.quantized.components import components_of, describe_format
-    from te_fsdp.quantized.dequantize import dequantize_components
+    from te_fsdp.quantized.dequantize import dequantize_box, needed_components
 
     if not _te.is_quantized(local):
         return {name: local.detach()}
@@ -28,7 +28,8 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     columnwise = {k: v for k, v in parts.items() if "columnwise" in k}
     if columnwise:
         described = describe_format(local)
-        found[f"{name} columnwise"] = dequantize_components(described, columnwise, local.shape, name)
+        needed = needed_components(described, list(columnwise), name)
+        found[f"{name} columnwise"] = dequantize_box(described, columnwise, needed, (0, 0), local.shape)
     return found
 
 
