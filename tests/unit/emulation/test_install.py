@@ -106,9 +106,8 @@ def test_user_code_keeps_its_torch(te):
             create()
     assert torch.device("cuda").type == "cuda"
     assert x.to(torch.float64).dtype == torch.float64 and x.to("meta").is_meta
-    assert (
-        torch.version.cuda == runpy.run_path(torch.version.__file__)["cuda"]
-    )  # a CUDA build has one without a GPU too
+    # A CUDA build of torch has a version without a GPU, too.
+    assert torch.version.cuda == runpy.run_path(torch.version.__file__)["cuda"]
     assert torch.distributed.__name__ == "torch.distributed" and type(torch) is types.ModuleType
 
 
