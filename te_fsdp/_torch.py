@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ReduceScatter",
+    "around_apply",
     "at_end_of_backward",
     "attributes_of",
     "concatenated_meshes",
@@ -162,6 +163,16 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def backward_id() -> int:
     """A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id()
+
+
+def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
+
+    Args:
+        module: The module; a call on a module around it comes by as well.
+        call: Gets the method that it stands for, then its arguments.
+    """
+    module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

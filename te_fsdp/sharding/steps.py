@@ -27,7 +27,7 @@ from te_fsdp.modules import copies
 from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
-from te_fsdp.sharding.precision_plan import OTHER
+from te_fsdp.sharding.precision_plan import OTHER, gradient_dtype
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import (
     ShardingState,
@@ -61,6 +61,30 @@ def watch_forward(state: ShardingState) -> None:
         unit.register_forward_pre_hook(functools.partial(_before_unit, state, name), prepend=True)
     state.model.register_forward_pre_hook(functools.partial(_before_forward, state), prepend=True)
     state.model.register_forward_hook(functools.partial(_after_forward, state))
+    _torch.around_apply(state.model, functools.partial(_apply_and_carry, state))
+
+
+def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Module._apply``, which swaps DTensors for new ones: Python attributes, te_fsdp's marks too, stay behind.
+
+    So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
+    """
+    known, gradients = {}, {}
+    for name, parameter in state.parameters().items():
+        known[name] = _torch.attributes_of(parameter)
+        if OTHER in known[name]:
+            gradients[name], parameter.grad = parameter.grad, None
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        for name, parameter in state.parameters().items():
+            for key, value in known[name].items():
+                if key not in parameter.__dict__:
+                    setattr(parameter, key, value)
+            if name in gradients:
+                gradient = gradients[name]
+                parameter.grad_dtype = gradient_dtype(parameter)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward

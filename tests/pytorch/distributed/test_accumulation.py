@@ -114,6 +114,7 @@ def test_one_rank_with_a_narrow_wire(pool, strategy):
         corners.used_by_one_rank,
         corners.by_method,
         corners.generating,
+        corners.moved,
         corners.failed_step,
         corners.closures,
         corners.graph_kept,

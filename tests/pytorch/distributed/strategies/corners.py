@@ -173,6 +173,29 @@ def generating() -> None:
     logging.getLogger("te_fsdp").removeHandler(handler)
 
 
+def moved() -> None:
+    """What te_fsdp, TE and users have noted on parameters outlives ``model.to``."""
+    import te_fsdp
+
+    policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
+    models = [shard(Net(0, torch.bfloat16), precision=policy) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for parameter in models[0].parameters():
+        parameter.noted = "by the user"
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            learn(model, step, torch.bfloat16)
+            if model is models[0]:
+                model.to(harness.device())  # with gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        before = [sorted(parameter.__dict__) for parameter in models[0].parameters()]
+        models[0].to(harness.device())
+        assert [sorted(parameter.__dict__) for parameter in models[0].parameters()] == before
+    assert all("noted" in keys and len(keys) > 3 for keys in before)
+    assert same(*map(shards, models))
+
+
 def failed_step() -> None:
     """An optimizer's kernel raises while main weights stand in for parameters: the next step must begin anew."""
     import te_fsdp
