@@ -111,7 +111,6 @@ class ShardingState:
         after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
             released.
         pace: How the backwards to come count.
-        told_last: Whether the loop has said that the backward to come is the last one of its step.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
@@ -136,7 +135,6 @@ class ShardingState:
     before_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     after_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     pace: Pace = Pace.LAST
-    told_last: bool = False
     unfinished: bool = False
     failed: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
