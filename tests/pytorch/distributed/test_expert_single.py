@@ -163,6 +163,13 @@ def test_hfsdp(pool, recipe, weights, experts):
 
 
 @pytest.mark.single_grouped
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "experts"), [("mxfp8", 3)])
+def test_main_weights_in_fp32_and_inference(pool, recipe, experts):
+    pool.run(single.wide, 2, env=SINGLE, recipe=recipe, experts=experts)
+
+
+@pytest.mark.single_grouped
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mesh", "recipe", "experts", "scales"),

@@ -98,3 +98,24 @@ def held(axes: dict[str, int], recipe: str, experts: int) -> dict[str, float]:
         "states": values["states"] * cuts / (3 * logical),
         "reported": sum(row.bytes for row in rows) / (values["data"] + values["scales"]),
     }
+
+
+def wide(recipe: str, experts: int) -> dict[str, Any]:
+    """Beside fp32 main weights quantized ones are gathered in the dtype of compute; also in inference mode."""
+    import te_fsdp
+
+    policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, param_dtype=torch.bfloat16)
+    checks, outputs = harness.Comparisons(), []
+    for how in ({}, {"precision": policy}):
+        meshes, model = sharded({"dp_shard": 2}, recipe, "quantized", experts, **how)
+        x, _, chosen = (_part(t, meshes) for t in batch(recipe, "quantized", experts, "uneven", 0))
+        outputs.append(model(x, chosen))
+        outputs[-1].float().square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        with torch.inference_mode():
+            checks.same_bits("inference", model(x, chosen), outputs[-1].detach())
+    # Initial values are drawn in bf16 here and in fp32 there, and then quantized.
+    bound, _ = bounds(recipe, "quantized", "grouped")
+    difference = (outputs[1] - outputs[0]).detach().double().norm() / outputs[0].detach().double().norm()
+    assert float(difference) <= bound, float(difference)
+    return checks.require(2)
