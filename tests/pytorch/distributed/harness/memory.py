@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 
 import torch
 
 from . import devices
 
-LOOKS = 5
+LOOKS, PAUSE = 5, 0.15
 
 
 def live_bytes() -> int:
@@ -32,8 +33,9 @@ def storages() -> dict[int, torch.Tensor]:
     The smallest of a few looks, until two agree: gloo's threads let go of what they have sent a moment late.
     """
     looks = [_look()]
+    pause = PAUSE * float(os.environ.get("TE_FSDP_TEST_TIMEOUT_SCALE", "1"))
     while len(looks) < 2 or (len(looks) < LOOKS and size_of(looks[-1]) < size_of(looks[-2])):
-        time.sleep(0.05)
+        time.sleep(pause)
         looks.append(_look())
     return min(looks, key=size_of)
 
