@@ -14,8 +14,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,15 @@ class Model(nn.Sequential):
         )
 
 
+class CastModel(Model):
+    """The same with fp32 weights, computing in bf16 by torch's autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All layers, under autocast."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().forward(x)
+
+
 def build_te_fsdp(variant: Variant, options: argparse.Namespace, fp8: bool, device: torch.device) -> Any:
     """te_fsdp's model, optimizer and context of a microbatch."""
     meshes = te_fsdp.Meshes.build(dp_replicate=OUTER if variant.outer else 1, device_type=device.type)
@@ -83,18 +92,13 @@ def build_fsdp2(variant: Variant, options: argparse.Namespace, fp8: bool, device
     from torch.nn.parallel import DistributedDataParallel
 
     with te.quantized_model_init(enabled=fp8, recipe=Float8CurrentScaling()):
-        model: Any = Model(options, torch.bfloat16 if fp8 else torch.float32, device)
-    if variant.strategy == "no_shard":
+        ddp = variant.strategy == "no_shard"
+        kind = CastModel if ddp and not fp8 else Model
+        model: Any = kind(options, torch.bfloat16 if fp8 else torch.float32, device)
+    if ddp:
         model = DistributedDataParallel(model)
         optimizer = make_optimizer(model, fp8)
-
-        @contextmanager
-        def whole_microbatch(is_last: bool) -> Iterator[None]:
-            unsynced = nullcontext() if is_last else model.no_sync()
-            with unsynced, torch.autocast(device.type, torch.bfloat16, enabled=not fp8):
-                yield
-
-        return model, optimizer, whole_microbatch
+        return model, optimizer, lambda is_last: nullcontext() if is_last else model.no_sync()
     shape, names = ((OUTER, dist.get_world_size() // OUTER), ("replicate", "shard"))
     if variant.outer is None:
         shape, names = (dist.get_world_size(),), ("shard",)
@@ -186,12 +190,10 @@ def measure(
 
     def step() -> None:
         for number, batch in enumerate(batches):
-            with (
-                microbatch(number == len(batches) - 1),
-                te.autocast(enabled=fp8, recipe=Float8CurrentScaling()),
-            ):
-                output = model(batch)
-            output.float().square().mean().backward()
+            with microbatch(number == len(batches) - 1):
+                with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+                    output = model(batch)
+                output.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
