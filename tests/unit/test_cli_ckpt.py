@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,8 +16,8 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.cli.main import main
+from tests.unit.commands import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/cli.md"
 
 
@@ -37,19 +36,6 @@ def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False) -> Pat
     return path
 
 
-def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "te_fsdp.cli", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
     """Run in this process with --json; check the exit code, and that stdout is one JSON document."""
     capsys.readouterr()
@@ -65,14 +51,14 @@ def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 def test_a_process_of_its_own(tmp_path: Path) -> None:
     """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
     make(tmp_path / "step-100")
-    good = start(["ckpt", "verify", "step-100"], tmp_path)
+    good = start("te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
     assert "good, 2 files" in good.stdout
     data = next((tmp_path / "step-100").glob("*.distcp"))
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
-    bad = start(["ckpt", "verify", "step-100", "--json"], tmp_path)
+    bad = start("te_fsdp.cli", ["ckpt", "verify", "step-100", "--json"], tmp_path)
     assert bad.returncode == 1
     assert json.loads(bad.stdout)["problems"] == [f"{data.name}: its contents have changed (CRC-32)"]
 

@@ -9,11 +9,8 @@ import importlib
 import inspect
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +18,8 @@ import pytest
 import torch
 
 import te_fsdp
+from tests.unit.commands import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[2]
 MORE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/fsdp2_tp/README.md"]
 PAGES = [*(ROOT / page for page in MORE), *sorted((ROOT / "docs").glob("*.md"))]
 QUICKSTART = ROOT / "docs/quickstart.md"
@@ -38,16 +35,7 @@ def run(command: str, folder: Path) -> str:
     """Run a command of the page with this interpreter; returns what it printed."""
     program, *arguments = shlex.split(command)
     module = {"torchrun": "torch.distributed.run", "te-fsdp": "te_fsdp.cli"}[program]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    result = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = start(module, arguments, folder)
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 

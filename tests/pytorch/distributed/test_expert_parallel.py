@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from experts import binding, bodies
+from experts.cases import MESHES, allowed, parametrize, ranks
 from experts.model import ROUTES
 from harness import BodyFailed
 from matrix.covering import all_cases, covering
@@ -20,17 +21,6 @@ from parity.runs import ENVIRONMENT
 # cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
 os.environ.update(ENVIRONMENT)
 
-MESHES: dict[str, dict[str, int]] = {
-    "ep2": {"ep": 2},
-    "ep4": {"ep": 4},
-    "ep2_dp2": {"ep": 2, "dp_shard": 2},
-    "ep2_tp2": {"ep": 2, "tp": 2},
-    "dp4": {"dp_shard": 4},
-    "hsdp_ep2": {"dp_replicate": 2, "dp_shard": 1, "ep": 2},
-    "cp2_ep2": {"dp_shard": 1, "cp": 2, "ep": 2},
-    "ep2_dp2_tp2": {"ep": 2, "dp_shard": 2, "tp": 2},
-    "hsdp_ep2_dp2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-}
 FACTORS: dict[str, list[Any]] = {
     "mesh": list(MESHES),
     "form": [
@@ -48,19 +38,6 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-def ranks(mesh: str) -> int:
-    return math.prod(MESHES[mesh].values())
-
-
-def _allowed(case: dict[str, Any]) -> bool:
-    (recipe, weights), mesh = case["form"], MESHES[case["mesh"]]
-    if mesh.get("tp", 1) > 1 and (case["bias"] or recipe == "current"):
-        return False  # TE refuses both
-    # Dense float8-block weights of the tests' width have whole blocks for two FSDP ranks.
-    dense = ranks(case["mesh"]) // mesh.get("tp", 1) // mesh.get("dp_replicate", 1)
-    return (recipe, weights) != ("block", "quantized") or dense == 2
-
-
 def _default(case: dict[str, Any]) -> bool:
     """Every format on two ranks, one or two on four; the two meshes of eight have cases of their own."""
     kinds = [("delayed", "quantized"), ("mxfp8", "quantized")]
@@ -69,7 +46,7 @@ def _default(case: dict[str, Any]) -> bool:
     wide, uneven = ranks(case["mesh"]), case["experts"] != 4
     if wide > 4 or (wide == 4 and case["form"] not in kinds) or uneven != (case["route"] != "every"):
         return False
-    return _allowed(case)
+    return allowed(case)
 
 
 LARGE = [
@@ -87,16 +64,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.name != "test_training":
         return
     if metafunc.config.getoption("--matrix", "covering") == "full":
-        cases = list(all_cases(FACTORS, _allowed))
+        cases = list(all_cases(FACTORS, allowed))
     else:
         cases = [*_pairs(), *LARGE]
-    metafunc.parametrize(
-        ("recipe", "case"),
-        [
-            pytest.param(case["form"][0], case, id=_name(case), marks=pytest.mark.ranks(ranks(case["mesh"])))
-            for case in cases
-        ],
-    )
+    parametrize(metafunc, cases, _name)
 
 
 def _pairs() -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ TE has no grouped kernels for it (tests/unit/test_grouped_single.py). Nor is fp3
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from typing import Any
 
 import pytest
 from experts import bodies, single
+from experts.cases import MESHES, allowed, parametrize, ranks
 from harness import BodyFailed
 from matrix.covering import all_cases, covering
 from parity.runs import ENVIRONMENT
@@ -21,15 +21,7 @@ from parity.runs import ENVIRONMENT
 os.environ.update(ENVIRONMENT)
 
 SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
-MESHES: dict[str, dict[str, int]] = {
-    "ep2": {"ep": 2},
-    "ep4": {"ep": 4},
-    "ep2_dp2": {"ep": 2, "dp_shard": 2},
-    "ep2_tp2": {"ep": 2, "tp": 2},
-    "dp4": {"dp_shard": 4},
-    "hsdp_ep2": {"dp_replicate": 2, "dp_shard": 1, "ep": 2},
-    "ep2_dp2_tp2": {"ep": 2, "dp_shard": 2, "tp": 2},
-}
+OURS = ["ep2", "ep4", "ep2_dp2", "ep2_tp2", "dp4", "hsdp_ep2", "ep2_dp2_tp2"]
 BLACKWELL = [
     ("none", "bf16"),
     ("mxfp8", "bf16"),
@@ -43,21 +35,8 @@ HOPPER = [("none", "bf16"), ("current", "quantized"), ("block", "bf16"), ("block
 EXPERTS = {"every": 4, "some": 7, "uneven": 7}
 
 
-def ranks(mesh: str) -> int:
-    return math.prod(MESHES[mesh].values())
-
-
 def factors(forms: list[tuple[str, str]]) -> dict[str, list[Any]]:
-    return {"mesh": list(MESHES), "form": forms, "bias": [False, True], "route": list(EXPERTS)}
-
-
-def allowed(case: dict[str, Any]) -> bool:
-    (recipe, weights), mesh = case["form"], MESHES[case["mesh"]]
-    if mesh.get("tp", 1) > 1 and (case["bias"] or recipe == "current"):
-        return False  # TE refuses both
-    # Dense float8-block weights of the tests' width have whole blocks for two FSDP ranks.
-    dense = ranks(case["mesh"]) // mesh.get("tp", 1) // mesh.get("dp_replicate", 1)
-    return (recipe, weights) != ("block", "quantized") or dense == 2
+    return {"mesh": OURS, "form": forms, "bias": [False, True], "route": list(EXPERTS)}
 
 
 def _default(case: dict[str, Any]) -> bool:
@@ -79,15 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     else:
         cases = covering(factors(forms), _default, lambda case: ranks(case["mesh"]))
         random.Random(59).shuffle(cases)  # of which each third covers the forms and the meshes
-    metafunc.parametrize(
-        ("recipe", "case"),
-        [
-            pytest.param(
-                case["form"][0], case, id=name_of(case), marks=pytest.mark.ranks(ranks(case["mesh"]))
-            )
-            for case in cases
-        ],
-    )
+    parametrize(metafunc, cases, name_of)
 
 
 def train(pool, case: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
