@@ -143,8 +143,8 @@ A recipe on a device that does not have its format raises before the first step.
 
 ## How it is tested
 
-With TransformerEngine itself on H200s: the subset below on four GPUs, on an earlier version of te_fsdp; since then parts of it on two. All rows
-of Blackwell alone, and one weight for all experts, under emulation only.
+With TransformerEngine itself on H200s: the subset below on four GPUs, on an earlier version of te_fsdp; since then
+parts of it on two. All rows of Blackwell alone, and one weight for all experts, under emulation only.
 
 On the CPU under [emulation](emulation.md), as Hopper and as Blackwell. By default {covering} combinations run
 ({hopper} Hopper, {blackwell} Blackwell): every pair of values of any two factors. {refused} refusals are tested by
