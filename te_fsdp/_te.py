@@ -229,10 +229,12 @@ def format_of(tensor: torch.Tensor) -> str | None:
         return None
     if hasattr(tensor, "experts"):  # one tensor for all experts of a layer
         return format_of_quantizer(quantizer_of(tensor))
-    for cls in type(tensor).__mro__:
-        if cls.__name__ in _FORMATS:
-            return _FORMATS[cls.__name__]
-    return type(tensor).__name__
+    return _format_of_class(type(tensor))
+
+
+@functools.cache
+def _format_of_class(cls: type) -> str:
+    return next((_FORMATS[base.__name__] for base in cls.__mro__ if base.__name__ in _FORMATS), cls.__name__)
 
 
 def format_of_quantizer(quantizer: Any) -> str:
@@ -286,8 +288,11 @@ def needs_shared_amax(quantizer: Any) -> bool:
 
 def one_scale_quantizers(quantizer: Any) -> list[Any]:
     """The quantizers that give a tensor one scale: the given one, or a hybrid's parts; none for block formats."""
+    classes = one_scale_quantizer_classes()
+    if isinstance(quantizer, classes):
+        return [quantizer]
     parts = [getattr(quantizer, f"{name}_quantizer", None) for name in ("rowwise", "columnwise")]
-    return [q for q in (quantizer, *parts) if isinstance(q, one_scale_quantizer_classes())]
+    return [part for part in parts if isinstance(part, classes)]
 
 
 @functools.cache

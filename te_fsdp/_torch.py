@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -51,6 +52,7 @@ __all__ = [
     "plain_results",
     "reduction_of",
     "shard_dim_of",
+    "share_attributes",
     "spec_of",
     "storage_offset",
     "strided_shard",
@@ -123,9 +125,21 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     return parameter
 
 
+#: What a DTensor keeps among its Python attributes for itself.
+_OWN = ("_local_tensor", "_spec")
+
+
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Python attributes of a plain tensor or a DTensor, without what a DTensor keeps there for itself."""
-    return {key: value for key, value in tensor.__dict__.items() if key not in ("_local_tensor", "_spec")}
+    return {key: value for key, value in tensor.__dict__.items() if key not in _OWN}
+
+
+def share_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give ``new`` the Python attributes of ``old`` that it lacks. Runs for each parameter that FSDP2 installs."""
+    have = new.__dict__
+    for key, value in old.__dict__.items():
+        if key not in have and key not in _OWN:
+            have[key] = value
 
 
 def shard_dim_of(placement: Placement) -> int | None:
@@ -229,8 +243,6 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     """The process group with torch's own name of it (``_resolve_process_group``)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     return _resolve_process_group(name)  # type: ignore[bad-argument-type]
 
 

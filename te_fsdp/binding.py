@@ -90,6 +90,17 @@ class Binding:
     divided: bool = False
     experts_mesh: DeviceMesh | None = None
     cut_within: bool = False
+    _weight_group: tuple[DeviceMesh, str] | None = None
+
+    @property
+    def weight_group(self) -> str | None:
+        """Name of the process group of ``weight_mesh``. Kept: every gather of a weight with one scale asks."""
+        mesh = self.weight_mesh
+        if mesh is None:
+            return None
+        if self._weight_group is None or self._weight_group[0] is not mesh:
+            self._weight_group = mesh, mesh.get_group().group_name
+        return self._weight_group[1]
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
@@ -101,13 +112,16 @@ class Binding:
         return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` the attributes known for ``name`` that it lacks, and its label."""
-        have = parameter.__dict__
-        if name in self.rules and self.rules[name].quantizable:
-            setattr(parameter, LABEL, self.label(name))
-        if self.tp_mesh is not None and name in self.rules and self.rules[name].shard_dim is None:
+        """Give ``parameter`` the attributes known for ``name`` that it lacks, and its label.
+
+        FSDP2 installs the same objects over and over, which then have everything: that case has to be fast.
+        """
+        have, rule = parameter.__dict__, self.rules.get(name)
+        if rule is not None and rule.quantizable and have.get(LABEL) != (label := self.label(name)):
+            setattr(parameter, LABEL, label)
+        if rule is not None and rule.shard_dim is None and self.tp_mesh is not None and COPY not in have:
             setattr(parameter, COPY, True)
-        if self.ep_mesh is not None:
+        if self.ep_mesh is not None and (EP not in have or have[EP].mesh is not self.ep_mesh):
             setattr(parameter, EP, Held(self.ep_mesh))
         for key, value in self.attributes.get(name, {}).items():
             if key not in have:

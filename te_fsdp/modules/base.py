@@ -71,9 +71,8 @@ class MeshModule(torch.nn.Module):
         if binding is not None:
             binding.carry(name, value)
             old = parameters[name]
-            if isinstance(old, DTensor):  # attributes that it got after it was bound
-                for key, attribute in _torch.attributes_of(old).items():
-                    value.__dict__.setdefault(key, attribute)
+            if isinstance(old, DTensor):
+                _torch.share_attributes(old, value)  # those that it got after it was bound
             if isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name):
                 if not release_gathered(old, value, binding):
                     check_cut(self, binding, name, value)

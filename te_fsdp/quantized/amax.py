@@ -34,10 +34,11 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
         return
     if not _te.is_quantized(local) or not _te.one_scale_quantizers(_te.quantizer_of(local)):
         return
-    if binding.weight_mesh is None:
+    group = binding.weight_group
+    if group is None:
         drop_group(local)
     else:
-        mark(local, binding.weight_mesh.get_group().group_name)
+        mark(local, group)
 
 
 def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> torch.Tensor:

@@ -39,10 +39,22 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
         tensor: One of TE's quantized tensors.
         group_name: ``group.group_name`` of a process group of this process.
     """
+    if _has_mark(tensor, group_name):
+        return
     make_marks_stick()
     drop_group(tensor)
     for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
         quantizer.__dict__[_MARK] = group_name
+
+
+def _has_mark(tensor: torch.Tensor, group_name: str) -> bool:
+    """Whether nothing has changed since a tensor was marked: asked at every gather. Of hybrids it is not known."""
+    quantizer = _te.quantizer_of(tensor)
+    return (
+        quantizer.__dict__.get(_MARK) == group_name
+        and _ATTRIBUTE not in tensor.__dict__
+        and not getattr(quantizer, "with_amax_reduction", False)
+    )
 
 
 def drop_group(tensor: torch.Tensor) -> None:
