@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "accumulated_gradient",
+    "after_reductions",
     "fill_unused",
     "forget_forward_order",
     "forget_unreduced",
@@ -335,6 +336,31 @@ def _post_backward_in_one_dtype(group: Any, stock: Callable[..., None], *args: A
         else:
             managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
     stock(*args)
+
+
+def after_reductions(unit: nn.Module, call: Callable[[int, Any], None]) -> None:
+    """Call something whenever FSDP2 has enqueued the reduction of a unit's gradients. Local operation.
+
+    Sharded gradients are final then, as far as this backward goes, on FSDP2's own stream
+    (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). Every backward comes by at least once for each
+    parameter group of the tree that it runs in, also for those that it has not used.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        call: Gets the number of the unit's parameter group, and the event after which its gradients are final;
+            ``None`` where nothing was reduced, or there are no streams.
+    """
+    for number, group in enumerate(fsdp_parameter_groups(unit)):
+        then = functools.partial(call, number)
+        group.post_backward = functools.partial(_post_backward_then, group, group.post_backward, then)
+
+
+def _post_backward_then(
+    group: Any, stock: Callable[..., None], call: Callable[[Any], None], *args: Any
+) -> None:
+    stock(*args)
+    if group.reduce_grads:
+        call(group._post_reduce_event)
 
 
 def wait_for_reductions(root: nn.Module) -> None:

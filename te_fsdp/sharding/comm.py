@@ -33,6 +33,7 @@ __all__ = [
     "reduce_scatter_gradients",
     "set_comm",
     "start_all_reduce",
+    "start_reduce_scatter",
 ]
 
 #: Dtypes that gradients may travel in; every transport adds these.
@@ -199,27 +200,73 @@ def reduce_scatter_gradients(
         comm: The model's; ``None``: the source's own dtype.
         op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
     """
+    start_reduce_scatter(output, source, group, comm, op=op)()
+
+
+@torch.no_grad()
+def start_reduce_scatter(
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    comm: GradComm | None,
+    *,
+    op: Any = dist.ReduceOp.AVG,
+    async_op: bool = False,
+) -> Callable[[], None]:
+    """Begin :func:`reduce_scatter_gradients`. Collective over ``group``, as that.
+
+    Args:
+        output: As there; it is not complete before the returned function was called.
+        source: As there; it must not change until then.
+        group: As there.
+        comm: As there.
+        op: As there.
+        async_op: Do not let the current stream (without streams: the caller) wait before then.
+
+    Returns:
+        Completes ``output``, on the stream that is current then.
+    """
     wire = source.dtype if comm is None else comm.wire(source.dtype)
     if comm is not None and comm.fp32_sum and wire != torch.float32:
-        output.copy_(_sum_in_fp32(source.to(wire), group, op))
-        return
+        sent = source.to(wire)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+        return functools.partial(_take_sums, work, output, received, sent, group, op)
     before, after = _half_factors(wire, group.size(), op)
     if before != 1:
         source, op = torch.div(source, before), dist.ReduceOp.SUM
     travelling = source.to(wire)
     received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-    reduce_scatter_single(received, travelling, op=op, group=group)
+    work = reduce_scatter_single(received, travelling, op=op, group=group, async_op=async_op)
+    return functools.partial(_take_part, work, output, received, travelling, after)
+
+
+@torch.no_grad()
+def _take_part(
+    work: Any, output: torch.Tensor, received: torch.Tensor, sent: torch.Tensor, after: float
+) -> None:
+    """What a reduce-scatter has summed, in the output's dtype. ``sent`` is kept until then."""
+    if work is not None:
+        work.wait()
     if received is not output:
         output.copy_(received)
     if after != 1:
         output.div_(after)
 
 
-def _sum_in_fp32(sent: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
-    """This rank's part of the sum, in fp32, added in the order of the ranks."""
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return _add_in_fp32(received, group, op)
+@torch.no_grad()
+def _take_sums(
+    work: Any,
+    output: torch.Tensor,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,
+) -> None:
+    """The sum in fp32, in the order of the ranks, of what an all-to-all has brought. ``sent`` is kept until then."""
+    if work is not None:
+        work.wait()
+    output.copy_(_add_in_fp32(received, group, op))
 
 
 def _add_in_fp32(received: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
@@ -251,10 +298,10 @@ def _half_factors(wire: torch.dtype, ranks: int, op: Any) -> tuple[int, float]:
     return before, ranks / before
 
 
-def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
     """``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    named(output, source, **options)
+    return named(output, source, **options)
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:

@@ -11,18 +11,18 @@ each holder sends one number per parameter, 1 where it has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, reduce_scatter_gradients
+from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, start_reduce_scatter
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.state import state_of
 
-__all__ = ["LARGE", "Average", "Part", "average", "by_group", "gather"]
+__all__ = ["LARGE", "Average", "Part", "Way", "average", "by_group", "comm_for", "gather", "start_average"]
 
 #: Elements of a tensor that is worth a collective of its own; a smaller one is packed.
 LARGE = 1 << 20
@@ -77,10 +77,44 @@ def average(
         gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
         dtype: Of the result.
     """
+    return start_average(chunks, gradients, dtype, Way(chunks[0].copies.group, comm_for(chunks[0])))()
+
+
+class Way(NamedTuple):
+    """How gradients get to their holders.
+
+    Attributes:
+        group: The holders.
+        comm: How gradients travel.
+        flags: Whether holders tell each other which gradients they have.
+        async_op: Whether nothing waits for it before the result is asked for; the gradients must not change until then.
+    """
+
+    group: dist.ProcessGroup
+    comm: GradComm | None
+    flags: bool = True
+    async_op: bool = False
+
+
+def start_average(
+    chunks: Sequence[Chunk], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, way: Way
+) -> Callable[[], list[Average]]:
+    """Begin :func:`average`. Collective over the holders, all the same: as that; without flags only what is sent.
+
+    Args:
+        chunks: As there.
+        gradients: As there.
+        dtype: As there.
+        way: To the holders.
+
+    Returns:
+        Waits, where nothing has waited yet, and returns the averages. Without flags they are there in any case, zero
+        where no holder has a gradient.
+    """
     alone = [_travels_alone(chunk, chunk.numel, chunk.dim) for chunk in chunks]
     packed = [place for place, large in enumerate(alone) if not large]
-    rows, holders = _average_packed(chunks, gradients, packed, dtype)
-    first, comm = chunks[0], _comm(chunks[0])
+    under_way: list[Callable[[], None]] = []
+    rows, holders = _start_packed(chunks, gradients, packed, dtype, way, under_way)
     for place, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
         if not alone[place]:
             continue
@@ -90,29 +124,50 @@ def average(
         else:
             source = gradient.to(dtype).contiguous()
         rows[place] = torch.empty(chunk.shape, dtype=dtype, device=source.device)
-        group = first.copies.group
-        reduce_scatter_gradients(rows[place].view(-1), source.view(-1), group, comm, op=_op(first))
-    return [
-        Average(rows[place], holders[place] if gradient is None else None)
+        _send(rows[place].view(-1), source.view(-1), chunk, way, under_way)
+    averages = [
+        Average(rows[place], holders[place] if way.flags and gradient is None else None)
         for place, gradient in enumerate(gradients)
     ]
 
+    def finish() -> list[Average]:
+        while under_way:
+            under_way.pop(0)()
+        return averages
 
-def _average_packed(
+    return finish
+
+
+def _send(
+    output: torch.Tensor, source: torch.Tensor, chunk: Chunk, way: Way, under_way: list[Callable[[], None]]
+) -> None:
+    """One reduce-scatter; what is left to do about it joins ``under_way``."""
+    op = dist.ReduceOp.SUM if chunk.copies.sums else dist.ReduceOp.AVG
+    finish = start_reduce_scatter(output, source, way.group, way.comm, op=op, async_op=way.async_op)
+    if way.async_op:
+        under_way.append(finish)
+    else:
+        finish()
+
+
+def _start_packed(
     chunks: Sequence[Chunk],
     gradients: Sequence[torch.Tensor | None],
     packed: list[int],
     dtype: torch.dtype,
+    way: Way,
+    under_way: list[Callable[[], None]],
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Rows of the gradients at the places ``packed``, and how many holders have each gradient, packed or not."""
     first = chunks[0]
     small = [chunks[place] for place in packed]
     sizes = [chunk.numel for chunk in small]
     total = sum(map(_aligned, sizes))
+    flags = len(chunks) if way.flags else 0
     device = _torch.local_of(first.parameter).device
-    buffer = torch.empty(first.size, total + len(chunks), dtype=dtype, device=device)
+    buffer = torch.empty(first.size, total + flags, dtype=dtype, device=device)
     buffer[:, total:] = 1
-    for place, gradient in enumerate(gradients):
+    for place, gradient in enumerate(gradients[:flags]):
         if gradient is None:
             buffer[:, total + place] = 0
     for chunk, place, part in zip(small, packed, _segments(buffer, sizes), strict=True):
@@ -126,7 +181,8 @@ def _average_packed(
             for holder, rows in enumerate(gradient.split(chunk.step) if chunk.step else ()):
                 part[holder, : rows.numel()].copy_(rows.reshape(-1))
     result = torch.empty(buffer.shape[1], dtype=dtype, device=device)
-    reduce_scatter_gradients(result, buffer.view(-1), first.copies.group, _comm(first), op=_op(first))
+    if result.numel():
+        _send(result, buffer.view(-1), first, way, under_way)
     found = {
         place: part[: (chunk.high - chunk.low) * chunk.width].view(chunk.shape)
         for chunk, place, part in zip(small, packed, _segments(result, sizes), strict=True)
@@ -134,12 +190,8 @@ def _average_packed(
     return found, result[total:]
 
 
-def _op(chunk: Chunk) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.SUM if chunk.copies.sums else dist.ReduceOp.AVG
-
-
-def _comm(chunk: Chunk) -> GradComm | None:
-    """How the model that a parameter belongs to wants gradients to travel."""
+def comm_for(chunk: Chunk) -> GradComm | None:
+    """How the model that a parameter belongs to wants gradients to travel. Local operation."""
     state = state_of(chunk.parameter)
     return comm_of(state.model) if state is not None else None
 

@@ -29,6 +29,7 @@ __all__ = [
     "averaged",
     "check_step",
     "current",
+    "finish_averages",
     "forget_average",
     "give_gradient",
     "gradient_of",
@@ -121,6 +122,19 @@ def forget_average(parameter: torch.Tensor) -> None:
     stand_ins = _stand_ins(parameter)
     if stand_ins is not None:
         stand_ins.ready.pop(id(parameter), None)
+        stand_ins.early.forget()
+
+
+def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
+    """Complete the averages that have begun during backward. Collective over the holders where there may be some.
+
+    Raises:
+        OrderError: Gradients have changed since they were averaged.
+    """
+    found = {id(stand_ins): stand_ins for stand_ins in map(_stand_ins, parameters) if stand_ins is not None}
+    for stand_ins in found.values():
+        if stand_ins.early.expected:
+            stand_ins.reduce()
 
 
 def check_step(optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
+from te_fsdp.sharding.outer_early import watch_units
 from te_fsdp.sharding.outer_install import amax_group, why_not_bytes
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
@@ -49,12 +50,13 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     data parallel while the strategy shards optimizer state. Where there are no such parameters it does nothing.
 
     From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype, and one for each large
-    tensor), updates this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their
-    dtype, quantized ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows
-    hold no whole blocks is gathered as fp32 and quantized afterwards, which a line of the log says. Low-precision
-    parameters have fp32 main weights in ``optimizer.state[parameter]["master_param"]``, begun as
-    :func:`te_fsdp.main_weights` begins them; there is no need to call that. Groups, their options and schedulers keep
-    referring to the model's parameters. States are DTensors of the parameters' shapes. Calling it again does nothing.
+    tensor; unit by unit, during backward, where :func:`te_fsdp.microbatch` has told which one is the last), updates
+    this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their dtype, quantized
+    ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows hold no whole
+    blocks is gathered as fp32 and quantized afterwards, which a line of the log says. Low-precision parameters have
+    fp32 main weights in ``optimizer.state[parameter]["master_param"]``, begun as :func:`te_fsdp.main_weights` begins
+    them; there is no need to call that. Groups, their options and schedulers keep referring to the model's parameters.
+    States are DTensors of the parameters' shapes. Calling it again does nothing.
 
     Collective over the holders (one all-reduce of two integers; for quantized weights with one scale a process group
     may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element:
@@ -87,6 +89,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     stand_ins.start(optimizer)
     for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
         state.outer_optimizer = stand_ins
+        watch_units(state)
     return optimizer
 
 

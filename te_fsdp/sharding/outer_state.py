@@ -25,6 +25,7 @@ from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
+from te_fsdp.sharding.outer_early import Cut, EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, average, by_group
 from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
 from te_fsdp.sharding.outer_install import install, write
@@ -64,6 +65,7 @@ class StandIns:
         pairs: Parameter and stand-in of each, while they stand in; empty otherwise.
         ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
             gradient that the average was made of and that one's version then.
+        early: Averages that begin during backward.
     """
 
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
@@ -74,6 +76,7 @@ class StandIns:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
+        self.early = EarlyAverages(self._averaged_over_holders)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -210,21 +213,21 @@ class StandIns:
     def reduce(self, optimizer: Optimizer | None = None) -> None:
         """Average the gradients of cut parameters over their holders, unless that is done.
 
-        Collective over the holders: one reduce-scatter per group of holders and dtype. The parameters' own gradients
-        stay as they are.
+        Collective over the holders: one reduce-scatter per group of holders and dtype, or what is left to do of those
+        that have begun during backward (:mod:`te_fsdp.sharding.outer_early`). The parameters' own gradients stay as
+        they are.
 
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
         optimizer = optimizer or self._optimizer()
         assert optimizer is not None
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        cut = [(p, chunk) for p in held if (chunk := self.chunk(p)) is not None]
-        if self._is_done([p for p, _ in cut]):
+        cut = self._cut(optimizer)
+        if self._is_done([c.parameter for c in cut]):
             return
-        mains = [self.make(optimizer, p) for p, _ in cut]
+        mains = [self.make(optimizer, c.parameter) for c in cut]
         averaged = self._average(cut)
-        for (parameter, chunk), main, known in zip(cut, mains, averaged, strict=True):
+        for (parameter, chunk, _), main, known in zip(cut, mains, averaged, strict=True):
             rows = None if known is None else known.result()
             if rows is None:
                 continue
@@ -235,6 +238,21 @@ class StandIns:
                 source = zero_gradient(parameter)
             self.ready[id(parameter)] = (main, weakref.ref(source), _torch.version_of(source))
         take_over_gradients(main for main, _, _ in self.ready.values())
+
+    def _cut(self, optimizer: Optimizer) -> list[Cut]:
+        """The trained parameters that are cut. Local operation."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return [
+            Cut(p, chunk, torch.float32 if is_low(p) else p.dtype)
+            for p in held
+            if (chunk := self.chunk(p)) is not None
+        ]
+
+    def _averaged_over_holders(self) -> list[Cut]:
+        """Those of them whose gradients do not arrive equal. Local operation."""
+        optimizer = self._optimizer()
+        cut = [] if optimizer is None else self._cut(optimizer)
+        return [c for c in cut if not c.chunk.copies.reduced]
 
     def _is_done(self, parameters: list[torch.Tensor]) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
@@ -263,21 +281,22 @@ class StandIns:
             self.ready = {}
         return bool(kept)
 
-    def _average(self, cut: list[tuple[torch.Tensor, Chunk]]) -> list[Average | None]:
+    def _average(self, cut: list[Cut]) -> list[Average | None]:
         """Rows of each gradient in the dtype of its stand-in; ``None`` for one that is not there to be cut."""
-        found: list[Average | None] = [None] * len(cut)
-        locals_ = [None if (g := gradient_of(p)) is None else _torch.local_of(g) for p, _ in cut]
-        dtypes = [torch.float32 if is_low(p) else p.dtype for p, _ in cut]
-        for place, (_, chunk) in enumerate(cut):
+        early = self.early.finish([c for c in cut if not c.chunk.copies.reduced])
+        found = [early.get(id(c.parameter)) for c in cut]
+        locals_ = [None if (g := gradient_of(c.parameter)) is None else _torch.local_of(g) for c in cut]
+        for place, (_, chunk, dtype) in enumerate(cut):
             gradient = locals_[place]
             if chunk.copies.reduced and gradient is not None:
-                rows = chunk.of(gradient).to(dtypes[place], copy=True)
+                rows = chunk.of(gradient).to(dtype, copy=True)
                 found[place] = Average(rows.contiguous())
-        places = [place for place, (_, chunk) in enumerate(cut) if not chunk.copies.reduced]
-        chunks = [cut[place][1] for place in places]
-        for (_, dtype), members in by_group(chunks, [dtypes[place] for place in places]).items():
+        late = [c.chunk.copies.reduced is False and id(c.parameter) not in early for c in cut]
+        places = [place for place, is_late in enumerate(late) if is_late]
+        chunks, dtypes = [cut[place].chunk for place in places], [cut[place].dtype for place in places]
+        for (_, dtype), members in by_group(chunks, dtypes).items():
             here = [places[member] for member in members]
-            rows = average([cut[place][1] for place in here], [locals_[place] for place in here], dtype)
+            rows = average([cut[place].chunk for place in here], [locals_[place] for place in here], dtype)
             for place, own in zip(here, rows, strict=True):
                 found[place] = own
         return found

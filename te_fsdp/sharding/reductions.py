@@ -13,7 +13,7 @@ import torch
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, message
-from te_fsdp.sharding.outer_gradients import current, forget_average
+from te_fsdp.sharding.outer_gradients import current, finish_averages, forget_average
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 from te_fsdp.sharding.strategies import Pace
 
@@ -166,17 +166,23 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
 
 @torch.no_grad()
 def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
-    """Multiply all gradients in place, for example by the inverse of a number of tokens. Local operation.
+    """Multiply all gradients in place, for example by the inverse of a number of tokens.
+
+    Local operation; but with HFSDP, after a backward that :func:`te_fsdp.microbatch` has told to be the last one, it
+    completes the averages over ``dp_replicate``, as :func:`te_fsdp.clip_grad_norm_` does, and works on these.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
         factor: The same on all ranks; a tensor must have one element.
 
     Raises:
-        OrderError: A model without sharding state; gradients that wait for their reduction.
+        OrderError: A model without sharding state; gradients that wait for their reduction, or that have changed since
+            they were averaged.
     """
     state = required_state(model, "scale_gradients")
     require_reduced(state, "scale_gradients")
-    found = [current(parameter) for parameter in state.parameters().values()]
+    parameters = state.parameters().values()
+    finish_averages(parameters)
+    found = [current(parameter) for parameter in parameters]
     gradients = [_torch.local_of(gradient) for gradient in found if gradient is not None]
     _torch.multiply_all_(gradients, torch.as_tensor(factor, dtype=torch.float32).reshape(()))

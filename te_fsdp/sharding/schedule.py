@@ -29,16 +29,17 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     In all but the last one, gradients are reduced only where the strategy cuts gradients (``optim_grads`` and
     ``optim_grads_params``), and not over ``dp_replicate``; weights stay gathered where it keeps them (all strategies
     but ``optim_grads_params``). Until the last one, ``model.parameters()`` may then be the gathered parameters, and
-    ``.grad`` incomplete: clip, scale and read gradients after it. Local operation.
+    ``.grad`` incomplete: clip, scale and read gradients after it. In the last one HFSDP (``outer_strategy="optim"``)
+    begins to average gradients over ``dp_replicate`` while backward runs. Local operation.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
-        is_last: The same on all ranks.
+        is_last: The same on all ranks, also on those that have no data for it.
 
     Raises:
         OrderError: A model without sharding state.
     """
-    return _paced(model, Pace.LAST if is_last else Pace.MORE, "microbatch")
+    return _paced(model, Pace.LAST if is_last else Pace.MORE, "microbatch", told_last=is_last)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -86,18 +87,26 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 
 
 @contextlib.contextmanager
-def _paced(model: nn.Module, pace: Pace, where: str) -> Iterator[None]:
+def _paced(model: nn.Module, pace: Pace, where: str, *, told_last: bool = False) -> Iterator[None]:
     state = required_state(model, where)
-    before = state.pace
-    set_pace(state, pace)
+    before = state.pace, state.told_last
+    state.told += told_last
+    set_pace(state, pace, told_last=told_last)
     try:
         yield
     finally:
-        set_pace(state, before)
+        set_pace(state, before[0], told_last=before[1])
 
 
-def set_pace(state: ShardingState, pace: Pace) -> None:
-    """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation."""
+def set_pace(state: ShardingState, pace: Pace, *, told_last: bool = False) -> None:
+    """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation.
+
+    Args:
+        state: The model's state.
+        pace: How they count.
+        told_last: Whether no other one follows before the step, which ``Pace.LAST`` alone does not say.
+    """
+    state.told_last = told_last
     if pace is state.pace:
         return
     state.pace = pace

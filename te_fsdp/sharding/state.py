@@ -104,6 +104,7 @@ class ShardingState:
         replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
         modules: Name -> module of the units that FSDP2 manages, inner before outer.
         outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
+        outer_watched: Whether it hears of reductions that FSDP2 has enqueued.
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
@@ -111,6 +112,9 @@ class ShardingState:
         after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
             released.
         pace: How the backwards to come count.
+        told_last: Whether the loop has said that the backward to come is the last one of its step; without that,
+            others may follow.
+        told: How often it has said so.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
@@ -132,9 +136,12 @@ class ShardingState:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     replicated: Replicated | None = None
     outer_optimizer: Any = None
+    outer_watched: bool = False
     before_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     after_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     pace: Pace = Pace.LAST
+    told_last: bool = False
+    told: int = 0
     unfinished: bool = False
     failed: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ PAGES = {
     "README.md": ["nothing"],
     "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing"],
     "docs/errors.md": ["training"],
-    "docs/hfsdp.md": ["copies"],
+    "docs/hfsdp.md": ["copies", "hybrid"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
     "docs/precision.md": ["built", "passed", "training"],
@@ -87,6 +87,15 @@ class Reader:
     def copies(self) -> None:
         self.meshes(dp_replicate=2, dp_shard=-1)
         self.names["model"] = MyModel()
+
+    def hybrid(self) -> None:
+        """A model and its optimizer under HFSDP."""
+        self.copies()
+        te_fsdp, model = self.names["te_fsdp"], self.names["model"]
+        te_fsdp.fully_shard(model, self.names["meshes"], outer_strategy="optim")
+        te_fsdp.materialize(model)
+        self.names["optimizer"] = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters()))
+        self.names["loss"] = lambda output: output.float().square().mean()
 
     def training(self, **options: Any) -> None:
         """A sharded model and its optimizer after a step."""

@@ -1,0 +1,396 @@
+"""Averages over the holders of cut parameters that begin while the last backward of a step runs.
+
+    a plain loop         nothing begins early: another backward may follow
+    first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on
+    later told ones      a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
+    the step             (or a norm) the holders tell each other what has begun; what has not begins, in the same order
+
+So every holder calls the same collectives in the same order, whatever it has used. Each begins at most once between two
+steps, and none is waited for before the step.
+
+What has begun is worthless if a gradient has changed since: after an exception in backward, a further backward,
+``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All holders then
+complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
+saved. The question at the step goes over the CPU, and waits for no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _fsdp2, _torch
+from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
+from te_fsdp.sharding.no_shard_overlap import UnitOrder
+from te_fsdp.sharding.outer_chunks import OUTER, Chunk
+from te_fsdp.sharding.outer_flat import Average, Way, by_group, comm_for, start_average
+from te_fsdp.sharding.outer_gradients import gradient_of
+from te_fsdp.sharding.state import ShardingState, state_of
+
+if TYPE_CHECKING:
+    from te_fsdp.mesh import Meshes
+
+__all__ = ["Cut", "EarlyAverages", "watch_units"]
+
+_log = logging.getLogger("te_fsdp")
+
+
+class Cut(NamedTuple):
+    """A parameter whose gradient is to be averaged.
+
+    Attributes:
+        parameter: The parameter.
+        chunk: This rank's rows.
+        dtype: Of the average.
+    """
+
+    parameter: torch.Tensor
+    chunk: Chunk
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What travels together, as long as the same parameters are trained.
+
+    Attributes:
+        state: Of the model.
+        units: Name -> its parameters, in the optimizer's order.
+        groups: For each of FSDP2's parameter groups that holds some of them, its unit.
+        order: In which units begin.
+    """
+
+    state: ShardingState
+    units: dict[str, list[Cut]]
+    groups: list[str]
+    order: UnitOrder
+
+    @property
+    def agreed(self) -> tuple[str, ...]:
+        """The units that may begin early, in order; none before the holders have agreed."""
+        return self.order.agreed or ()
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A unit whose averages are under way.
+
+    Attributes:
+        unit: Its name.
+        sources: For each parameter the gradient that was sent, and its version then; ``None``: there was none.
+        finish: Waits, where nothing has waited yet, and returns the averages, in the order of the parameters.
+    """
+
+    unit: str
+    sources: list[tuple[weakref.ref[torch.Tensor], int] | None]
+    finish: Callable[[], list[Average]]
+
+
+@dataclass(eq=False)
+class EarlyAverages:
+    """The averages of one optimizer's gradients that may begin in backward.
+
+    Attributes:
+        cuts: What the optimizer trains and averages now, in its order; the same on all holders.
+    """
+
+    cuts: Callable[[], list[Cut]]
+    _plans: dict[tuple[int, ...], _Plan | None] = field(default_factory=dict)
+    _plan: _Plan | None = None
+    _armed: bool = False
+    _told: int = 0
+    _settled: int = 0
+    _seen: set[tuple[str, int]] = field(default_factory=set)
+    _events: dict[str, list[Any]] = field(default_factory=dict)
+    _begun: list[_Begun] = field(default_factory=list)
+    _spoilt: bool = False
+    _comm: tuple[GradComm | None] | None = None
+    _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    _stream: Any = None
+
+    # --- during backward
+
+    @torch.no_grad()
+    def reduced(self, state: ShardingState, unit: str, group: int, event: Any) -> None:
+        """FSDP2 has enqueued the reduction of a parameter group: begin what may begin.
+
+        Collective over the holders: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
+        waited for.
+
+        Args:
+            state: Of the model.
+            unit: The unit's name.
+            group: Number of the parameter group in it.
+            event: After which its gradients are final; ``None`` without streams.
+        """
+        if any(begun.unit == unit for begun in self._begun):
+            self._spoilt = True  # its gradients are others now
+        plan = self._arm(state) if state.told_last and not self._spoilt else None
+        if plan is None or unit not in plan.units:
+            return
+        again = (unit, group) in self._seen
+        self._seen.add((unit, group))
+        self._events.setdefault(unit, []).append(event)
+        plan.order.arrived(unit, again=again)
+        agreed = plan.agreed
+        while len(self._begun) < len(agreed) and plan.order.is_complete(agreed[len(self._begun)]):
+            self._begin(plan, agreed[len(self._begun)])
+
+    def _arm(self, state: ShardingState) -> _Plan | None:
+        """The plan of the backward that runs; it begins when this is the first unit that it leaves."""
+        if self._armed and self._told == state.told:
+            return self._plan
+        plan = self._plan_of(self.cuts())
+        if self._begun and plan is not self._plan:
+            self._spoilt = True
+            return None
+        self._armed, self._told, self._plan = True, state.told, plan
+        self._seen.clear()
+        self._events.clear()
+        if plan is not None:
+            plan.order.begin(plan.groups)
+        return plan
+
+    def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
+        """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
+        cuts = plan.units[unit]
+        assert self._groups is not None
+        given = [None if empty else gradient_of(cut.parameter) for cut in cuts]
+        sources = [None if g is None else (weakref.ref(g), _torch.version_of(g)) for g in given]
+        locals_ = [None if g is None else _torch.local_of(g) for g in given]
+        if self._comm is None:
+            comm = comm_for(cuts[0].chunk)
+            self._comm = (None if comm is None else replace(comm),)
+        way = Way(
+            self._groups[0], self._comm[0], flags=False, async_op=plan.state.meshes.device.type == "cpu"
+        )
+        dtypes = [cut.dtype for cut in cuts]
+        parts: list[tuple[list[int], Callable[[], list[Average]]]] = []
+        with (
+            torch.profiler.record_function(f"te_fsdp::average {unit}"),
+            self._aside(plan.state.meshes.device, self._events.pop(unit, []), locals_),
+        ):
+            for (_, dtype), places in by_group([cut.chunk for cut in cuts], dtypes).items():
+                chunks, gradients = [cuts[at].chunk for at in places], [locals_[at] for at in places]
+                parts.append((places, start_average(chunks, gradients, dtype, way)))
+        self._begun.append(_Begun(unit, sources, functools.partial(_finished, parts, len(cuts))))
+
+    @contextlib.contextmanager
+    def _aside(
+        self, device: torch.device, events: Sequence[Any], read: Sequence[torch.Tensor | None]
+    ) -> Iterator[None]:
+        """Work on a stream of its own, after events and all that the current stream has been given.
+
+        Args:
+            device: Where. Without streams nothing changes.
+            events: To wait for.
+            read: What is read there; its memory is not given away before.
+        """
+        if device.type == "cpu":
+            yield
+            return
+        module = torch.get_device_module(device.type)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_stream(module.current_stream(device))
+        for event in filter(None, events):
+            self._stream.wait_event(event)
+        with module.stream(self._stream):
+            yield
+        for tensor in filter(lambda t: t is not None, read):
+            tensor.record_stream(self._stream)  # type: ignore[union-attr]
+
+    # --- between backward and step
+
+    @property
+    def expected(self) -> bool:
+        """Whether averages may be under way on some rank: the loop has told its last backward since the last step.
+
+        The same on all ranks.
+        """
+        plan = self._plan_of(self.cuts())
+        return plan is not None and bool(plan.agreed) and plan.state.told != self._settled
+
+    def forget(self) -> None:
+        """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
+        self._armed = False
+        self._spoilt |= bool(self._begun)
+
+    @torch.no_grad()
+    def finish(self, cuts: list[Cut]) -> dict[int, Average | None]:
+        """Complete what has begun on any of the holders.
+
+        Collective over the holders: the reductions that have not begun here, and one all-reduce of a few integers and
+        one for each parameter, on the CPU, unless the loop has never told which backward is the last one. After the
+        first that it has told, over the world: process groups are made, and two integers for each unit all-reduced.
+
+        Args:
+            cuts: What is to be averaged.
+
+        Returns:
+            ``id`` of a parameter -> its average, ``None`` where no holder has a gradient; empty if all is yet to be
+            averaged. Parameters of units that never begin early are left out.
+        """
+        plan = self._plan_of(cuts)
+        active = self._plan if self._begun else plan
+        try:
+            found: dict[int, Average | None] = {}
+            if active is not None and active.agreed:
+                found = self._complete(active, spoilt=self._spoilt or active is not plan)
+            if plan is not None and plan.order.agreed is None and plan.state.told != self._settled:
+                self._agree(plan)
+            return found
+        finally:
+            if plan is not None:
+                self._settled = plan.state.told
+            self._begun, self._spoilt, self._armed, self._comm = [], False, False, None
+            self._events.clear()
+
+    def _complete(self, plan: _Plan, *, spoilt: bool) -> dict[int, Average | None]:
+        """What :meth:`finish` does where the order is known."""
+        units = [plan.units[unit] for unit in plan.agreed]
+        for begun in self._begun:
+            spoilt |= any(map(_has_changed, plan.units[begun.unit], begun.sources))
+        has = [gradient_of(cut.parameter) is not None for cuts in units for cut in cuts]
+        asked = torch.tensor([len(self._begun), spoilt, _code(self._comm), *has], dtype=torch.int32)
+        assert self._groups is not None
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._groups[1])
+        most, dropped, code, *exist = asked.tolist()
+        if most == 0:
+            return {}
+        if self._comm is None and code:
+            self._comm = (_decoded(code, comm_for(units[0][0].chunk)),)
+        for unit in plan.agreed[len(self._begun) : most if dropped else None]:
+            self._begin(plan, unit, empty=bool(dropped))
+        averages = [average for begun in self._begun for average in begun.finish()]
+        if self._stream is not None:
+            now = torch.get_device_module(self._stream.device.type).current_stream(self._stream.device)
+            now.wait_stream(self._stream)
+            for average in averages:
+                average.rows.record_stream(now)
+        if dropped:
+            _say_dropped()
+            return {}
+        cuts = (cut for several in units for cut in several)
+        rows = zip(cuts, averages, exist, strict=True)
+        return {id(cut.parameter): average if there else None for cut, average, there in rows}
+
+    def _agree(self, plan: _Plan) -> None:
+        """Settle the order of units, after the first backward that was told. Collective over the world."""
+        if not dist.is_gloo_available():
+            plan.order.agreed = ()
+            return
+        if self._groups is None:
+            self._groups = _own_groups(plan.state.meshes)
+            # Connected here, where all ranks come by, and not in the midst of a backward.
+            dist.all_reduce(torch.zeros(1, device=plan.state.meshes.device), group=self._groups[0])
+        plan.order.agree(plan.state.meshes.device)
+
+    # --- plans
+
+    def _plan_of(self, cuts: list[Cut]) -> _Plan | None:
+        """The plan for parameters; ``None`` where nothing of theirs can begin early. Local operation."""
+        trained = tuple(id(cut.parameter) for cut in cuts)
+        if trained not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
+            self._plans[trained] = _planned(cuts)
+        return self._plans[trained]
+
+
+def _planned(cuts: list[Cut]) -> _Plan | None:
+    states = {id(state): state for cut in cuts if (state := state_of(cut.parameter)) is not None}
+    if len(states) != 1 or len({cut.chunk.ranks for cut in cuts}) != 1:
+        return None
+    (state,) = states.values()
+    units: dict[str, list[Cut]] = {}
+    groups: list[str] = []
+    for name, unit in state.modules.items():
+        own = [
+            {id(managed.sharded_param) for managed in g.fsdp_params}
+            for g in _torch.fsdp_parameter_groups(unit)
+        ]
+        mine = [cut for cut in cuts if any(id(cut.parameter) in ids for ids in own)]
+        if mine:
+            units[name] = mine
+            groups += [name for ids in own if any(id(cut.parameter) in ids for cut in mine)]
+    return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
+
+
+def _finished(parts: list[tuple[list[int], Callable[[], list[Average]]]], count: int) -> list[Average]:
+    """The averages of a unit, from those of its dtypes."""
+    found = {at: average for places, finish in parts for at, average in zip(places, finish(), strict=True)}
+    return [found[at] for at in range(count)]
+
+
+def _has_changed(cut: Cut, source: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
+    """Whether a gradient is another than the one that was sent."""
+    gradient = gradient_of(cut.parameter)
+    if gradient is None or source is None:
+        return (gradient is None) != (source is None)
+    return source[0]() is not gradient or source[1] != _torch.version_of(gradient)
+
+
+def _code(comm: tuple[GradComm | None] | None) -> int:
+    """The wire's dtype as a number; 0 where nothing has begun."""
+    if comm is None:
+        return 0
+    return 1 if comm[0] is None or comm[0].dtype is None else 2 + COMM_DTYPES.index(comm[0].dtype)
+
+
+def _decoded(code: int, comm: GradComm | None) -> GradComm | None:
+    """How another rank's gradients travel that have begun."""
+    return None if comm is None else replace(comm, dtype=None if code == 1 else COMM_DTYPES[code - 2])
+
+
+def _own_groups(meshes: Meshes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two process groups of the holders: for these averages alone, and for the question at the step, on the CPU.
+
+    What ranks may start in different orders must not share one. Collective over the world.
+    """
+    mesh, kind = meshes.device_mesh, meshes.device.type
+    axis = (mesh.mesh_dim_names or ()).index(OUTER)
+    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    backends = (dist.get_default_backend_for_device(kind), "gloo")
+    device, cpu = (dist.new_subgroups_by_enumeration(rows, backend=backend)[0] for backend in backends)
+    assert isinstance(device, dist.ProcessGroup) and isinstance(cpu, dist.ProcessGroup)
+    return device, cpu
+
+
+@functools.cache
+def _say_dropped() -> None:
+    """Say once that averages were computed in vain."""
+    _log.warning(
+        "gradients have changed after their last backward, as microbatch(model, is_last=True) has told it: what was "
+        "averaged over dp_replicate during that backward is in vain, and averaged anew. Where each step does that, "
+        "run the backward without telling, or change gradients with te_fsdp.scale_gradients and clip_grad_norm_"
+    )
+
+
+#: Sets of trained parameters whose plans are kept.
+_MOST_PLANS = 8
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+
+
+def watch_units(state: ShardingState) -> None:
+    """Let the optimizer that shards a model's state hear of reductions that FSDP2 has enqueued. Local operation."""
+    if not state.outer_watched:
+        state.outer_watched = True
+        for name, unit in state.modules.items():
+            _fsdp2.after_reductions(unit, functools.partial(_reduced, weakref.ref(state), name))
+
+
+def _reduced(of: weakref.ref[ShardingState], unit: str, group: int, event: Any) -> None:
+    state = of()
+    if state is not None and state.outer_optimizer is not None:
+        state.outer_optimizer.early.reduced(state, unit, group, event)

@@ -1,0 +1,198 @@
+"""HFSDP: averages over dp_replicate that begin while the last backward runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+from hfsdp import early, early_bits
+from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
+
+#: Kind, its options, and how many reduce-scatters begin in the second backward and in those after it.
+SAME_BITS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "2x1": ("run", {"axes": {"dp_replicate": 2, "dp_shard": 1}, "optimizer": "sgd"}, 2),
+    "2x1, 3 microbatches": (
+        "run",
+        {"axes": {"dp_replicate": 2, "dp_shard": 1}, "microbatches": 3, "clip": True, "strategy": "optim"},
+        2,
+    ),
+    "2x2, large, 3 microbatches": (
+        "run",
+        {
+            "axes": {"dp_replicate": 2, "dp_shard": 2},
+            "microbatches": 3,
+            "strategy": "optim_grads",
+            "optimizer": "te",
+            "large": 1,
+        },
+        -1,  # more where a bias has an even number of rows
+    ),
+    "2x2, exempt": (
+        "run",
+        {"axes": {"dp_replicate": 2, "dp_shard": 2}, "optimizer": "foreach", "exempt": ("head",)},
+        2,
+    ),
+    "2x1xtp2": ("run", {"axes": {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "optimizer": "te"}, 2),
+    "not told": (
+        "run",
+        {"axes": {"dp_replicate": 2, "dp_shard": 1}, "optimizer": "sgd", "told": False},
+        0,
+    ),
+    "sums": ("chain", {"axes": {"dp_replicate": 2}, "average_gradients": False}, 3),
+    "bf16 wire": (
+        "chain",
+        {"axes": {"dp_replicate": 2}, "policy": {"main_params_dtype": None, "grad_comm_dtype": "bfloat16"}},
+        3,
+    ),
+    "bf16 wire, fp32 sums": (
+        "chain",
+        {
+            "axes": {"dp_replicate": 2},
+            "policy": {
+                "main_params_dtype": None,
+                "grad_comm_dtype": "bfloat16",
+                "grad_reduce_dtype": "float32",
+            },
+        },
+        3,
+    ),
+    "bf16 gradients": (
+        "chain",
+        {"axes": {"dp_replicate": 2}, "policy": {"main_params_dtype": None, "main_grads_dtype": "bfloat16"}},
+        3,
+    ),
+    "experts": ("experts", {"axes": {"dp_replicate": 2, "dp_shard": 1, "ep": 2}, "experts": 4}, -1),
+}
+
+
+def _case(name: str) -> object:
+    kind, options, calls = SAME_BITS[name]
+    ranks = math.prod(options["axes"].values()) if "ep" not in options["axes"] else 4
+    return pytest.param(kind, options, calls, marks=pytest.mark.ranks(ranks), id=name)
+
+
+@pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
+def test_same_bits(pool, kind, options, calls):
+    """As when the same loop averages at the step; the first told backward begins nothing."""
+    ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
+    for result in pool.run(early_bits.same_bits, ranks, kind=kind, env=ENVIRONMENT, **options):
+        first, *others = result["early"]
+        assert result["late"] == [0] * early_bits.STEPS and first == 0
+        assert others == [calls] * 3 if calls >= 0 else min(others) > 1, result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_same_bits_of_quantized_weights(pool):
+    axes = {"dp_replicate": 2, "dp_shard": 1}
+    for result in pool.run(early_bits.same_bits, 2, kind="quantized", recipe="current", axes=axes):
+        assert result["early"][0] == 0 and min(result["early"][1:]) >= 1, result
+
+
+@pytest.mark.ranks(2)
+def test_counts(pool):
+    for result in pool.run(early.counts, 2):
+        assert result["plain"] == [(0, 1)] * 2 == result["plain again"] * 2
+        assert result["told"] == [(0, 1), (3, 0), (3, 0)]
+        # Another set of parameters: agreed on anew, and known when it comes back.
+        assert result["frozen"] == [(0, 1), (3, 0)]
+        assert result["trained"] == [(3, 0)]
+        # The question on the CPU is the only one in addition.
+        assert result["kinds"] == ["reduce_scatter"] * 3 + ["all_reduce"]
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers(pool):
+    assert pool.run(early.two_optimizers, 2) == [[0, 2, 2]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_other_units(pool):
+    """Replicas use other units, or in another order: the same collectives on all, and the values of one process."""
+    for result in pool.run(early.other_units, 2, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
+        assert result == [(0, 1), (4, 0), (4, 0)]
+    for result in pool.run(early.other_units, 2, orders=[[0, 1, 3], [0, 2, 3]]):
+        assert result == [(0, 1), (4, 0), (4, 0)]
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
+    for error in pool.run_expect_error(early.other_units, 2, orders=orders, alone=True):
+        assert "blocks" in error.message, error
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_units_used_several_times(pool, reentrant):
+    for result in pool.run(early.reused, 2, reentrant=reentrant):
+        if reentrant:
+            assert result == [(0, 1), *[(3, 0)] * 3, (0, 1), (3, 0)]
+            continue
+        # Twice for the first time: it has begun when its second gradient comes, and all is averaged at the step.
+        assert result[:2] == [(0, 1), (3, 0)] and result[2][1] > 0 and result[3] == (3, 0)
+        # Where it was in use twice when the ranks agreed, it is left to the step.
+        assert result[4:] == [(0, 1), (2, 1)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "where",
+    [
+        {0: 0, 1: 0},
+        {0: 0, 1: 2},
+        {0: 0, 1: "forward"},
+        {0: "before", 1: 0},
+        {0: 0},
+        {1: "forward"},
+    ],
+    ids=str,
+)
+def test_interrupted(pool, where):
+    """Run again, on all ranks or on one alone, while the other waits at its step."""
+    for result in pool.run(early.interrupted, 2, where=where):
+        assert result[1:] == [(3, 0), (3, 0)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "zero_grad",
+        "optimizer.zero_grad",
+        "zeros",
+        "told twice",
+        "twice in one context",
+        "plain",
+        "one rank",
+        "by hand",
+        "scale_gradients",
+    ],
+)
+def test_gradients_that_change(pool, how):
+    for result in pool.run(early.changed, 2, how=how):
+        assert result["sent"] == [3, (3, 0), (3, 0)]
+        if how == "scale_gradients":
+            assert result["between"] == 3
+
+
+@pytest.mark.ranks(2)
+def test_backward_after_a_norm(pool):
+    for error in pool.run_expect_error(early.after_clip, 2):
+        assert error.type_name == "OrderError" and "changed since they were averaged" in error.message
+
+
+@pytest.mark.ranks(2)
+def test_wire(pool):
+    """The backward's, also on a rank that has not run it."""
+    for result in pool.run(early.wire_of_the_backward, 2, orders=[[0], [0]]):
+        assert result == [["float32"], ["bfloat16"] * 3]
+    for result in pool.run(early.wire_of_the_backward, 2, orders=[[0], []]):
+        assert result == [["float32"], ["bfloat16"] * 3]
+
+
+@pytest.mark.ranks(2)
+def test_contexts(pool):
+    told = [True, *(value for _ in range(3) for value in (False, True)), False, False]
+    assert pool.run(early.contexts, 2) == [told] * 2
