@@ -3,11 +3,13 @@
     python benchmarks/strategies.py --ranks 4 --out benchmarks/results/strategies-MACHINE.json
 
 The same TransformerLayers, the same optimizer and the same tokens for all. `bf16`: fp32 main weights under bf16
-compute, torch's fused AdamW. `fp8`: FP8 weights (current scaling), fp32 main weights in TE's FusedAdam. In a round
-each library has processes of its own for each kind of weights, so that nothing that one leaves behind burdens
-another; in them each variant is built, warmed up, timed and freed. Every other round goes in the opposite order.
+compute, torch's fused AdamW. `fp8`: FP8 weights (current scaling), fp32 main weights in TE's FusedAdam. Each variant is
+built, warmed up, timed and freed. te_fsdp and FSDP2 take turns in the same processes, setting by setting, since a
+machine's speed drifts; megatron-fsdp has its own, as it does not free all of its memory. Each kind of weights and each
+round has new processes, and every other round goes in the opposite order.
+
 Times are medians over rounds of the slowest rank's median step, and the best step of all rounds: on a machine that
-others use it is the one to compare; memory is the allocator's peak in those steps over what was there before the
+others use it is the one to compare. Memory is the allocator's peak in those steps over what was there before the
 variant was built, of the rank with the most. Only what stands in one table was measured side by side. Variants that a
 library refuses are reported with its reason. Under emulation the script runs as a check of itself: its times then say
 nothing.
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,14 @@ VARIANTS += [
 ]
 VARIANTS += [Variant("megatron-fsdp", *setting) for setting in SETTINGS]
 LIBRARIES = ("te_fsdp", "FSDP2", "megatron-fsdp")
+#: Those of a group share processes, setting by setting: what is to be compared runs within seconds.
+GROUPS = (("te_fsdp", "FSDP2"), ("megatron-fsdp",))
+
+
+def variants_of(libraries: Sequence[str]) -> list[Variant]:
+    """The variants of some libraries, those of one setting together."""
+    chosen = [variant for variant in VARIANTS if variant.library in libraries]
+    return sorted(chosen, key=lambda v: (SETTINGS.index((v.strategy, v.outer)), libraries.index(v.library)))
 
 
 def arguments() -> argparse.Namespace:
@@ -83,7 +94,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10 if large else 2, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if large else 2)
-    parser.add_argument("--limit", type=int, default=600, help="seconds for a library's part of a round")
+    parser.add_argument("--limit", type=int, default=600, help="seconds for a part of a round")
     parser.add_argument("--weights", choices=["bf16", "fp8"], nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--out", help="file for the results, JSON")
@@ -120,9 +131,11 @@ def table(results: dict[str, dict[str, Any]], weights: str) -> Table:
     return shown
 
 
-def part(options: argparse.Namespace, library: str, weights: str, backwards: bool) -> list[dict[str, Any]]:
-    """One library's variants of one kind of weights, measured by processes of their own."""
-    given = {**vars(options), "library": library, "chosen_weights": weights, "backwards": backwards}
+def part(
+    options: argparse.Namespace, libraries: Sequence[str], weights: str, backwards: bool
+) -> list[dict[str, Any]]:
+    """The variants of some libraries and one kind of weights, measured by processes of their own."""
+    given = {**vars(options), "chosen": libraries, "chosen_weights": weights, "backwards": backwards}
     worker = Path(__file__).with_name("strategies_worker.py")
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
@@ -137,7 +150,7 @@ def part(options: argparse.Namespace, library: str, weights: str, backwards: boo
             process.terminate()  # torchrun ends its ranks
             process.wait()
         found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    keys = [variant.key(weights) for variant in VARIANTS if variant.library == library]
+    keys = [variant.key(weights) for variant in variants_of(libraries)]
     missing = set(keys) - {row["variant"] for row in found}
     return found + [{"variant": key, "refused": f"its process ended ({ended}) before"} for key in missing]
 
@@ -146,10 +159,11 @@ def main() -> None:
     """Measure, print, write down."""
     options = arguments()
     rounds: dict[str, list[dict[str, Any]]] = {}
-    parts = [(weights, library) for weights in options.weights for library in options.libraries]
+    groups = [[name for name in group if name in options.libraries] for group in GROUPS]
+    parts = [(weights, group) for weights in options.weights for group in groups if group]
     for number in range(options.rounds):
-        for weights, library in parts[:: -1 if number % 2 else 1]:
-            for row in part(options, library, weights, bool(number % 2)):
+        for weights, group in parts[:: -1 if number % 2 else 1]:
+            for row in part(options, group, weights, bool(number % 2)):
                 rounds.setdefault(row.pop("variant"), []).append(row)
             write_down(options, rounds)  # after every part: a machine may be taken away
     for weights in options.weights:

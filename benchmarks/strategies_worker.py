@@ -1,9 +1,9 @@
-"""What benchmarks/strategies.py measures: the variants of one library, one after the other, on all ranks of a torchrun.
+"""What benchmarks/strategies.py measures: variants one after the other, on all ranks of a torchrun.
 
     torchrun --nproc-per-node N benchmarks/strategies_worker.py OPTIONS RESULTS
 
-OPTIONS is a JSON object with the driver's options, and `library`, `chosen_weights` and `backwards` (whether the last
-variant comes first). Rank 0 appends one JSON line to RESULTS for each variant.
+OPTIONS is a JSON object with the driver's options, and `chosen` (names of libraries), `chosen_weights` and
+`backwards` (whether the last variant comes first). Rank 0 appends one JSON line to RESULTS for each variant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import join
-from strategies import OUTER, VARIANTS, Variant
+from strategies import OUTER, Variant, variants_of
 from torch import nn
 
 import te_fsdp
@@ -253,8 +253,7 @@ def main() -> None:
     """Measure each variant, write each down."""
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     device = join()
-    chosen = [variant for variant in VARIANTS if variant.library == options.library]
-    for variant in chosen[:: -1 if options.backwards else 1]:
+    for variant in variants_of(options.chosen)[:: -1 if options.backwards else 1]:
         found = attempt(variant, options, options.chosen_weights == "fp8", device)
         if dist.get_rank() == 0:
             line = json.dumps({"variant": variant.key(options.chosen_weights), **found})
