@@ -82,7 +82,7 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, fp8: bool, devi
     optimizer = make_optimizer(model, fp8)
     te_fsdp.main_weights(model, optimizer)
     if variant.outer == "optim":
-        te_fsdp.shard_optimizer(optimizer)
+        te_fsdp.shard_optimizer(optimizer, overlap_gather=True)
     return model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last)
 
 

@@ -25,6 +25,8 @@ __all__ = [
     "forget_forward_order",
     "forget_unreduced",
     "gathered_parameters",
+    "gathering_streams",
+    "gathers_ahead",
     "gradients_copy_into",
     "gradients_in",
     "interrupted",
@@ -77,6 +79,17 @@ def gathered_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]
     """Gathered parameter and FSDP2's record of each parameter that was gathered at least once."""
     found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_by(unit))
     return [(parameter, managed) for parameter, managed in found if parameter is not None]
+
+
+def gathering_streams(unit: nn.Module) -> list[Any]:
+    """The streams that read a unit's shards (``FSDPCommContext``); none before the first forward of its tree."""
+    names = ("all_gather_copy_in_stream", "all_gather_stream")
+    return [s for name in names if (s := getattr(_comm(unit), name, None)) is not None]
+
+
+def gathers_ahead(unit: nn.Module) -> bool:
+    """Whether a unit's forward starts to gather others (``FSDPModule.set_modules_to_forward_prefetch``)."""
+    return bool(unit._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
 def _waits(managed: Any) -> bool:

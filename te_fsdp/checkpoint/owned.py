@@ -10,6 +10,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.experts import ExpertPlace, place_of, stacked_name
 from te_fsdp.modules.shards import ShardInfo, shard_info
 from te_fsdp.quantized.grouped import plain_of
+from te_fsdp.sharding.state import settle
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,11 @@ class Owned:
 
 
 def owned_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter once, under its first name; FSDP2 units are resharded first. Local operation."""
+    """Every parameter once, under its first name; FSDP2 units are resharded first. Local operation.
+
+    New weights on their way are waited for.
+    """
+    settle(model)
     for module in model.modules():
         if _torch.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]

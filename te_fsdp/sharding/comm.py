@@ -304,7 +304,7 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return named(output, source, **options)
 
 
-def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
     """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
     named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    named(output, source, **options)
+    return named(output, source, **options)

@@ -39,6 +39,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     """
     state = required_state(model, "start_param_gather")
     refuse_in_backward("start_param_gather")
+    state.arrivals.wait()
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
         if name not in state.gathers and not _fsdp2.is_gathered(unit):
@@ -48,6 +49,8 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Gather units now: waits for what :func:`start_param_gather` has started, and starts the rest.
+
+    Like the other two it also waits for new weights on their way (``shard_optimizer(..., overlap_gather=True)``).
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
@@ -68,6 +71,8 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
 def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Release gathered weights: the next forward gathers them as they are then. Local operation.
 
+    Afterwards ``model.parameters()`` are the shards, with the values that the last step gave them.
+
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
         units: As for :func:`start_param_gather`.
@@ -77,6 +82,7 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     """
     state = required_state(model, "release_params")
     refuse_in_backward("release_params")
+    state.arrivals.wait()
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
         if name in state.gathers:

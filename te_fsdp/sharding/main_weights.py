@@ -21,6 +21,7 @@ from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_para
 from te_fsdp.sharding.optimizer import check_optimizer
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
+from te_fsdp.sharding.state import settle
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam that keeps none, or not in fp32, over quantized weights.
     """
     check_optimizer(model, optimizer)
+    settle(model)
     if _te.is_fused_adam(optimizer):
         for label, parameter, local in quantized_parameters(optimizer):
             refuse(optimizer, label)

@@ -16,7 +16,7 @@ from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.sharding.agree import raised_on_all_ranks
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharding.state import settle, sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,7 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
         InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
             states.
     """
+    settle(model)
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
     mesh = _mesh_of(model)
     with raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):

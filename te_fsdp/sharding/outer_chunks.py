@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.mesh import Meshes
 
-__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "rows_of_state", "set_copies"]
+__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "is_unmanaged", "rows_of_state", "set_copies"]
 
 #: The outer axis.
 OUTER = "dp_replicate"
@@ -194,6 +194,11 @@ def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> N
         reduced: Whether its gradients arrive equal on all of them.
     """
     setattr(parameter, KEY, Copies(mesh, reduced))
+
+
+def is_unmanaged(parameter: torch.Tensor) -> bool:
+    """Whether :func:`set_copies` was called on a parameter. Local operation."""
+    return KEY in parameter.__dict__
 
 
 def copies_of(parameter: torch.Tensor) -> Copies | None:

@@ -11,8 +11,9 @@ each holder sends one number per parameter, 1 where it has a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,17 @@ from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, start_re
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.state import state_of
 
-__all__ = ["LARGE", "Average", "Part", "Way", "average", "by_group", "comm_for", "gather", "start_average"]
+__all__ = [
+    "LARGE",
+    "Average",
+    "Part",
+    "Way",
+    "average",
+    "by_group",
+    "comm_for",
+    "start_average",
+    "start_gather",
+]
 
 #: Elements of a tensor that is worth a collective of its own; a smaller one is packed.
 LARGE = 1 << 20
@@ -224,8 +235,10 @@ class Part(NamedTuple):
         return self.step * (self.whole.numel() // rows) if rows else 0
 
 
-def gather(parts: Sequence[Part], *, as_bytes: bool = False) -> None:
-    """Give each holder the rows of all holders.
+def start_gather(
+    parts: Sequence[Part], *, as_bytes: bool = False, async_op: bool = False
+) -> Callable[[], None]:
+    """Begin to give each holder the rows of all holders.
 
     Collective over the holders, all the same: one all-gather per group and dtype, and one more for each large tensor.
     Temporary memory: what is packed, once.
@@ -233,7 +246,13 @@ def gather(parts: Sequence[Part], *, as_bytes: bool = False) -> None:
     Args:
         parts: In the same order on all holders.
         as_bytes: Pack tensors of all dtypes together.
+        async_op: Whether nothing waits for it, and nothing that is packed is written, before the returned function is
+            called; the parts must not change until then.
+
+    Returns:
+        Completes what is left to do: nothing without ``async_op``.
     """
+    under_way: list[Callable[[], None]] = []
     dtypes = [torch.uint8 if as_bytes else part.mine.dtype for part in parts]
     for (_, dtype), places in by_group([part.chunk for part in parts], dtypes).items():
         packed = []
@@ -241,15 +260,33 @@ def gather(parts: Sequence[Part], *, as_bytes: bool = False) -> None:
             alone = _travels_alone(part.chunk, part.numel, part.chunk.dim)
             if alone and part.whole.is_contiguous() and part.mine.is_contiguous():
                 group = part.chunk.copies.group
-                all_gather_single(part.whole.view(-1), part.mine.view(-1), group=group)
+                whole, mine = part.whole.view(-1), part.mine.view(-1)
+                work = all_gather_single(whole, mine, group=group, async_op=async_op)
+                if async_op:
+                    under_way.append(functools.partial(_arrived, work, mine))
             else:
                 packed.append(part)
         if packed:
-            _gather_packed(packed, dtype)
+            finish = _start_packed_gather(packed, dtype, async_op)
+            if async_op:
+                under_way.append(finish)
+            else:
+                finish()
+
+    def complete() -> None:
+        while under_way:
+            under_way.pop(0)()
+
+    return complete
 
 
-def _gather_packed(parts: Sequence[Part], dtype: torch.dtype) -> None:
-    """One all-gather, in ``dtype``, which is that of the parts, or bytes."""
+def _arrived(work: Any, sent: torch.Tensor) -> None:
+    """Wait for a collective; what it sends is kept until then."""
+    work.wait()
+
+
+def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bool) -> Callable[[], None]:
+    """One all-gather, in ``dtype``, which is that of the parts, or bytes; the returned function writes the wholes."""
     chunk, device = parts[0].chunk, parts[0].mine.device
     sizes = [part.numel * part.mine.element_size() // dtype.itemsize for part in parts]
     mine = torch.empty(sum(map(_aligned, sizes)), dtype=dtype, device=device)
@@ -258,9 +295,15 @@ def _gather_packed(parts: Sequence[Part], dtype: torch.dtype) -> None:
         rows[: part.mine.numel()].view(part.mine.shape).copy_(part.mine)
         rows[part.mine.numel() :].zero_()
     buffer = torch.empty(chunk.size, mine.numel(), dtype=dtype, device=device)
-    all_gather_single(buffer.view(-1), mine, group=chunk.copies.group)
-    for part, segment in zip(parts, _segments(buffer, sizes), strict=True):
-        _unpack(part, segment.view(part.mine.dtype))
+    work = all_gather_single(buffer.view(-1), mine, group=chunk.copies.group, async_op=async_op)
+
+    def finish() -> None:
+        if async_op:
+            _arrived(work, mine)
+        for part, segment in zip(parts, _segments(buffer, sizes), strict=True):
+            _unpack(part, segment.view(part.mine.dtype))
+
+    return finish
 
 
 def _unpack(part: Part, gathered: torch.Tensor) -> None:

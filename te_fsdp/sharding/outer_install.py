@@ -12,7 +12,7 @@ amax together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from te_fsdp.quantized.alignment import BLOCK_ROWS
 from te_fsdp.quantized.components import Component, components_of, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_flat import Part, gather
+from te_fsdp.sharding.outer_flat import Part, start_gather
 
-__all__ = ["amax_group", "install", "why_not_bytes", "write"]
+__all__ = ["amax_group", "install", "start_install", "why_not_bytes", "write"]
 
 
 @torch.no_grad()
@@ -39,6 +39,27 @@ def install(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
     Args:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
     """
+    start_install(cut)()
+
+
+@torch.no_grad()
+def start_install(
+    cut: Sequence[tuple[Chunk, torch.Tensor]],
+    *,
+    async_op: bool = False,
+    written: list[torch.Tensor] | None = None,
+) -> Callable[[], None]:
+    """Begin :func:`install`. Collective as that; what is left to do issues none, unless weights travel as fp32.
+
+    Args:
+        cut: As there; main weights and parameters must not change until the end.
+        async_op: Whether nothing waits for the gathers before the returned function is called.
+        written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
+            that travel as fp32.
+
+    Returns:
+        Completes the parameters.
+    """
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
@@ -47,17 +68,27 @@ def install(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
         if not _te.is_quantized(local):
             plain.append(Part(chunk, _in_place(chunk, rows, local), local))
         elif why_not_bytes(chunk) is None:
-            packed += _quantized_parts(chunk, rows, local)
+            packed += _quantized_parts(chunk, rows, local, written)
         else:
             value = torch.empty(local.shape, dtype=rows.dtype, device=rows.device)
             whole.append(Part(chunk, rows, value))
     _share_newest_amax(chunk for chunk, _ in cut)
-    gather(plain + whole)
-    gather(packed, as_bytes=True)
-    for part in whole:
-        write(_torch.local_of(part.chunk.parameter), part.whole)
-    for chunk in {id(part.chunk): part.chunk for part in packed}.values():
-        finish_writing(_torch.local_of(chunk.parameter))
+    if written is not None:
+        written += [part.whole for part in plain]
+    gathers = [
+        start_gather(plain + whole, async_op=async_op),
+        start_gather(packed, as_bytes=True, async_op=async_op),
+    ]
+
+    def finish() -> None:
+        for complete in gathers:
+            complete()
+        for part in whole:
+            write(_torch.local_of(part.chunk.parameter), part.whole)
+        for chunk in {id(part.chunk): part.chunk for part in packed}.values():
+            finish_writing(_torch.local_of(chunk.parameter))
+
+    return finish
 
 
 def write(local: torch.Tensor, value: torch.Tensor) -> None:
@@ -128,9 +159,13 @@ def _in_place(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Te
 # ------------------------------------------------------------------------------------------------------------ quantized
 
 
-def _quantized_parts(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> list[Part]:
+def _quantized_parts(
+    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, written: list[torch.Tensor] | None
+) -> list[Part]:
     """This rank's rows, quantized: what travels. What all holders have alike is written at once."""
     targets = components_of(local, "install")
+    if written is not None:
+        written += [target.tensor for target in targets]
     own = {c.name: c for c in components_of(_quantize(chunk, rows, local, targets), "install")}
     parts = []
     for target in targets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.outer_arrivals import can_arrive_later, watch_state_dicts
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_early import watch_units
@@ -42,7 +43,7 @@ def chunk_in(optimizer: Optimizer, parameter: torch.Tensor) -> Chunk | None:
     return stand_ins.chunk(parameter) if stand_ins is not None else None
 
 
-def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
+def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) -> AnyOptimizer:
     """Cut an optimizer's state, and the main weights, over the ranks that hold its parameters alike.
 
     For models sharded with ``outer_strategy="optim"`` (HFSDP), where it is needed: state over ``dp_replicate`` x
@@ -58,31 +59,39 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     them; there is no need to call that. Groups, their options and schedulers keep referring to the model's parameters.
     States are DTensors of the parameters' shapes. Calling it again does nothing.
 
+    With ``overlap_gather`` new weights arrive while the next forward runs, each unit's before it runs (the same
+    all-gathers, for each unit by itself). All that te_fsdp does with parameters, state dicts included, waits for them.
+    Code of one's own that reads or writes parameters between a step and the next forward must first call
+    :func:`te_fsdp.release_params`, or :func:`te_fsdp.finish_param_gather` for whole weights.
+
     Collective over the holders (one all-reduce of two integers; for quantized weights with one scale a process group
     may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element:
     SGD, Adam and their kin, TE's FusedAdam.
 
     Args:
         optimizer: Any optimizer of ``torch.optim``'s protocol, over parameters of the model.
+        overlap_gather: Whether ``step`` returns before new weights arrive; the same on all ranks. It has those that
+            FSDP2 does not manage, that have delayed scaling, or that are gathered as fp32 and quantized afterwards.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        OrderError: It has made steps before.
+        OrderError: It has made steps before; ``overlap_gather`` without effect, or not given to the first call.
         PrecisionError: A FusedAdam whose main weights are not fp32, over low-precision parameters.
-        MeshError: The ranks hold different parameters, or in different orders.
+        MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
     """
-    if stand_ins_of(optimizer) is not None:
-        return optimizer
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(copies_of(p) for p in held):
+    known = stand_ins_of(optimizer)
+    if overlap_gather:
+        _check_overlap(optimizer, known, held)
+    if known is not None or not any(copies_of(p) for p in held):
         return optimizer
     _check_fresh(optimizer)
     stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_stand_ins(optimizer, cuts=True)
     stand_ins.cuts = True
     chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
-    _check_same(chunks)
+    _check_same(chunks, overlap_gather)
     _keep_main_weights(optimizer, chunks)
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
     _prepare_bytes(chunks)
@@ -90,7 +99,34 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
         state.outer_optimizer = stand_ins
         watch_units(state)
+        if overlap_gather:
+            watch_state_dicts(state)
+    stand_ins.overlaps = overlap_gather
     return optimizer
+
+
+def _check_overlap(optimizer: Optimizer, known: StandIns | None, held: list[torch.Tensor]) -> None:
+    """Raise where new weights cannot arrive after the step. Local operation."""
+    if known is not None and not known.overlaps:
+        raise OrderError(
+            message(
+                f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+                expected="the first call for an optimizer",
+                got="one that was sharded without it",
+                fix="give overlap_gather=True to the first call, on all ranks",
+            )
+        )
+    chunks = [Chunk(p, copies) for p in held if known is None and (copies := copies_of(p)) is not None]
+    if known is None and not can_arrive_later(chunks):
+        raise OrderError(
+            message(
+                f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+                expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
+                got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
+                why="The option would have no effect",
+                fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
+            )
+        )
 
 
 def _check_fresh(optimizer: Optimizer) -> None:
@@ -119,17 +155,18 @@ def _check_fresh(optimizer: Optimizer) -> None:
         )
 
 
-def _check_same(chunks: list[Chunk]) -> None:
-    """Raise on all holders unless all have the same parameters in the same order."""
+def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
+    """Raise on all holders unless all have the same parameters in the same order, and the same option."""
     by_ranks: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:
         by_ranks.setdefault(chunk.ranks, []).append(chunk)
     for ranks, mine in sorted(by_ranks.items()):
-        described = [
+        described: list[Any] = [
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
             for c in mine
         ]
-        digest = int.from_bytes(hashlib.blake2b(repr(described).encode(), digest_size=7).digest(), "big")
+        text = repr((described, overlap_gather))
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         device = _torch.local_of(mine[0].parameter).device
         seen = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mine[0].copies.group)
@@ -137,9 +174,9 @@ def _check_same(chunks: list[Chunk]) -> None:
             raise MeshError(
                 message(
                     f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",
-                    expected="optimizers over the same parameters in the same order",
-                    got=f"here {len(mine)} parameters, the first {described[0]}",
-                    fix="build the optimizer from the same parameter groups on all ranks",
+                    expected="optimizers over the same parameters in the same order, and the same overlap_gather",
+                    got=f"here {len(mine)} parameters, the first {described[0]}, overlap_gather={overlap_gather}",
+                    fix="build the optimizer from the same parameter groups, and with the same options, on all ranks",
                 )
             )
 

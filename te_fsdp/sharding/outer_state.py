@@ -24,11 +24,13 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
+from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_early import Cut, EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, average, by_group
 from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
 from te_fsdp.sharding.outer_install import install, write
+from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -66,10 +68,12 @@ class StandIns:
         ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
             gradient that the average was made of and that one's version then.
         early: Averages that begin during backward.
+        overlaps: Whether new weights arrive after the step, unit by unit.
     """
 
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
         self.cuts = cuts
+        self.overlaps = False
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
         self._chunks: dict[int, Chunk] = {}
@@ -100,6 +104,9 @@ class StandIns:
 
         A new main weight begins at the value that the parameter was initialised with.
         """
+        state = state_of(parameter)
+        if state is not None:
+            state.arrivals.wait()  # stand-ins are made of parameters
         chunk, local = self.chunk(parameter), _torch.local_of(parameter)
         if is_low(parameter):
             main = optimizer.state.get(parameter, {}).get(MAIN)
@@ -332,7 +339,7 @@ class StandIns:
                 cut.append((chunk, _torch.local_of(main)))
             elif main.grad is not None:
                 write(_torch.local_of(parameter), _torch.local_of(main))
-        install(cut)
+        (install_by_unit if self.overlaps else install)(cut)
         self.stand_down(optimizer)
 
 

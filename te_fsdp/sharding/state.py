@@ -17,6 +17,7 @@ from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.binding import STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.arrivals import Arrivals
 from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "recover",
     "refuse_in_backward",
     "required_state",
+    "settle",
     "shard_of",
     "sharding_state",
     "state_of",
@@ -118,6 +120,7 @@ class ShardingState:
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
+        arrivals: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
         stepping: Weak reference to the optimizer whose step runs, or has raised.
@@ -145,6 +148,7 @@ class ShardingState:
     unfinished: bool = False
     failed: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None
     stepping: weakref.ref[Optimizer] | None = None
@@ -200,6 +204,14 @@ class _Reference:
 def sharding_state(model: nn.Module) -> ShardingState | None:
     """The state of a model that ``fully_shard`` was called on; ``None`` for any other module."""
     return model.__dict__.get(KEY)
+
+
+def settle(module: nn.Module) -> None:
+    """Wait for new weights on their way into a model, or into one within a module. Local operation."""
+    for inner in module.modules():
+        state = sharding_state(inner)
+        if state is not None:
+            state.arrivals.wait()
 
 
 def state_of(parameter: torch.Tensor) -> ShardingState | None:

@@ -1,6 +1,7 @@
 """What happens by itself around forward and ``optimizer.step()``, for models of ``fully_shard``.
 
-    before a forward   what an exception has left half done is mended; stale gathered weights are refused
+    before a forward   what an exception has left half done is mended; new weights on their way are waited for, stale
+                       gathered ones refused
     before a step      gradients are complete, or it raises; outer reductions; copies over tp made equal; main
                        gradients; torch is told to take unsharded parameters and DTensors together
     after a step       main weights installed; kept weights released, so that the next forward gathers the new ones
@@ -69,6 +70,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
 
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
+    state.arrivals.wait()
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = _torch.attributes_of(parameter)
@@ -139,7 +141,8 @@ def _is_marked(state: ShardingState) -> bool:
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
-    """Raise if the unit would run with weights that were changed since they were gathered."""
+    """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
+    state.arrivals.before_forward(name, unit)
     if _torch.in_backward():  # recomputed activations
         return
     started = state.gathers.pop(name, None) is not None  # this forward waits for it
@@ -217,6 +220,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     models = _models(optimizer)
     where = f"{type(optimizer).__name__}.step"
     for state, _ in models:
+        state.arrivals.wait()
         state.stepping = weakref.ref(optimizer)
     if models and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
         _refuse_closure(optimizer, [p for _, parameters in models for p in parameters])

@@ -24,7 +24,7 @@ PAGES = {
     "README.md": ["nothing"],
     "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing"],
     "docs/errors.md": ["training"],
-    "docs/hfsdp.md": ["copies", "hybrid"],
+    "docs/hfsdp.md": ["copies", "hybrid", "hybrid"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
     "docs/precision.md": ["built", "passed", "training"],

@@ -1,0 +1,103 @@
+"""New main weights on their way into the units of FSDP2, while the next forward has begun.
+
+    at once          parameters that FSDP2 does not manage; weights with delayed scaling, whose amaxes the step shares;
+                     quantized weights that travel as fp32
+    unit by unit     all others: the root's own first, then its units as they are registered
+
+The holders begin all of it in the step, in one order, whatever they use afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp import _fsdp2, _te, _torch
+from te_fsdp.sharding.arrivals import Departure
+from te_fsdp.sharding.outer_chunks import Chunk, is_unmanaged
+from te_fsdp.sharding.outer_install import install, start_install, why_not_bytes
+from te_fsdp.sharding.state import state_of
+
+if TYPE_CHECKING:
+    from te_fsdp.sharding.state import ShardingState
+
+__all__ = ["can_arrive_later", "install_by_unit", "watch_state_dicts"]
+
+#: Chunk, and this rank's rows of the main weight.
+Cut = tuple[Chunk, torch.Tensor]
+
+
+@torch.no_grad()
+def install_by_unit(cut: Sequence[Cut]) -> None:
+    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_install.install` does.
+
+    Collective over the holders: as that, but for what travels together, which is of one unit. Nothing waits for it but
+    :class:`~te_fsdp.sharding.arrivals.Arrivals`.
+
+    Args:
+        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
+    """
+    units = _units_of(chunk for chunk, _ in cut)
+    at_once: list[Cut] = []
+    later: dict[tuple[int, str], list[Cut]] = {}
+    for chunk, rows in cut:
+        unit = units.get(id(chunk.parameter))
+        if unit is not None and _may_travel_later(chunk):
+            later.setdefault((id(unit[0]), unit[1]), []).append((chunk, rows))
+        else:
+            at_once.append((chunk, rows))
+    install(at_once)
+    for state in {id(state): state for state, _ in units.values()}.values():
+        departures = [
+            Departure(name, unit, functools.partial(_start, members))
+            for name, unit in reversed(state.modules.items())  # outer before inner
+            if (members := later.get((id(state), name)))
+        ]
+        if departures:
+            state.arrivals.begin(departures, _torch.local_of(cut[0][0].parameter).device)
+
+
+def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
+    """Whether there is a parameter among those given that can arrive while forward runs. Local operation.
+
+    FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
+    """
+    return any(not is_unmanaged(chunk.parameter) and _may_travel_later(chunk) for chunk in chunks)
+
+
+def watch_state_dicts(state: ShardingState) -> None:
+    """Let state dicts of a model, and of parts of it, wait for its new weights. Local operation."""
+    if not state.arrivals.watched:
+        state.arrivals.watched = True
+        for module in state.model.modules():
+            module.register_state_dict_pre_hook(functools.partial(_wait, state))
+            module.register_load_state_dict_pre_hook(functools.partial(_wait, state))
+
+
+def _wait(state: ShardingState, *unused: Any) -> None:
+    state.arrivals.wait()
+
+
+def _units_of(chunks: Iterable[Chunk]) -> dict[int, tuple[ShardingState, str]]:
+    """``id`` of a parameter that FSDP2 manages -> the state of its model, and its unit."""
+    states = {id(s): s for chunk in chunks if (s := state_of(chunk.parameter)) is not None}
+    return {
+        id(parameter): (state, name)
+        for state in states.values()
+        for name, unit in state.modules.items()
+        for parameter in _fsdp2.sharded_parameters(unit)
+    }
+
+
+def _may_travel_later(chunk: Chunk) -> bool:
+    local = _torch.local_of(chunk.parameter)
+    return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(chunk) is None)
+
+
+def _start(members: Sequence[Cut], async_op: bool) -> tuple[Callable[[], None], Iterable[torch.Tensor]]:
+    """One unit's."""
+    touched = [rows for _, rows in members]
+    return start_install(members, async_op=async_op, written=touched), touched
