@@ -25,7 +25,7 @@ def readers(who: str, directory: str = "", fault: str = "") -> list[str]:
     pair, checks = twins(), harness.Comparisons()
     train(pair, 1)
     with late(fault):
-        for trainer in pair:
+        for trainer in reversed(pair):  # no collective of the other one's comes after the arrivals
             trainer.backward(2)
             trainer.step(False)
         found = under_way(pair[0].model)

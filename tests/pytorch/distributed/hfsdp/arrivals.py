@@ -112,10 +112,10 @@ def same_bits(
             found["left"].append(under_way(first.model))
             compare(checks, f"step {step}", first, second)
             gathers = []
-            for trainer in (first, second):
+            for trainer in (second, first):  # the other way round one would wait for the other, on one communicator
                 with recorded() as calls:
                     trainer.step(clip)
-                gathers.append(sum(call.kind == "all_gather" for call in calls))
+                gathers.insert(0, sum(call.kind == "all_gather" for call in calls))
             found["after"].append(under_way(first.model))
         assert not under_way(second.model)
         settled(first, second, checks)
@@ -156,9 +156,9 @@ def twins(blocks: int = 3, shard: int = 1) -> tuple[Trainer, Trainer]:
 
 
 def train(pair: tuple[Trainer, Trainer], *seeds: int) -> None:
-    """A step of both for each seed."""
+    """A step of both for each seed; last that of the model whose new weights are then under way."""
     for seed in seeds:
-        for trainer in pair:
+        for trainer in reversed(pair):
             trainer.backward(seed)
             trainer.step(False)
 
