@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -176,7 +177,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 def measure(
     variant: Variant, options: argparse.Namespace, fp8: bool, device: torch.device
 ) -> dict[str, float]:
-    """Of the worst rank: milliseconds of a step, median and best, peak bytes over those before, seconds of setting up.
+    """Of the worst rank: milliseconds of a step, peak bytes over those before, and seconds of setting up.
 
     Python's garbage collector does not run in timed steps: it would stop one rank, for which all others wait.
     Collective over the world.
@@ -204,21 +205,37 @@ def measure(
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = []
     gc.collect()
     gc.disable()
-    for _ in range(options.steps):
-        dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
-        step()
-        synchronize(device)
-        times.append(1e3 * (time.perf_counter() - began))
+    times = timed(step, options.steps, device)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-    found = {"ms": statistics.median(times), "best_ms": min(times), "bytes": peak, "setup_s": setup}
+    found = {"ms": statistics.median(times), "bytes": peak, "setup_s": setup}
     worst = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return dict(zip(found, worst.tolist(), strict=True)) | {"held_before": float(before)}
+
+
+def timed(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    """Milliseconds from the end of one step to the end of the next, on the device.
+
+    Nothing waits for the device in between: what a step leaves to do while the next one begins is in that one's time.
+    Collective over the world.
+    """
+    dist.barrier()
+    synchronize(device)
+    ends: list[Any] = []
+    for _ in range(count + 1):
+        step()
+        if device.type == "cuda":
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+        else:
+            ends.append(time.perf_counter())
+    synchronize(device)
+    pairs = itertools.pairwise(ends)
+    if device.type == "cuda":
+        return [before.elapsed_time(after) for before, after in pairs]
+    return [1e3 * (after - before) for before, after in pairs]
 
 
 def held(device: torch.device) -> int:
