@@ -182,6 +182,8 @@ def measure(
     Python's garbage collector does not run in timed steps: it would stop one rank, for which all others wait.
     Collective over the world.
     """
+    gc.collect()  # once more: DDP's garbage goes in two steps
+    synchronize(device)
     before = held(device)
     began = time.perf_counter()
     torch.manual_seed(0)
