@@ -82,15 +82,21 @@ def _all_cases(mesh: str) -> list[dict[str, Any]]:
     return [case for case in found if case["microbatches"] > 1 or not case["contexts"]]
 
 
+#: Cases of one run.
+TOGETHER = 8
+
+
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in PARITY])
 def test_equals_one_process(pool, request, mesh):
     """Pairs of what matters; with `--matrix full` every optimizer, strategy, loop, clipping or not, on each mesh."""
     axes, cases = PARITY[mesh]
     if request.config.getoption("--matrix", "covering") == "full":
         cases = _all_cases(mesh)
-    arguments = {"axes": axes, "cases": cases, "env": ENVIRONMENT, "timeout": 120 + 10 * len(cases)}
-    results = pool.run(bodies.parity, math.prod(axes.values()), **arguments)
-    assert all(len(result) == len(cases) for result in results)
+    # Between runs workers let go of process groups, each of which has threads.
+    for several in (cases[first : first + TOGETHER] for first in range(0, len(cases), TOGETHER)):
+        arguments = {"axes": axes, "cases": several, "env": ENVIRONMENT, "timeout": 120 + 10 * len(several)}
+        results = pool.run(bodies.parity, math.prod(axes.values()), **arguments)
+        assert all(len(result) == len(several) for result in results)
 
 
 @pytest.mark.ranks(4)
