@@ -112,7 +112,10 @@ def same_bits(
             found["left"].append(under_way(first.model))
             compare(checks, f"step {step}", first, second)
             gathers = []
-            for trainer in (second, first):  # the other way round one would wait for the other, on one communicator
+            for trainer in (
+                second,
+                first,
+            ):  # the other way round one would wait for the other, on one communicator
                 with recorded() as calls:
                     trainer.step(clip)
                 gathers.insert(0, sum(call.kind == "all_gather" for call in calls))
