@@ -3,6 +3,7 @@
     backward     right before a unit's gradients are reduced: one norm of the whole buffer, on the device
     no_sync      right before the next forward: one norm per unit of what has added up
     step         one flag per unit is read, and an all-reduce of one number tells whether any rank has seen anything
+    a new step   what was seen is forgotten: after a step, or when a forward finds that all gradients were cleared
 
 Nothing waits for the device until the step, or until a norm is computed for clipping. Only then, and only when
 something was seen, parameters are looked through: a reduction spreads NaN over ranks, but not over parameters.
@@ -21,7 +22,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import GradientError, OrderError, message
 from te_fsdp.sharding.comm import GradComm, comm_of, set_comm
 from te_fsdp.sharding.comm_units import install_comm
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharding.state import shard_of, sharding_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,7 +85,7 @@ class NanReport:
     """
 
     def __init__(self, state: ShardingState, action: str) -> None:
-        self.action, self.microbatch, self._asked = action, 0, False
+        self.action, self.microbatch, self._asked, self._raised = action, 0, False, False
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
         self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
@@ -133,21 +134,45 @@ class NanReport:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         text = self._describe() if int(seen) else ""
         if text and self.action == "raise":
+            self._raised = True
             raise GradientError(text)
         if text:
             _log.warning("%s", text)
         self._asked = True
 
     def forget(self) -> None:
-        """Begin a new step. Local operation."""
-        self.microbatch, self._asked = 0, False
+        """Begin a new step. Local operation.
+
+        Happens by itself: after a step, in ``te_fsdp.zero_grad``, and in the next forward after gradients were set to
+        ``None``. Gradients that something else has filled with zeros (``optimizer.zero_grad(set_to_none=False)``) are
+        recognised after an error that this watch has raised; where a loop skips a step for other reasons, and clears
+        gradients so, call this.
+        """
+        self.microbatch, self._asked, self._raised = 0, False, False
         self._first.zero_()
 
     def _next_microbatch(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
+            if self.microbatch and self._are_cleared():
+                self.forget()
             self._look_at_unreduced()
             self.microbatch += 1
             self._asked = False
+
+    def _are_cleared(self) -> bool:
+        """Whether no gradient is left of the microbatches so far: the step that they belonged to was given up."""
+        state = self._state()
+        assert state is not None
+        if any(True for unit in state.modules.values() for _ in _fsdp2.unreduced(unit)):
+            return False
+        if state.replicated is not None and state.replicated.pending:
+            return False
+        found = (p.grad for p in map(shard_of, state.model.parameters()))
+        if not self._raised:  # stops at the first one: this runs before each microbatch
+            return all(gradient is None for gradient in found)
+        # Zeros and not only finite: another rank may hold the part of a gradient that this rank has spoilt.
+        left = [_torch.local_of(gradient) for gradient in found if gradient is not None]
+        return not any(bool(gradient.count_nonzero()) for gradient in left)
 
     def _look_at_unreduced(self) -> None:
         """What has added up without a reduction, on this rank alone."""

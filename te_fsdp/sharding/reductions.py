@@ -162,6 +162,8 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
         elif parameter.grad is not None:
             parameter.grad.detach().zero_()
     state.failed = False
+    if state.nan_report is not None:
+        state.nan_report.forget()
 
 
 @torch.no_grad()

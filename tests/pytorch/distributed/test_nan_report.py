@@ -37,6 +37,35 @@ def test_who_and_when(pool, axes, ranks):
             assert (second, weights) == ("", ""), name
 
 
+SEVERAL = {
+    "optimizer.zero_grad": {},
+    "filled with zeros": {"clear": "zeros"},
+    "te_fsdp.zero_grad": {"clear": "te_fsdp", "context": "no_sync"},
+    "te_fsdp.zero_grad with zeros": {"clear": "te_fsdp zeros", "skip": True},
+    "clipped": {"clip": True},
+    "given up by the loop": {"skip": True},
+    "not sharded": {"exempt": True},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axes", [{}, {"dp_replicate": 2}], ids=["dp2", "replicate2"])
+def test_several_poisoned_steps(pool, axes):
+    """An error names who has spoilt this step, and no one whose step was given up before."""
+    for found in pool.run(nan.several, 2, cases=SEVERAL | {"control": {"fault": True}}, axes=axes):
+        control = found.pop("control")
+        assert control[1].count("(microbatch") == 2, control
+        for name, errors in found.items():
+            for step, (where, error) in enumerate(zip(nan.STEPS, errors, strict=True)):
+                skipped = SEVERAL[name].get("skip") and step < len(nan.STEPS) - 1
+                if where is None or skipped:
+                    assert error == "", (name, step, error)
+                    continue
+                rank, number = where
+                assert f": rank {rank} (microbatch {number})" in error, (name, step, error)
+                assert error.count("(microbatch") == 1, (name, step, error)
+
+
 @pytest.mark.gpu
 @pytest.mark.ranks(2)
 def test_costs_at_most_one_percent(pool):

@@ -73,6 +73,82 @@ def _poisoned(
     return [*raised, "" if int(finite) else "the weights hold NaN"]
 
 
+#: Who brings NaN in which microbatch, step by step; no one in the third.
+STEPS = [(1, 2), (0, 3), None, (1, 1), (0, 2)]
+
+
+def several(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[str]]:
+    """Train through :data:`STEPS`, each error followed by what it advises: clear the gradients and go on.
+
+    Args:
+        cases: Name -> ``clear`` (see :func:`_clear`), ``context`` of all microbatches but the last one, ``clip``,
+            ``skip`` (the loop gives poisoned steps up by itself, but for the last one), ``fault`` (negative control:
+            nothing is forgotten but by a step), ``policy``, ``exempt``.
+        axes: Mesh sizes.
+
+    Returns:
+        What each step raised; empty for none.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    return {name: _several(meshes, **case) for name, case in cases.items()}
+
+
+def _several(
+    meshes: Any,
+    clear: str = "optimizer",
+    context: str = "",
+    clip: bool = False,
+    skip: bool = False,
+    fault: bool = False,
+    exempt: bool = False,
+) -> list[str]:
+    import te_fsdp
+
+    torch.manual_seed(3)
+    model = Pair(**meshes.te_kwargs())
+    if exempt:
+        te_fsdp.fsdp_no_shard(model.second)
+    te_fsdp.fully_shard(model, meshes, units=["first", "second"])
+    watch = te_fsdp.report_nan(model)
+    if fault:
+        watch._are_cleared = lambda: False
+    optimizer = torch.optim.AdamW(model.parameters())
+    poison = torch.zeros((), dtype=BF16, device=harness.device())
+    model.second.register_forward_pre_hook(lambda module, args: (args[0] + poison,))
+    raised = []
+    for step, where in enumerate(STEPS):
+        for number in range(1, MICROBATCHES + 1):
+            poison.fill_(float("nan") if where == (dist.get_rank(), number) else 0)
+            local = bool(context) and number < MICROBATCHES
+            with getattr(te_fsdp, context)(model) if local else contextlib.nullcontext():
+                x = torch.randn((TOKENS, HIDDEN), device=harness.device()).to(BF16)
+                y = model(x)
+                y.backward(torch.ones_like(y))
+        raised.append("")
+        if not skip or where is None or step == len(STEPS) - 1:
+            try:
+                if clip:
+                    te_fsdp.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            except te_fsdp.GradientError as error:
+                raised[-1] = str(error)
+        _clear(clear, model, optimizer)
+    return raised
+
+
+def _clear(how: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    import te_fsdp
+
+    if how == "te_fsdp":
+        te_fsdp.zero_grad(model)
+    elif how == "te_fsdp zeros":
+        te_fsdp.zero_grad(model, set_to_none=False)
+    else:
+        optimizer.zero_grad(set_to_none=how != "zeros")
+
+
 def seconds(hidden: int, tokens: int, count: int = 30) -> dict[str, float]:
     """Seconds of a forward and backward with and without the watch, the shortest of many, in turns."""
     import time
