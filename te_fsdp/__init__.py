@@ -6,14 +6,15 @@ Importing this package runs nothing: no TE, no CUDA, no patching. Names are load
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from te_fsdp import checkpoint as checkpoint
+    from te_fsdp.all_ranks import set_collective_timeout as set_collective_timeout
     from te_fsdp.errors import CheckpointError as CheckpointError
+    from te_fsdp.errors import CollectiveError as CollectiveError
     from te_fsdp.errors import GradientError as GradientError
     from te_fsdp.errors import InitError as InitError
     from te_fsdp.errors import MeshError as MeshError
@@ -62,6 +63,7 @@ _HOMES = {
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
     "broadcast_params": "te_fsdp.sharding.broadcast",
     "check_optimizer": "te_fsdp.sharding.optimizer",
+    "set_collective_timeout": "te_fsdp.all_ranks",
     # training
     "microbatch": "te_fsdp.sharding.schedule",
     "no_sync": "te_fsdp.sharding.schedule",
@@ -86,6 +88,7 @@ _HOMES = {
     "OrderError": "te_fsdp.errors",
     "InitError": "te_fsdp.errors",
     "CheckpointError": "te_fsdp.errors",
+    "CollectiveError": "te_fsdp.errors",
     "PrecisionError": "te_fsdp.errors",
     "GradientError": "te_fsdp.errors",
 }
@@ -103,8 +106,6 @@ _MODULES = (
 _SUBPACKAGES = ("checkpoint",)
 
 __all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]
-
-logging.getLogger("te_fsdp").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -29,6 +29,7 @@ __all__ = [
     "at_end_of_backward",
     "attributes_of",
     "concatenated_meshes",
+    "default_store",
     "backward_id",
     "divide_factor",
     "dtensor",
@@ -239,6 +240,11 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store in which the ranks of the default process group found each other (``_get_default_store``)."""
+    return _get_default_store()
 
 
 def group_by_name(name: str) -> torch.distributed.ProcessGroup:

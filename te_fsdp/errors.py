@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CollectiveError",
     "GradientError",
     "InitError",
     "MeshError",
@@ -42,6 +43,10 @@ class InitError(TeFsdpError, RuntimeError):
 
 class CheckpointError(TeFsdpError, RuntimeError):
     """A checkpoint is missing, damaged, foreign, or cannot be loaded right onto this model and mesh."""
+
+
+class CollectiveError(TeFsdpError, RuntimeError):
+    """A call that all ranks must make was made by some of them alone, or ranks made different ones."""
 
 
 class GradientError(TeFsdpError, ArithmeticError):

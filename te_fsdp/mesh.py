@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes
 from te_fsdp.errors import MeshError, message
 
@@ -57,6 +58,7 @@ class Meshes:
     device_mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -92,8 +94,9 @@ class Meshes:
         sizes = fill_sizes(asked, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
-        mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        return cls._of(mesh, sizes["cp"], sizes["ep"])
+        with collective_call("Meshes.build"):
+            mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+            return cls._of(mesh, sizes["cp"], sizes["ep"])
 
     @classmethod
     def _of(cls, mesh: DeviceMesh, cp: int, ep: int) -> Meshes:
@@ -150,8 +153,9 @@ class Meshes:
         check_nested(ranks, mesh)
         from torch.distributed.device_mesh import DeviceMesh
 
-        dense = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
-        return cls._of(dense, sizes["cp"], sizes["ep"])
+        with collective_call("Meshes.from_device_mesh", mesh):
+            dense = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
+            return cls._of(dense, sizes["cp"], sizes["ep"])
 
     def size(self, axis: str) -> int:
         """Size of an axis; of ``dp_shard`` that of dense parameters, which takes in ``cp`` and ``ep``."""
@@ -194,7 +198,7 @@ class Meshes:
             return self.device_mesh["dp_shard"] if self.size("dp_shard") > 1 else None
         if self.size("dp_shard") == 1:
             return self.device_mesh["tp"]
-        return _torch.flatten_mesh(self.device_mesh["dp_shard", "tp"], "weight")
+        return self._flattened(self.device_mesh["dp_shard", "tp"], "weight")
 
     @property
     def ep(self) -> DeviceMesh | None:
@@ -230,7 +234,7 @@ class Meshes:
         if tp == 1 or shards == 1:
             axis = "dp_shard" if tp == 1 else "tp"
             return self.expert_mesh[axis] if shards * tp > 1 else None
-        return _torch.flatten_mesh(self.expert_mesh["dp_shard", "tp"], "expert_weight")
+        return self._flattened(self.expert_mesh["dp_shard", "tp"], "expert_weight")
 
     @property
     def expert_amax(self) -> DeviceMesh | None:
@@ -242,7 +246,16 @@ class Meshes:
             return None
         if self.size("dp_replicate") == 1:
             return self.expert_weight or self.expert_mesh["dp_shard"]
-        return _torch.flatten_mesh(self.expert_mesh["dp_replicate", "dp_shard", "tp"], "expert_amax")
+        return self._flattened(self.expert_mesh["dp_replicate", "dp_shard", "tp"], "expert_amax")
+
+    def _flattened(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
+        """Several axes as one. Collective over all ranks when a name is asked for first, local afterwards."""
+        if name in self._known:
+            return _torch.flatten_mesh(mesh, name)
+        with collective_call(f"Meshes.{name}", self.device_mesh):
+            flat = _torch.flatten_mesh(mesh, name)
+        self._known.add(name)
+        return flat
 
     @property
     def expert_shards(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree, rank
 from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
 from te_fsdp.checkpoint.conversion import plan_conversion
@@ -79,10 +80,11 @@ def load(
         CheckpointError: No checkpoint there, a damaged one, or one that differs (all differences in one
             text). All ranks raise the same.
         OrderError: The optimizer was built before the model was sharded.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     source = Path(os.path.abspath(path))
     patterns = ["*"] if not strict else [allow] if isinstance(allow, str) else list(allow)
-    with in_use(source):
+    with collective_call("checkpoint.load"), in_use(source):
         return _load(source, model, optimizer, allow=patterns, convert=convert, verify=verify)
 
 

@@ -16,6 +16,7 @@ import torch
 
 import te_fsdp
 from te_fsdp import _te
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background
 from te_fsdp.checkpoint.collective import Ranks, mesh_sizes, own_ranks, rank
@@ -92,8 +93,24 @@ def save(
             share, something cannot be stored, a rank failed to write, or the save before has failed and
             nobody asked. All ranks raise the same; nothing appears at ``path``.
         OrderError: The optimizer was built before the model was sharded.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     began, handle = time.perf_counter(), SaveHandle(Path(os.path.abspath(path)))
+    with collective_call("checkpoint.save"):
+        return _save(handle, began, model, optimizer, extra, asynchronous, keep_last, progress)
+
+
+def _save(
+    handle: SaveHandle,
+    began: float,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    asynchronous: bool,
+    keep_last: int | None,
+    progress: bool | None,
+) -> SaveHandle:
+    """:func:`save`, once all ranks have come; ``began`` on the clock of ``time.perf_counter``."""
     waited = background().wait()
     writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
     handle.bytes = writing.bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _torch
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
@@ -74,18 +76,36 @@ def set_device_mesh(
         OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
         PlacementError: A module or option for which there is no right placement, or a quantized weight of which no
             cut consists of whole blocks of its format.
+        CollectiveError: Where it communicates: some ranks did not make the call.
 
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
-    planned = check_device_mesh(
-        model, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh, experts=experts
-    )
-    _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
+    mesh = _communicates_over(model, weight_mesh, ep_mesh)
+    with collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext():
+        planned = check_device_mesh(
+            model,
+            tp_mesh,
+            weight_mesh,
+            ep_mesh=ep_mesh,
+            expert_weight_mesh=expert_weight_mesh,
+            experts=experts,
+        )
+        _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
     if tp_mesh is not None:
         watch_copies()
     if _te.is_loaded():
         mend_hooks()
         watch_steps()
+
+
+def _communicates_over(
+    model: nn.Module, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+) -> DeviceMesh | None:
+    """The ranks that must come first, if the call communicates; ``None`` if it is local. Local operation."""
+    if ep_mesh is not None:
+        return ep_mesh
+    on_device = any(_te.is_quantized(p) and not p.is_meta for p in model.parameters())
+    return weight_mesh if on_device else None
 
 
 def _bind_all(planned: list[Planned], dense: Meshing, experts: Meshing) -> None:

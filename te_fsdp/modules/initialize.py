@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.layout.experts import expert_index
@@ -173,9 +174,10 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
     mine = int.from_bytes(digest, "big")
     seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
     # Axis after axis, so that a difference anywhere reaches everyone, and all ranks raise together.
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    with collective_call(f"reset_parameters ({label})", mesh):
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if int(seen[0]) != -int(seen[1]):
         raise InitError(
             message(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import is_exempt
 from te_fsdp.modules.copies import make_equal
 from te_fsdp.sharding.experts import is_expert, reduction_of
 from te_fsdp.sharding.gathers import release_params
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharding.state import mesh_of, sharding_state
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,15 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
 
     Raises:
         OrderError: A call from inside of backward.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    mesh = mesh_of(model)
+    with collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
+        _make_equal(model, optimizer)
+
+
+def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """:func:`broadcast_params`, once all ranks have come."""
     state = sharding_state(model)
     if state is not None:
         release_params(model)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
 from te_fsdp import _torch
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.modules.apply import set_device_mesh
 from te_fsdp.modules.experts import Selection
@@ -83,11 +84,11 @@ def fully_shard(
             contradict each other, and quantized weights whose shards would not fit their format.
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not.
+        CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
-    request = Request(*asked, experts, average_gradients)
-    with wgrad_fusion_set_aside(model) as fused:
-        plan = plan_sharding(model, meshes, request)
+    with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
+        plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
         _check_ranks(plan, fused)
         plan.exempt.commit(meshes.device)
         _bind(plan)

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.sharding.agree import raised_on_all_ranks
-from te_fsdp.sharding.state import settle, sharding_state
+from te_fsdp.sharding.state import mesh_of, settle, sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["materialize"]
 
@@ -51,11 +50,13 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
     Raises:
         InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
             states.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     settle(model)
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
-    mesh = _mesh_of(model)
-    with raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
+    mesh = mesh_of(model)
+    together = collective_call("materialize", mesh) if mesh is not None else contextlib.nullcontext()
+    with together, raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
         unset = _initialize_all(pending, _owners(model))
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if unset or left:
@@ -65,14 +66,6 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
         state.replicated.renewed()
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
-
-
-def _mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh on which errors are told: of the whole model where ``fully_shard`` knows it, or of a parameter."""
-    state = sharding_state(model)
-    if state is not None:
-        return state.meshes.device_mesh
-    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def _initialize_all(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
@@ -22,7 +23,11 @@ from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch.optim import Optimizer
+
+    from te_fsdp.sharding.state import ShardingState
 
 __all__ = ["chunk_in", "shard_optimizer", "stand_ins_of"]
 
@@ -80,6 +85,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
         OrderError: It has made steps before; ``overlap_gather`` without effect, or not given to the first call.
         PrecisionError: A FusedAdam whose main weights are not fp32, over low-precision parameters.
         MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = stand_ins_of(optimizer)
@@ -87,6 +93,23 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
         _check_overlap(optimizer, known, held)
     if known is not None or not any(copies_of(p) for p in held):
         return optimizer
+    states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
+    with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
+        _shard(optimizer, held, states, overlap_gather)
+    return optimizer
+
+
+def _shard(
+    optimizer: Optimizer, held: list[torch.Tensor], states: Collection[ShardingState], overlap_gather: bool
+) -> None:
+    """:func:`shard_optimizer`, once all ranks have come.
+
+    Args:
+        optimizer: One whose state is not cut yet.
+        held: Its parameters.
+        states: Of the models that they belong to.
+        overlap_gather: As there.
+    """
     _check_fresh(optimizer)
     stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_stand_ins(optimizer, cuts=True)
     stand_ins.cuts = True
@@ -96,13 +119,12 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
     _prepare_bytes(chunks)
     stand_ins.start(optimizer)
-    for state in {id(s): s for p in held if (s := state_of(p)) is not None}.values():
+    for state in states:
         state.outer_optimizer = stand_ins
         watch_units(state)
         if overlap_gather:
             watch_state_dicts(state)
     stand_ins.overlaps = overlap_gather
-    return optimizer
 
 
 def _check_overlap(optimizer: Optimizer, known: StandIns | None, held: list[torch.Tensor]) -> None:

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.distributed.tensor import DTensor
+
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.binding import STATE
 from te_fsdp.errors import OrderError, message
@@ -23,6 +25,7 @@ from te_fsdp.sharding.strategies import Pace
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from te_fsdp.mesh import Meshes
@@ -33,6 +36,7 @@ __all__ = [
     "ShardingState",
     "mark",
     "mark_gathered",
+    "mesh_of",
     "recover",
     "refuse_in_backward",
     "required_state",
@@ -204,6 +208,14 @@ class _Reference:
 def sharding_state(model: nn.Module) -> ShardingState | None:
     """The state of a model that ``fully_shard`` was called on; ``None`` for any other module."""
     return model.__dict__.get(KEY)
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The ranks of a model: those that ``fully_shard`` was given, else a parameter's mesh; ``None`` for this rank."""
+    state = sharding_state(model)
+    if state is not None:
+        return state.meshes.device_mesh
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def settle(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
@@ -195,8 +196,6 @@ def load_huggingface(
         first = next(stream)  # checks the whole source
         return state, _chain(first, stream)
 
-    state, stream = all_agree(prepare)
-
     def move() -> None:
         try:
             for name, tensor in stream:
@@ -208,7 +207,9 @@ def load_huggingface(
         except CheckpointError as error:
             raise CheckpointError(f"{error} The model's weights are replaced in part: load again.") from error
 
-    all_agree(move)
+    with collective_call("load_huggingface"):
+        state, stream = all_agree(prepare)
+        all_agree(move)
 
 
 def _chain(

@@ -1,0 +1,254 @@
+"""Collective calls begin when all their ranks have come; who waits says for whom, and gives up on all ranks alike.
+
+A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would leave them in a collective that no
+timeout of ours can end. So the calls outside the training step first meet in the key-value store that
+``torch.distributed`` keeps anyway (torchrun's TCPStore, as a rule). Keys under ``te_fsdp/calls/<ranks>/<n>/``, for the
+n-th call that these ranks make together:
+
+    <rank>      name of the call that the rank is in; the rank removes it in its next call
+    came        how many ranks have come, in whatever call
+    in/<call>   how many of them in this call
+    outcome     ``go``, or the text of the error that all raise: whoever writes it first decides (compare-and-set), so
+                that ranks which give up and the one that comes in this very moment agree
+
+A call costs a rank a handful of requests, however many ranks there are; only after ``REPORT_AFTER`` seconds does anyone
+look for the missing ones. Steps (forward, backward, gradient norm, optimizer) do not meet here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from te_fsdp import _torch
+from te_fsdp.errors import CollectiveError, message
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["collective_call", "set_collective_timeout"]
+
+_log = logging.getLogger("te_fsdp")
+
+#: Seconds until a waiting rank says for whom it waits.
+REPORT_AFTER = 10.0
+#: Seconds until it gives up: that of torch's process groups on the CPU (``default_pg_timeout``).
+DEFAULT_TIMEOUT = 1800.0
+_GO = b"go"
+# At most so many ranks are named; more would not be read, and each costs requests.
+_NAMED = 8
+
+
+@dataclass
+class _Process:
+    """What a process keeps: its timeout, whether this thread is in a call, and the calls of each set of ranks."""
+
+    timeout: float = DEFAULT_TIMEOUT
+    thread: threading.local = field(default_factory=threading.local)
+    #: Default process group -> ranks -> number and name of their last call. Gone with the process group.
+    last: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+
+@functools.cache
+def _process() -> _Process:
+    return _Process()
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """How long the ranks of a collective call wait for each other before all of them raise ``CollectiveError``.
+
+    It holds for the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``, ``materialize``,
+    ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...), in this process, from now on. The
+    shortest timeout among the ranks decides. Local operation.
+
+    Args:
+        seconds: More than 0; 1800 (half an hour) by default. A rank may come so much later than the first: make it
+            longer than what one rank alone does at times, such as an evaluation.
+
+    Raises:
+        CollectiveError: Not a positive number.
+    """
+    if not seconds > 0:
+        raise CollectiveError(
+            message("set_collective_timeout", expected="a positive number of seconds", got=repr(seconds))
+        )
+    _process().timeout = float(seconds)
+
+
+@contextmanager
+def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """What is in the context begins when all ranks have come to it.
+
+    Calls in the context do not wait again: all ranks are here. Collective over the ranks, through the store of the
+    default process group; nothing is sent where that has one rank or is torch's fake one.
+
+    Args:
+        call: Name of the public call, for messages; the same on all ranks.
+        mesh: The ranks that make it; ``None``: all.
+
+    Raises:
+        CollectiveError: On all ranks that come: some did not within :func:`set_collective_timeout`, or made another
+            call.
+    """
+    thread = _process().thread
+    if getattr(thread, "inside", False):
+        yield
+        return
+    ranks = _ranks(mesh)
+    if len(ranks) > 1:
+        _Meeting.next(call, ranks).wait()
+    thread.inside = True
+    try:
+        yield
+    finally:
+        thread.inside = False
+
+
+def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """Who makes a call, in ascending order; none where there is nobody to wait for."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return ()
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """The n-th call that a set of ranks makes together, as one of them sees it."""
+
+    call: str
+    ranks: tuple[int, ...]
+    number: int
+    before: str  # name of the call before, which has ended for all who have come to this one
+    store: Any
+
+    @classmethod
+    def next(cls, call: str, ranks: tuple[int, ...]) -> _Meeting:
+        """Take part in the next meeting of these ranks."""
+        known = _process().last.setdefault(dist.group.WORLD, {})
+        number, before = known.get(ranks, (-1, ""))
+        known[ranks] = number + 1, call
+        whole = len(ranks) == dist.get_world_size()
+        name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        store = dist.PrefixStore(f"te_fsdp/calls/{name}", _torch.default_store())
+        return cls(call, ranks, number + 1, before, store)
+
+    def wait(self) -> None:
+        """Come, and wait until all have. Raises ``CollectiveError`` on all ranks if they do not."""
+        me, number = dist.get_rank(), self.number
+        self.store.set(f"{number}/{me}", self.call)  # before it is counted: who counts all ranks can ask all
+        mine = self.store.add(f"{number}/in/{self.call}", 1)
+        came = self.store.add(f"{number}/came", 1)
+        self.store.delete_key(f"{number - 1}/{me}")
+        if came == len(self.ranks):
+            everyone_here = mine == came or self.store.add(f"{number}/in/{self.call}", 0) == came
+            self._settle(_GO if everyone_here else self._other_calls().encode())
+            for key in ("came", f"in/{self.before}", "outcome"):
+                self.store.delete_key(f"{number - 1}/{key}")
+        outcome = self._outcome()
+        if outcome != _GO:
+            raise CollectiveError(outcome.decode())
+
+    def _settle(self, outcome: bytes) -> None:
+        """Decide, unless another rank has."""
+        self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
+
+    def _outcome(self) -> bytes:
+        """What was decided; says meanwhile for whom this rank waits, and gives up in the end."""
+        key, began, report_at = f"{self.number}/outcome", time.monotonic(), REPORT_AFTER
+        while not self.store.check([key]):
+            waited, timeout = time.monotonic() - began, _process().timeout
+            if waited >= timeout:
+                self._settle(self._gave_up(waited).encode())
+                continue
+            if waited >= report_at:
+                self._report(waited)
+                report_at = min(2 * waited, waited + 300)
+            # Polled, since a wait in the store would print warnings of its own: at once after short waits, and
+            # seldom enough after long ones that thousands of ranks do not keep the store busy.
+            time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
+        return self.store.get(key)
+
+    def _report(self, waited: float) -> None:
+        """Log who has not come; or decide that nobody need wait, if some are in another call."""
+        came = self.store.add(f"{self.number}/came", 0)
+        if came != self.store.add(f"{self.number}/in/{self.call}", 0):
+            self._settle(self._other_calls().encode())
+        elif came < len(self.ranks):
+            _log.warning(
+                "te_fsdp.%s: rank %d has waited for %.0f s: of %d ranks, %s not called it yet. It is a collective "
+                "call: every rank must make it.",
+                self.call,
+                dist.get_rank(),
+                waited,
+                len(self.ranks),
+                self._absent(came),
+            )
+
+    def _gave_up(self, waited: float) -> str:
+        came = self.store.add(f"{self.number}/came", 0)
+        return message(
+            f"te_fsdp.{self.call}: {self._absent(came)} not called it",
+            expected=f"the call on all {len(self.ranks)} ranks",
+            got=f"it on {came} of them after {waited:.0f} s",
+            why="It is collective: the ranks that made it have given up",
+            fix="make the call on every rank (not under `if rank == 0`), or give ranks that come later more time: "
+            "te_fsdp.set_collective_timeout(seconds)",
+        )
+
+    def _other_calls(self) -> str:
+        """Error text for ranks that are in different calls."""
+        named: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            if self.store.check([f"{self.number}/{rank}"]):
+                named.setdefault(self.store.get(f"{self.number}/{rank}").decode(), []).append(rank)
+        calls = "; ".join(f"{_numbers(ranks)} in te_fsdp.{call}" for call, ranks in named.items())
+        return message(
+            f"te_fsdp.{self.call}: the ranks are in different calls",
+            expected=f"the same call on all {len(self.ranks)} ranks",
+            got=calls,
+            why="Collective calls that do not match would wait for each other for ever",
+            fix="make the same calls in the same order on every rank",
+        )
+
+    def _absent(self, came: int) -> str:
+        """Ranks without a key, and the verb's beginning: 'ranks 1, 3 have'."""
+        missing = len(self.ranks) - came
+        found = self._without_key(self.ranks, min(missing, _NAMED))
+        more = f" and {missing - len(found)} more" if missing > len(found) else ""
+        return f"{_numbers(found)}{more} {'has' if missing == 1 else 'have'}"
+
+    def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
+        """The first so many ranks that have not come, by halving: few requests where few are missing."""
+        if most <= 0 or self.store.check([f"{self.number}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        first = self._without_key(ranks[:half], most)
+        return first + self._without_key(ranks[half:], most - len(first))
+
+
+def _numbers(ranks: list[int]) -> str:
+    """Ranks for a message, neighbours joined: 'ranks 0-2, 5'."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    shown = ", ".join("-".join(map(str, part)) for part in parts[:_NAMED])
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{', ...' if len(parts) > _NAMED else ''}"

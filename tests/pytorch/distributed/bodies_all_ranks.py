@@ -1,0 +1,199 @@
+"""Bodies of collective calls that ranks make late, alone, or not at all. Times are short; rank 0 is always early."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import harness
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+REPORT_AFTER = 0.2  # instead of 10 s
+
+
+class Heard(logging.Handler):
+    """Keeps what te_fsdp logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def listening(timeout: float) -> Iterator[list[str]]:
+    """Short times within; yields the warnings."""
+    import te_fsdp
+    from te_fsdp import all_ranks
+
+    heard, log = Heard(), logging.getLogger("te_fsdp")
+    before, all_ranks.REPORT_AFTER = all_ranks.REPORT_AFTER, REPORT_AFTER
+    te_fsdp.set_collective_timeout(timeout)
+    log.addHandler(heard)
+    try:
+        yield heard.texts
+    finally:
+        log.removeHandler(heard)
+        all_ranks.REPORT_AFTER = before
+        te_fsdp.set_collective_timeout(all_ranks.DEFAULT_TIMEOUT)
+
+
+def _calls(folder: str) -> dict[str, Callable[[], object]]:
+    """Every public collective call outside the step, prepared on all ranks."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+    from te_fsdp.checkpoint.portable import huggingface
+
+    kind = harness.device_type()
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=dist.get_world_size() // 2, device_type=kind)
+    model = te.Linear(32, 32, device="meta", params_dtype=torch.float32)
+    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
+    te_fsdp.materialize(model, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = te.Linear(32, 32, device="meta")
+    bound = te.Linear(32, 32, device="meta")
+    tp = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    te_fsdp.set_device_mesh(bound, tp)
+    return {
+        "Meshes.build": lambda: te_fsdp.Meshes.build(dp_shard=-1, device_type=kind),
+        "Meshes.from_device_mesh": lambda: te_fsdp.Meshes.from_device_mesh(tp),
+        "fully_shard": lambda: te_fsdp.fully_shard(whole, meshes),
+        "materialize": lambda: te_fsdp.materialize(bound, seed=0),
+        "reset_parameters": lambda: bound.reset_parameters(),
+        "broadcast_params": lambda: te_fsdp.broadcast_params(model),
+        "shard_optimizer": lambda: te_fsdp.shard_optimizer(optimizer),
+        "checkpoint.save": lambda: te_fsdp.checkpoint.save(Path(folder, "step-1"), model),
+        "checkpoint.load": lambda: te_fsdp.checkpoint.load(Path(folder, "step-0"), model),
+        "load_huggingface": lambda: huggingface.load_huggingface(folder, model),
+    }
+
+
+def called_on_rank_0_alone(call: str, folder: str) -> dict[str, object]:
+    """Rank 0 calls and gives up; the others make the call afterwards, and hear of it at once."""
+    from te_fsdp import CollectiveError
+
+    make = _calls(folder)[call]
+    dist.barrier()
+    with listening(timeout=1.0) as texts:
+        if dist.get_rank():
+            time.sleep(2.0)
+        began = time.monotonic()
+        try:
+            make()
+        except CollectiveError as error:
+            return {"error": str(error), "seconds": time.monotonic() - began, "warnings": texts}
+    return {"error": None, "warnings": texts}
+
+
+def late_rank(folder: str) -> dict[str, object]:
+    """The last rank comes a second after the first report; the save is whole."""
+    import te_fsdp
+
+    make = _calls(folder)["checkpoint.save"]
+    dist.barrier()
+    with listening(timeout=60.0) as texts:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(5 * REPORT_AFTER)
+        make().result()
+        te_fsdp.checkpoint.verify(Path(folder, "step-1"))
+    return {"warnings": texts}
+
+
+def different_calls(folder: str) -> str:
+    """Rank 0 saves while the others load: none waits for the timeout."""
+    from te_fsdp import CollectiveError
+
+    calls = _calls(folder)
+    dist.barrier()
+    began = time.monotonic()
+    with listening(timeout=100.0):
+        try:
+            calls["checkpoint.load" if dist.get_rank() else "checkpoint.save"]()
+        except CollectiveError as error:
+            assert time.monotonic() - began < 50
+            return str(error)
+    return ""
+
+
+def different_calls_before_all_have_come() -> str:
+    """Rank 0 and rank 1 are in different calls, the last rank in none: it hears of it when it comes."""
+    from te_fsdp import CollectiveError
+    from te_fsdp.all_ranks import collective_call
+
+    rank = dist.get_rank()
+    with listening(timeout=100.0):
+        time.sleep(rank * 2 * REPORT_AFTER if rank < 2 else 2.0)
+        try:
+            with collective_call(f"call_{rank}"):
+                pass
+        except CollectiveError as error:
+            return str(error)
+    return ""
+
+
+def groups_apart() -> list[str]:
+    """Halves of the world meet among themselves, in different numbers, then all together; nobody reports anything."""
+    from te_fsdp.all_ranks import collective_call
+
+    mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    with listening(timeout=20.0) as texts:
+        for _ in range(1 + 3 * mesh.get_local_rank("a")):
+            with collective_call("half", mesh["b"]):
+                pass
+        with collective_call("whole", mesh), collective_call("inner"):
+            pass  # the inner call meets nobody: all are here
+    return texts
+
+
+def nested() -> int:
+    """Keys of calls of one set of ranks: a call within a call adds none."""
+    from te_fsdp import _torch
+    from te_fsdp.all_ranks import collective_call
+
+    with collective_call("outer"), collective_call("inner"):
+        dist.barrier()
+        count = _torch.default_store().check(["te_fsdp/calls/world/1/came"])
+        dist.barrier()
+    return int(count)
+
+
+def keys_after(rounds: int) -> int:
+    """Keys in the store after so many calls, and one more that all have ended before anyone counts."""
+    from te_fsdp import _torch
+    from te_fsdp.all_ranks import collective_call
+
+    for number in range(rounds):
+        with collective_call(f"call_{number % 3}"):
+            pass
+    dist.barrier()
+    count = _torch.default_store().num_keys()
+    dist.barrier()
+    return count
+
+
+def timeout_of_a_second_model() -> list[str]:
+    """After a call that failed the next one works again."""
+    from te_fsdp import CollectiveError
+    from te_fsdp.all_ranks import collective_call
+
+    seen = []
+    with listening(timeout=0.5):
+        if dist.get_rank():
+            time.sleep(1.5)
+        try:
+            with collective_call("first"):
+                seen.append("first")
+        except CollectiveError:
+            seen.append("error")
+    dist.barrier()
+    with listening(timeout=20.0), collective_call("second"):
+        seen.append("second")
+    return seen

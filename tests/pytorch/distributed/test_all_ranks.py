@@ -1,0 +1,78 @@
+"""Collective calls outside the step that some ranks make late, alone or not at all: reported, then raised on all."""
+
+from __future__ import annotations
+
+import bodies_all_ranks as bodies
+import pytest
+
+CALLS = (
+    "Meshes.build",
+    "Meshes.from_device_mesh",
+    "fully_shard",
+    "materialize",
+    "reset_parameters",
+    "broadcast_params",
+    "shard_optimizer",
+    "checkpoint.save",
+    "checkpoint.load",
+    "load_huggingface",
+)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_on_one_rank_alone_raises_on_all(pool, call, tmp_path):
+    first, *others = pool.run(bodies.called_on_rank_0_alone, 4, call=call, folder=str(tmp_path))
+    assert f"te_fsdp.{call}" in first["error"] and "ranks 1-3 have not called it" in first["error"]
+    assert "on all 4 ranks" in first["error"] and "1 of them after 1 s" in first["error"]
+    assert "Fix: " in first["error"] and "set_collective_timeout" in first["error"]
+    assert first["warnings"] and f"te_fsdp.{call}" in first["warnings"][0]
+    assert "rank 0 has waited" in first["warnings"][0] and "ranks 1-3 have" in first["warnings"][0]
+    assert not list(tmp_path.iterdir())
+    for other in others:  # nobody waits for those who have given up
+        assert other["error"] == first["error"] and other["seconds"] < 0.9 and not other["warnings"]
+
+
+@pytest.mark.ranks(4)
+def test_a_late_rank_is_waited_for(pool, tmp_path):
+    *early, late = pool.run(bodies.late_rank, 4, folder=str(tmp_path))
+    assert not late["warnings"]
+    for rank, result in enumerate(early):
+        assert f"rank {rank} has waited" in result["warnings"][0]
+        assert "of 4 ranks, rank 3 has not called it yet" in result["warnings"][0]
+
+
+@pytest.mark.ranks(4)
+def test_different_calls_raise_at_once(pool, tmp_path):
+    texts = pool.run(bodies.different_calls, 4, folder=str(tmp_path))
+    assert len(set(texts)) == 1
+    assert "rank 0 in te_fsdp.checkpoint.save; ranks 1-3 in te_fsdp.checkpoint.load" in texts[0]
+    assert "Fix: make the same calls in the same order" in texts[0]
+
+
+@pytest.mark.ranks(3)
+def test_different_calls_are_noticed_before_all_have_come(pool):
+    texts = pool.run(bodies.different_calls_before_all_have_come, 3)
+    assert len(set(texts)) == 1
+    assert "rank 0 in te_fsdp.call_0; rank 1 in te_fsdp.call_1" in texts[0] and "call_2" not in texts[0]
+
+
+@pytest.mark.ranks(4)
+def test_sets_of_ranks_meet_apart(pool):
+    assert pool.run(bodies.groups_apart, 4) == [[]] * 4
+
+
+@pytest.mark.ranks(2)
+def test_nested_calls_meet_once(pool):
+    assert pool.run(bodies.nested, 2) == [0, 0]
+
+
+@pytest.mark.ranks(4)
+def test_the_store_does_not_grow(pool):
+    few, many = (pool.run(bodies.keys_after, 4, rounds=rounds) for rounds in (4, 40))
+    assert max(few) > 0 and max(many) <= max(few)
+
+
+@pytest.mark.ranks(2)
+def test_a_failed_call_leaves_the_next_one_whole(pool):
+    assert pool.run(bodies.timeout_of_a_second_model, 2) == [["error", "second"]] * 2

@@ -1,0 +1,41 @@
+"""``collective_call`` in one process, its settings and its words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import te_fsdp
+from te_fsdp import all_ranks
+
+
+def test_one_process_waits_for_nobody():
+    with all_ranks.collective_call("checkpoint.save"):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_timeout_is_positive(seconds):
+    with pytest.raises(te_fsdp.CollectiveError, match="positive number of seconds"):
+        te_fsdp.set_collective_timeout(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 5], "ranks 0-2, 5"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, ..."),
+    ],
+)
+def test_ranks_in_words(ranks, text):
+    assert all_ranks._numbers(ranks) == text
+
+
+def test_warnings_reach_a_program_that_set_up_no_logging():
+    """Python's last resort prints warnings, unless a library has put a handler of its own in its way."""
+    program = "import logging, te_fsdp; logging.getLogger('te_fsdp').warning('rank 1 has not come')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "rank 1 has not come" in done.stderr
