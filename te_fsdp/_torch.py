@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = [
+    "REPLACED",
     "ReduceScatter",
     "around_apply",
     "at_end_of_backward",
@@ -126,12 +127,14 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     return parameter
 
 
-#: What a DTensor keeps among its Python attributes for itself.
-_OWN = ("_local_tensor", "_spec")
+#: Attribute of a parameter that a module has lost (:mod:`te_fsdp.modules.replaced`): of this object, not of its value.
+REPLACED = "_te_fsdp_replaced"
+#: What a DTensor keeps among its Python attributes for itself, and what no other object may be given.
+_OWN = ("_local_tensor", "_spec", REPLACED)
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Python attributes of a plain tensor or a DTensor, without what a DTensor keeps there for itself."""
+    """Python attributes of a plain tensor or a DTensor, without what belongs to this very object."""
     return {key: value for key, value in tensor.__dict__.items() if key not in _OWN}
 
 

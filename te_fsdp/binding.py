@@ -71,6 +71,7 @@ class Binding:
         divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
         cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
             experts.
+        sharded: Names of own parameters that FSDP2 has replaced by shards.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
@@ -90,6 +91,7 @@ class Binding:
     divided: bool = False
     experts_mesh: DeviceMesh | None = None
     cut_within: bool = False
+    sharded: set[str] = field(default_factory=set)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

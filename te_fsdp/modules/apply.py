@@ -17,6 +17,7 @@ from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
+from te_fsdp.modules.replaced import replacing
 from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
@@ -81,7 +82,8 @@ def set_device_mesh(
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
     mesh = _communicates_over(model, weight_mesh, ep_mesh)
-    with collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext():
+    together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
+    with together, replacing(model, "set_device_mesh"):
         planned = check_device_mesh(
             model,
             tp_mesh,
@@ -233,7 +235,7 @@ def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -
 
 def _python_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """What users and TE hung on a parameter; not what a tensor subclass keeps for itself."""
-    internal = ("_local_tensor", "_spec")
+    internal: tuple[str, ...] = ("_local_tensor", "_spec", _torch.REPLACED)
     if _te.is_quantized(parameter):
         probe = parameter.detach().__dict__.keys()
         kept = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val")

@@ -14,6 +14,7 @@ from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import initialize_by_reset
+from te_fsdp.modules.replaced import note_replaced, replacing
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 from te_fsdp.quantized.history import follow_history
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
@@ -77,6 +78,9 @@ class MeshModule(torch.nn.Module):
                 if not release_gathered(old, value, binding):
                     check_cut(self, binding, name, value)
                     _check_still_quantized(self, binding, name, old, value)
+                if name not in binding.sharded and old is not None:
+                    binding.sharded.add(name)
+                    note_replaced(old, binding.label(name), "fully_shard")
                 adopt_shard(binding, self, name, value)
                 binding.under_fsdp = True
             else:
@@ -142,10 +146,14 @@ class ResettableModule(MeshModule):
         Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random
         state.
         """
-        super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
         binding = binding_of(self)
+        if binding is None:
+            super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
+            return
+        with replacing(self, "reset_parameters", prefix=binding.name):
+            super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
         for name, parameter in self._parameters.items():
-            if binding is not None and parameter is not None:
+            if parameter is not None:
                 binding.carry(name, parameter)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
@@ -193,7 +201,8 @@ class ForeignModule(MeshModule):
         if binding is None:
             stock()
             return
-        unset = initialize_by_reset(self, stock)
+        with replacing(self, "reset_parameters", prefix=binding.name):
+            unset = initialize_by_reset(self, stock)
         if unset:
             raise InitError(
                 message(

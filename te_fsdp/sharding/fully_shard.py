@@ -15,6 +15,7 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.modules.apply import set_device_mesh
 from te_fsdp.modules.experts import Selection
+from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
@@ -87,7 +88,8 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
-    with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
+    together = collective_call("fully_shard", meshes.device_mesh)
+    with together, wgrad_fusion_set_aside(model) as fused, replacing(model, "fully_shard"):
         plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
         _check_ranks(plan, fused)
         plan.exempt.commit(meshes.device)

@@ -15,6 +15,7 @@ from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
+from te_fsdp.modules.replaced import replacing
 from te_fsdp.sharding.agree import raised_on_all_ranks
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
 
@@ -56,7 +57,12 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
     mesh = mesh_of(model)
     together = collective_call("materialize", mesh) if mesh is not None else contextlib.nullcontext()
-    with together, raised_on_all_ranks(mesh, "materialize"), _seeded(seed, model):
+    with (
+        together,
+        raised_on_all_ranks(mesh, "materialize"),
+        _seeded(seed, model),
+        replacing(model, "materialize"),
+    ):
         unset = _initialize_all(pending, _owners(model))
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if unset or left:

@@ -10,9 +10,8 @@ same thing for all parameters of a unit.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from torch import nn
 from te_fsdp import _torch
 from te_fsdp.binding import NO_SHARD, binding_of, is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.modules.replaced import registered_at
 from te_fsdp.modules.single import single_names
 from te_fsdp.sharding.agree import dist_rank
 from te_fsdp.sharding.ties import unit_by_module
@@ -67,7 +67,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
             )
     modules = [item for item in items if isinstance(item, nn.Module)]
     parameters = [item for item in items if not isinstance(item, nn.Module)]
-    owned = list(_owners(parameters)) if parameters else []
+    owned = list(registered_at({id(parameter) for parameter in parameters})) if parameters else []
     for module in [*(sub for top in modules for sub in top.modules()), *(owner for owner, _ in owned)]:
         _check_unsharded(module)
     for module in modules:
@@ -77,17 +77,6 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
         setattr(parameter, NO_SHARD, True)
     for module, name in owned:
         _add_mark(module, name)
-
-
-def _owners(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Module, str]]:
-    """Every module of this process that a parameter is registered at: a parameter does not know its owners."""
-    wanted = {id(parameter) for parameter in parameters}
-    for candidate in gc.get_objects():
-        # By its type: proxies of all kinds answer isinstance with side effects.
-        if issubclass(type(candidate), nn.Module):
-            for name, parameter in candidate.__dict__.get("_parameters", {}).items():
-                if id(parameter) in wanted:
-                    yield candidate, name
 
 
 def _add_mark(module: nn.Module, name: str) -> None:

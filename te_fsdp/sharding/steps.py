@@ -25,6 +25,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
+from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
@@ -77,7 +78,8 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
         if OTHER in known[name]:
             gradients[name], parameter.grad = parameter.grad, None
     try:
-        return stock(*args, **kwargs)
+        with replacing(state.model, "to_empty, or another call that converts the model"):
+            return stock(*args, **kwargs)
     finally:
         for name, parameter in state.parameters().items():
             for key, value in known[name].items():

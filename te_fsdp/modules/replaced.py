@@ -1,0 +1,115 @@
+"""Optimizers that hold parameters which binding, sharding or initialising has replaced: their steps would be lost.
+
+    optimizer built before    holds                          the model has, and gradients go to
+    set_device_mesh           plain parameters               DTensors on tp
+    fully_shard               plain ones, or DTensors on tp  FSDP2's shards
+    materialize               shards on meta                 shards on the device
+
+Whatever replaces a parameter leaves a mark on the old object, which lives exactly as long as somebody still holds it.
+A hook of all optimizers looks for marks before each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_fsdp._torch import REPLACED
+from te_fsdp.errors import OrderError, message
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["note_replaced", "registered_at", "replacing"]
+
+
+@contextlib.contextmanager
+def replacing(model: nn.Module, by: str, *, prefix: str = "") -> Iterator[None]:
+    """Mark the parameters that ``model`` has before the context and no longer has after it. Local operation.
+
+    Args:
+        model: The root of what is changed.
+        by: The call that replaces them, for the message.
+        prefix: Name of ``model`` in the user's tree.
+    """
+    before = list(model.named_parameters(prefix=prefix))
+    try:
+        yield
+    finally:
+        now = {id(parameter) for parameter in model.parameters()}
+        for name, parameter in before:
+            if id(parameter) not in now:
+                note_replaced(parameter, name, by)
+
+
+def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
+    """Mark a parameter that a module has lost. Local operation."""
+    parameter.__dict__[REPLACED] = (
+        name,
+        by,
+    )  # of calls within each other the outermost, the user's own, marks last
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    """Look at every optimizer step from now on; later calls do nothing."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # In every step of every optimizer: one look into a dict per parameter.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if REPLACED in parameter.__dict__:
+                return _refuse(optimizer)
+    return None
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    """Raise unless all replaced parameters still belong to other modules.
+
+    Raises:
+        OrderError: Names the first of them, and the call that replaced it.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    marked = {id(parameter): parameter for parameter in held if REPLACED in parameter.__dict__}
+    # Another model may share a parameter with the one that lost it: a step for that model is right.
+    for owner, name in registered_at(marked):
+        del marked.pop(id(owner._parameters[name])).__dict__[REPLACED]
+    if not marked:
+        return
+    name, by = next(iter(marked.values())).__dict__[REPLACED]
+    more = f", and {len(marked) - 1} more of its {len(held)}" if len(marked) > 1 else ""
+    raise OrderError(
+        message(
+            f"{type(optimizer).__name__}.step: {name}{more}",
+            expected="parameters that the model has now",
+            got=f"one from before {by}, which has replaced it",
+            why="Gradients go to the new parameter: the step would change nothing",
+            fix="build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
+        )
+    )
+
+
+def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
+    """Every module of this process that has a parameter, and its name there: parameters do not know their owners.
+
+    Local operation. Looks at all objects that the garbage collector knows: for setup and errors alone.
+
+    Args:
+        parameters: By ``id``; what is removed from it meanwhile is not looked for any longer.
+    """
+    for candidate in gc.get_objects():
+        # By its type: proxies of all kinds answer isinstance with side effects.
+        if issubclass(type(candidate), nn.Module):
+            for name, parameter in candidate.__dict__.get("_parameters", {}).items():
+                if id(parameter) in parameters:
+                    yield candidate, name

@@ -1,0 +1,61 @@
+"""A step of an optimizer whose parameters were replaced raises; all other optimizers step as ever."""
+
+from __future__ import annotations
+
+import pytest
+from parity import stale
+
+WRONG = [(route, moment) for route, moments in stale.MOMENTS.items() for moment in moments]
+#: The call that replaces the parameters that there are at a moment; fully_shard alone is the first to do so without tp.
+BY = {
+    ("before set_device_mesh", 1): "fully_shard",
+    ("before set_device_mesh", 2): "set_device_mesh",
+    ("before fully_shard", 1): "fully_shard",
+    ("before fully_shard", 2): "fully_shard",
+    ("before materialize", 1): "materialize",
+    ("before materialize", 2): "materialize",
+    ("before reset_parameters", 1): "reset_parameters",
+    ("before reset_parameters", 2): "reset_parameters",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("route", "moment"), WRONG)
+def test_refused_at_the_first_step(pool, route, moment, tp):
+    for kind, text in pool.run(stale.step, 2, route=route, moment=moment, tp=tp):
+        assert kind == "OrderError"
+        assert text.startswith(
+            "AdamW.step: up.weight, and 5 more of its 6: expected parameters that the model has"
+        )
+        assert f"got one from before {BY[moment, tp]}, which has replaced it" in text
+        assert "Fix: build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("several", [False, True], ids=["one_group", "two_groups"])
+@pytest.mark.parametrize("name", list(stale.OPTIMIZERS))
+def test_any_optimizer(pool, name, several):
+    how = {"route": "fully_shard", "tp": 2, "name": name, "several": several}
+    for kind, text in pool.run(stale.step, 2, moment="before materialize", **how):
+        assert kind == "OrderError" and text.startswith(f"{name}.step: up.weight")
+    assert pool.run(stale.step, 2, moment="", **how) == [("", "")] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("route", list(stale.MOMENTS))
+def test_the_right_moment(pool, route, tp):
+    assert pool.run(stale.step, 2, route=route, moment="", tp=tp) == [("", "")] * 2
+
+
+@pytest.mark.ranks(2)
+def test_one_among_the_right_ones(pool):
+    for text in pool.run(stale.one_of_them, 2):
+        assert text.startswith("SGD.step: down.weight: expected parameters that the model has")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("body", [stale.others_go_on, stale.shared_parameter, stale.memory])
+def test_nobody_else_is_concerned(pool, body):
+    pool.run(body, 2)
