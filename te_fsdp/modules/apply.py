@@ -84,14 +84,8 @@ def set_device_mesh(
     mesh = _communicates_over(model, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     with together, replacing(model, "set_device_mesh"):
-        planned = check_device_mesh(
-            model,
-            tp_mesh,
-            weight_mesh,
-            ep_mesh=ep_mesh,
-            expert_weight_mesh=expert_weight_mesh,
-            experts=experts,
-        )
+        own = {"ep_mesh": ep_mesh, "expert_weight_mesh": expert_weight_mesh, "experts": experts}
+        planned = check_device_mesh(model, tp_mesh, weight_mesh, **own)
         _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
     if tp_mesh is not None:
         watch_copies()

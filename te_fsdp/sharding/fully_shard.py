@@ -88,13 +88,11 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
-    together = collective_call("fully_shard", meshes.device_mesh)
-    with together, wgrad_fusion_set_aside(model) as fused, replacing(model, "fully_shard"):
+    with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
         _check_ranks(plan, fused)
         plan.exempt.commit(meshes.device)
-        _bind(plan)
-        _apply_fsdp2(plan)
+        _replace_parameters(plan)
         _finish(plan)
         fuse_wgrad(plan.state, fused)
     _log.debug("fully_shard: %d units over %s", len(plan.state.units), meshes)
@@ -107,6 +105,13 @@ def _check_ranks(plan: Plan, fused: list[nn.Module]) -> None:
     refuse_whole(fused, plan.exempt.keys, model)
     check_same_model(model, meshes, plan.parameters, plan.settings())
     check_replicas(model, plan.parameters, meshes)
+
+
+def _replace_parameters(plan: Plan) -> None:
+    """Bind the model and apply FSDP2 to it."""
+    with replacing(plan.state.model, "fully_shard"):
+        _bind(plan)
+        _apply_fsdp2(plan)
 
 
 def _bind(plan: Plan) -> None:
