@@ -22,7 +22,14 @@ from te_fsdp.sharding.outer_state import is_low
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["compare_optimizer", "main_weight", "prepare_loading", "restore_groups", "shared_numbers"]
+__all__ = [
+    "compare_optimizer",
+    "initialize_fused_adam",
+    "main_weight",
+    "prepare_loading",
+    "restore_groups",
+    "shared_numbers",
+]
 
 #: Name of main weights in an optimizer's state: FusedAdam's, and that of te_fsdp.main_weights.
 _MAIN = "master_param"
@@ -190,7 +197,7 @@ def _fresh_state(
     """Give a parameter the described state, with memory that is still to be filled."""
     parameter, whole = owned.parameter, owned.info().original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
-    _initialize_fused_adam(optimizer, parameter)
+    initialize_fused_adam(optimizer, parameter)
     present = optimizer.state[parameter]
     fresh = {}
     for key, described in states.items():
@@ -217,8 +224,11 @@ def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         optimizer.state[parameter][_MAIN] = state[_MAIN]
 
 
-def _initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """TE's FusedAdam keeps more about a state than the state itself."""
+def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Make the state of a parameter that TE's FusedAdam has none of; nothing for other optimizers. Local operation.
+
+    By its own method: it keeps more about a state than the state itself.
+    """
     stand_ins = stand_ins_of(optimizer)
     if stand_ins is not None:
         stand_ins.initialize(optimizer, parameter)
@@ -346,6 +356,6 @@ def main_weight(
         return None
     held = (p for group in optimizer.param_groups for p in group["params"])
     if make and getattr(optimizer, "master_weights", False) and any(parameter is p for p in held):
-        _initialize_fused_adam(optimizer, parameter)
+        initialize_fused_adam(optimizer, parameter)
     main = optimizer.state.get(parameter, {}).get(_MAIN)
     return None if main is None else _torch.local_of(main)

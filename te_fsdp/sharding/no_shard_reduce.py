@@ -8,9 +8,9 @@ So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, an
 reduced gradients: what was reduced is never reduced again.
 
 Gradients of one unit with strategy ``no_shard`` travel together as soon as backward has left the unit
-(``no_shard_overlap``); all others at the end of backward, together, in the order of the parameters' names, which is the
-same on all ranks. A parameter that had no gradient on this rank travels as zeros, with a flag, since another rank may
-have one.
+(``no_shard_overlap``), those of a unit that may not begin early at the end of backward; all others at the end,
+together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
+this rank travels as zeros, with a flag, since another rank may have one.
 """
 
 from __future__ import annotations
@@ -326,8 +326,14 @@ class ReplicatedGradients:
             for unit in agreed:
                 own = [self._part(slot) for slot in trained if slot.unit == unit]
                 early += [(unit, bucket) for bucket in pack(own, self._meshes.tp)]
-            others = [self._part(slot) for slot in trained if slot.unit not in agreed]
-            self._buckets = early, pack(others, self._meshes.tp)
+            # Unit by unit as well: the transport adds in an order that depends on the place in a bucket, and the first
+            # backward shall have the bits that it would have had as a later one, of a training that goes on.
+            others: dict[str | None, list[Part]] = {}
+            for slot in trained:
+                if slot.unit not in agreed:
+                    others.setdefault(slot.unit, []).append(self._part(slot))
+            rest = [bucket for own in others.values() for bucket in pack(own, self._meshes.tp)]
+            self._buckets = early, rest
         model = self._model()
         return Reduction(*self._buckets, comm_of(model) if model is not None else None, self._take)
 

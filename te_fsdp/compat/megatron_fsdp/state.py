@@ -2,81 +2,140 @@
 
 DCP fills the state dict that it is given. That of an optimizer which has not stepped yet has no state, so that
 nothing of it would be loaded, in silence. Megatron-FSDP takes a step beforehand, which counts as one (0.6.1: and moves
-the weights). Here state is made when ``state_dict()`` is called before the first step, and is that of no step.
+the weights). Here state is made when ``state_dict()`` is called, for each parameter that has none yet, and is that of
+no step:
+
+    torch's optimizers   as the optimizer itself makes it: another one of its kind steps on zeros of the same layout,
+                         and its count of steps goes back to 0
+    TE's FusedAdam       by its ``initialize_state``, and ``step`` of each group, which is not among the state
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError, message
-from te_fsdp.sharding.outer_gradients import zero_gradient
+from te_fsdp import _te
+from te_fsdp.checkpoint.optimizer_loading import initialize_fused_adam
+from te_fsdp.errors import CheckpointError, OrderError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.outer_optimizer import chunk_in
+from te_fsdp.sharding.outer_state import MAIN
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["allocate_before_state_dict"]
 
-#: What a step of no effect has: neither moves nor shrinks weights.
-_STILL = {"lr": 0.0, "weight_decay": 0.0}
-#: Whose state after such a step, with "step" put back, is that of no step at all.
+#: Whose state after a step on zeros, with "step" put back, is that of no step at all.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
 
 def allocate_before_state_dict(optimizer: Optimizer) -> None:
     """Let ``optimizer.state_dict()`` allocate state where there is none. Local operation.
 
-    ``state_dict()`` before the first step is then collective where a step is, and raises ``OrderError`` for an
-    optimizer whose state cannot be made without a step that counts (over quantized weights: all but FusedAdam).
+    Gradients and weights stay as they are. ``state_dict()`` before the first step raises ``OrderError`` for an
+    optimizer whose state cannot be made without a step that counts, and ``load_state_dict()`` raises
+    ``CheckpointError`` for a state dict without state, such as one that was asked for before this call, of an
+    optimizer that keeps some.
     """
-    optimizer.register_state_dict_pre_hook(_allocate)
+    # Around the methods, not as hooks: those run when main weights stand in for the parameters already.
+    save, load = _saving(optimizer.state_dict), _loading(optimizer.load_state_dict)
+    optimizer.state_dict = MethodType(save, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = MethodType(load, optimizer)  # type: ignore[method-assign]
 
 
-def _allocate(optimizer: Optimizer) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    stepped = any(set(state) - {"master_param"} for state in optimizer.state.values())
-    if stepped or any(p.grad is not None for p in parameters):
-        return
-    if _te.is_fused_adam(optimizer):
-        fused: Any = optimizer
-        for parameter in parameters:
-            remainders = parameter.dtype == torch.bfloat16 and fused.store_param_remainders
-            fused.initialize_state(parameter, remainders)
-        return
-    dampened = any(group.get("dampening") for group in optimizer.param_groups)
-    quantized = any(_te.is_quantized(_torch.local_of(p)) for p in parameters)
-    if type(optimizer) not in _PLAIN or dampened or quantized:
-        raise OrderError(
+def _saving(stock: Callable[[], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
+    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+        _allocate(optimizer)
+        return stock()
+
+    return state_dict
+
+
+def _loading(stock: Callable[[dict[str, Any]], None]) -> Callable[[Optimizer, dict[str, Any]], None]:
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if not state_dict["state"]:
+            _allocate(optimizer)
+            _refuse_empty(optimizer)
+        stock(state_dict)
+
+    return load_state_dict
+
+
+def _refuse_empty(optimizer: Optimizer) -> None:
+    kept = sum(bool(state) for state in optimizer.state.values())
+    if kept:
+        raise CheckpointError(
             message(
-                f"{type(optimizer).__name__}.state_dict() before the first step",
-                expected="state to load into",
-                got="none, and it is not made without a step that counts",
-                fix="load with te_fsdp.checkpoint.load, which allocates it",
+                f"{type(optimizer).__name__}.load_state_dict",
+                expected=f"state of {kept} parameters",
+                got="a state dict without any",
+                why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+                fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
             )
         )
-    _still_step(optimizer, parameters)
 
 
-def _still_step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """A step that leaves the weights as they are, and state as if there had been none."""
-    before: list[dict[str, Any]] = []
+@torch.no_grad()
+def _allocate(optimizer: Optimizer) -> None:
+    """Give every trained parameter without state its state before the first step. Local operation.
+
+    Raises:
+        OrderError: No parameter has state, and that of this optimizer is not made without a step.
+    """
+    fused = _te.is_fused_adam(optimizer)
+    stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
+    if not fused and not _is_plain(optimizer):
+        if not stepped:
+            raise OrderError(
+                message(
+                    f"{type(optimizer).__name__}.state_dict() before the first step",
+                    expected="state to load into",
+                    got="none, and it is not made without a step that counts",
+                    fix="load with te_fsdp.checkpoint.load, which allocates it",
+                )
+            )
+        return
     for group in optimizer.param_groups:
-        before.append({key: group[key] for key in _STILL if key in group})
-        group.update({key: value for key, value in _STILL.items() if key in group})
-    for parameter in parameters:
-        zero_gradient(parameter)
-    try:
-        type(optimizer).step(optimizer)
-    finally:
-        for group, options in zip(optimizer.param_groups, before, strict=True):
-            group.update(options)
-        for parameter in parameters:
-            parameter.grad = None
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].zero_()
-        elif "step" in state:
-            state["step"] = 0
+        for parameter in group["params"]:
+            if set(optimizer.state.get(parameter, {})) - {MAIN}:
+                continue
+            if fused and (parameter.requires_grad or chunk_in(optimizer, parameter) is None):
+                initialize_fused_adam(optimizer, parameter)  # its steps give frozen parameters state as well
+            elif parameter.requires_grad:
+                _initialize(optimizer, group, parameter)
+        if fused and "step" not in group:
+            group["step"] = _no_steps(optimizer, group)
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    # The first step with dampening does not dampen, which it tells by the absence of state.
+    dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return type(optimizer) in _PLAIN and not dampened
+
+
+def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """What a torch optimizer keeps for a parameter before its first step."""
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    main = None if stand_ins is None else stand_ins.make(optimizer, parameter)
+    blank = torch.zeros_like(parameter if main is None else main)
+    blank.grad = torch.zeros_like(blank)
+    other = type(optimizer)([{**group, "params": [blank]}])  # type: ignore[call-arg]
+    other.step()
+    state = other.state.get(blank, {})
+    if "step" in state:
+        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
+    if state:
+        optimizer.state[parameter].update(state)
+
+
+def _no_steps(optimizer: Any, group: dict[str, Any]) -> int | torch.Tensor:
+    """FusedAdam's count of steps before the first one, of the type that it gives it."""
+    if not optimizer.capturable:
+        return 0
+    device = group["params"][0].device if group["params"] else None
+    return torch.zeros(1, dtype=torch.int, device=device)

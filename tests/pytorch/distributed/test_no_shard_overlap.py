@@ -17,10 +17,10 @@ def test_order(pool, told):
     # What all ranks use comes first, as backward leaves it; then the others, as if forward ran through the tree.
     agreed = [SIZES[name] for name in ("head", "common", "right", "left", "never")]
     assert second == agreed and early_2 == 1  # the head
-    # One bucket, and the order of five units.
-    assert len(first) == 2 and first[1] == 10 and early_1 == 0
+    # The same buckets, none of them early, and the order of five units.
+    assert sorted(first[:-1]) == sorted(agreed) and first[-1] == 10 and early_1 == 0
     # A parameter was frozen: the ranks agree anew. When it is not any more, they know the order.
-    assert len(third) == 2 and third[1] == 10 and early_3 == 0
+    assert sorted(third[:-1]) == sorted(fourth) and third[-1] == 10 and early_3 == 0
     assert fourth == [129, *agreed[1:]] and early_4 == 1
     assert fifth == (agreed, 1)
 
@@ -70,9 +70,9 @@ def test_interrupted(pool):
 
 
 def test_memory(pool):
-    """One bucket on top of the gradients: all of them in the first backward, a third of them later."""
+    """One bucket on top of the gradients, a third of them: at the end of the first backward, and early later."""
     for first, later in pool.run(overlap.memory, 2):
-        assert first == pytest.approx(2, rel=0.02)
+        assert first == pytest.approx(4 / 3, rel=0.02)
         assert later <= 4 / 3 * 1.02  # activations and flags
 
 

@@ -1,0 +1,59 @@
+"""Resuming a training of the bridge through plain DCP, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from bridge import resume
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+PLACES = [
+    *((strategy, None) for strategy in STRATEGIES),
+    ("no_shard", "no_shard"),
+    ("optim_grads_params", "no_shard"),
+    ("optim_grads_params", "optim"),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("strategy", "outer"), PLACES)
+def test_resuming(pool, tmp_path, strategy, outer):
+    """As megatron-fsdp's `test_dcp_checkpoint_save_and_load`, and two steps more."""
+    kinds = list(resume.OPTIMIZERS)
+    options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path)}
+    for found in pool.run(resume.resume, 4, kinds=kinds, **options):
+        assert list(found) == kinds
+        for kind, outcome in found.items():
+            assert outcome["loaded"] == [], kind
+            assert outcome["trained"] == [], kind
+            assert bool(outcome["states"]) == (kind != "SGD")
+
+
+@pytest.mark.ranks(4)
+def test_resuming_without_state_differs(pool):
+    """The control of the tests above: what they compare depends on the optimizer's state, where there is some."""
+    for found in pool.run(resume.without_state, 4, strategy="optim_grads_params", outer=None):
+        assert found["Adam"] and not found["SGD"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "outer"), [("no_shard", None), ("optim", None), ("optim_grads_params", "optim")]
+)
+def test_resuming_with_main_weights(pool, tmp_path, strategy, outer):
+    """bf16 weights, whose fp32 main weights are the optimizer's."""
+    kinds = ["AdamW", "fused", "momentum", "FusedAdam+main"]
+    options = {"strategy": strategy, "outer": outer, "directory": str(tmp_path), "low": True}
+    for found in pool.run(resume.resume, 4, kinds=kinds, **options):
+        for kind, outcome in found.items():
+            assert outcome["loaded"] == [] and outcome["trained"] == [], kind
+            assert outcome["states"]
+
+
+@pytest.mark.ranks(2)
+def test_state_before_the_first_step(pool):
+    for found in pool.run(resume.before_the_first_step, 2):
+        assert found["states"] == [["exp_avg", "exp_avg_sq", "step"]] * 6 and found["steps"] == [0.0]
+        assert found["changed"] == []
+        for name in ("Adamax", "SGD", "NAdam"):
+            assert f"{name}.state_dict() before the first step" in found[name]
+        assert "Adam.load_state_dict: expected state of 6 parameters" in found["early"]
