@@ -20,10 +20,10 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test te-versions lint format docs coverage clean clean-venv
+.PHONY: help train train-moe test te-versions torch-versions lint format docs coverage clean clean-venv
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 train:  ## set up, train the example, save, resume on another mesh
 	@scripts/setup.sh example
@@ -40,6 +40,10 @@ test:  ## set up, then run every test that this machine can run
 te-versions:  ## the emulation's tests and a short sharded training with the other supported versions of TransformerEngine
 	@scripts/setup.sh test
 	@scripts/te_versions.sh $(PY)
+
+torch-versions:  ## the distributed tests on the CPU with torch 2.11, 2.14 and 2.15 (downloads each; VERSIONS="..." for others)
+	@scripts/setup.sh test
+	@ARGS="$(ARGS)" scripts/torch_versions.sh $(PY) $(VERSIONS)
 
 lint:  ## ruff (lint and format), pyrefly, import-linter, codespell
 	@scripts/setup.sh lint

@@ -1,4 +1,4 @@
-"""Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.13, read on 2.11 and 2.15.
+"""Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.11 to 2.15.
 
 FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
 2.13 to recover from an exception, and none before 2.15 to reduce outside of a backward.
@@ -17,6 +17,7 @@ from te_fsdp._torch import dtensor, fsdp_parameter_groups, local_of, managed_by,
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = [
     "accumulated_gradient",
@@ -34,6 +35,7 @@ __all__ = [
     "is_root",
     "one_gradient_dtype",
     "reduce_outside_backward",
+    "reduced_dtype",
     "reset_iteration",
     "sharded_parameters",
     "unreduced",
@@ -187,21 +189,41 @@ def interrupted(root: nn.Module) -> str:
 def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
     """Make a tree ready for the next forward after an exception; gradients are left as they are.
 
-    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13), which would also drop what HSDP has reduced in
-    part; else the same by hand.
+    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13), else the same by hand. Torch's own would also drop
+    what HSDP has reduced in part, and from 2.15 on every gradient, those of earlier microbatches too.
 
     Args:
         root: A root.
         stock: Whether to use torch's own where it exists.
     """
     groups = [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
-    parts = [group._partial_reduce_output for group in groups]
+    kept = [_gradients_of(group) for group in groups]
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
     else:
         _reset(root, groups)
-    for group, part in zip(groups, parts, strict=True):
+    for put_back in kept:
+        put_back()
+
+
+def _gradients_of(group: Any) -> Callable[[], None]:
+    """What a parameter group holds of gradients, reduced or not: a function that puts it back."""
+    part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
+    gathered = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
+    parameters = [*(managed.sharded_param for managed in group.fsdp_params), *gathered]
+    gradients = [(p, p.grad) for p in parameters if p is not None and p.grad is not None]
+
+    def put_back() -> None:
         group._partial_reduce_output = part
+        if layout:
+            group._partial_reduce_output_layout.update(layout)
+        for parameter, gradient in gradients:
+            if parameter.grad is None:
+                # A backward that was interrupted leaves gathered parameters' gradients in the dtype of compute, torch
+                # 2.15 wants them in that in which they add up.
+                parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
+
+    return put_back
 
 
 def _reset(root: nn.Module, groups: list[Any]) -> None:
@@ -351,6 +373,22 @@ def _post_backward_in_one_dtype(group: Any, stock: Callable[..., None], *args: A
     stock(*args)
 
 
+def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype in which FSDP2 reduces a unit's gradients.
+
+    Without a ``reduce_dtype``: up to torch 2.14 that of compute, later that of the sharded parameters.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        policy: The one that it was sharded with.
+    """
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    managed = managed_by(unit)
+    by_parameters = bool(managed) and hasattr(type(managed[0]), "unsharded_grad_dtype")
+    return (None if by_parameters else policy.param_dtype) or next(unit.parameters()).dtype
+
+
 def after_reductions(unit: nn.Module, call: Callable[[int, Any], None]) -> None:
     """Call something whenever FSDP2 has enqueued the reduction of a unit's gradients. Local operation.
 
@@ -379,8 +417,13 @@ def _post_backward_then(
 def wait_for_reductions(root: nn.Module) -> None:
     """Let the current stream wait for reductions that were started (``FSDPParamGroup.finalize_backward``).
 
-    What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to.
+    What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to; on torch 2.15
+    ``FSDPState._end_backward_iteration``.
     """
+    end = getattr(root._get_fsdp_state(), "_end_backward_iteration", None)  # type: ignore[operator]
+    if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
+        end()
+        return
     comm = _comm(root)
     for state in _states(root):
         for group in fsdp_parameter_groups(state._modules[0]):

@@ -1,4 +1,4 @@
-"""The only file with private torch names. Checked on torch 2.11 and 2.13, read on 2.15.
+"""The only file with private torch names. Checked on torch 2.11 to 2.15.
 
 Each function says which private name it stands for, so that a torch release that breaks one is mended here
 alone.
@@ -326,9 +326,26 @@ def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
     if managed.pin_memory or not isinstance(parameter, DTensor) or not gathers_itself(parameter):
         stock()
         return
+    if hasattr(managed, "_capture_grad_dtype_policy"):
+        _keep_gradient_dtype(managed, parameter)
     managed.sharded_param = parameter
     managed._sharding_spec = parameter._spec
     managed._sharded_param_data = torch.empty(0)
+
+
+def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
+    """What ``reset_sharded_param`` of torch 2.15 does besides: in which dtype the shard's gradient is kept.
+
+    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which refuses all but its
+    own ``grad_dtype``: both have to say the same. One that was set on the old parameter holds for the new one.
+    """
+    managed._capture_grad_dtype_policy(managed.sharded_param)
+    managed._capture_grad_dtype_policy(parameter)
+    if not managed._has_sharded_grad_dtype_override:
+        managed.sharded_grad_dtype = parameter.dtype
+    elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
+        parameter.grad_dtype = managed.sharded_grad_dtype
+    managed._sharding_spec_by_dtype.clear()  # specs of gradients, made from the spec of the old parameter
 
 
 def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:

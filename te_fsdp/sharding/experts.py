@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from te_fsdp import _fsdp2
 from te_fsdp.binding import binding_of
 from te_fsdp.modules.checks import check_device_mesh
 from te_fsdp.modules.experts import find_experts, plan_all_cuts
@@ -140,14 +141,9 @@ def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
         own = policy if state.precision_plan is None else state.precision_plan.fsdp2_policy(name)
-        twice = shards.size() == 1 and _reduced_dtype(unit, own) == torch.float16
+        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, own) == torch.float16
         factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
         if shards.size() > 1 and (not average or dist.get_backend(shards.get_group()) == "gloo"):
             # gloo has no operation that multiplies first. On one rank FSDP2 divides without it, and with it twice.
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
-
-
-def _reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype in which FSDP2 reduces a unit's gradients."""
-    return policy.reduce_dtype or policy.param_dtype or next(unit.parameters()).dtype

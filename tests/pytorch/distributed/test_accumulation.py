@@ -15,8 +15,14 @@ CASES = {
         [("optim_grads", 2, "more"), ("optim", 2, "no_sync"), *((row, 1, "no_sync") for row in ALL)],
     ),
     "test_exceptions": (
-        [("no_shard", 1, True), ("optim", 1, True), ("optim_grads", 2, False)],
-        [("optim_grads_params", 2, True), ("optim_grads_params", 1, False)],
+        # HSDP holds gradients in three places at once; torch 2.15's own recovery would drop them all.
+        [
+            ("no_shard", 1, True),
+            ("optim", 1, True),
+            ("optim_grads", 2, False),
+            ("optim_grads_params", 2, True),
+        ],
+        [("optim", 2, True), ("optim_grads_params", 1, False)],
     ),
     "test_by_hand": (
         [("optim", 1, None), (MIXED, 1, None), ("optim_grads_params", 2, None)],
