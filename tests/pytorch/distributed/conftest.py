@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,12 @@ sys.path.insert(
 )  # so that `import harness` works in every import mode of pytest
 
 from harness import WorkerPool, bodies, devices
+from matrix import rotation
 
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
 _POOLS = pytest.StashKey["Pools"]()
+_SEED = pytest.StashKey[int]()
 
 
 class Pools:
@@ -81,7 +83,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--matrix",
         choices=["covering", "formats", "full", "subset"],
         default="covering",
-        help="how much of test_matrix.py: every pair of values, all formats in all modules, all, or what 4 GPUs run",
+        help="how much of test_matrix.py: every pair of values, all formats in all modules, all, or what 4 GPUs run; "
+        "full: all cases of tests with the mark `covering` too",
+    )
+    group.addoption(
+        "--matrix-seed",
+        type=int,
+        default=None,
+        help="which cases tests with the mark `covering` run (default: today's; the header says it)",
     )
     group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
 
@@ -102,16 +111,22 @@ def pytest_configure(config: pytest.Config) -> None:
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
         "single_grouped: skipped, with TE's reason, where the device cannot train one parameter for all experts",
-        "every(n): each n-th case only, all with --matrix full",
+        "covering(always=[], strength=2): cases that guard a fault, and a part of the others that rotates from day to "
+        "day and holds every pair of values (strength 1: every value; 0: is one case); all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
     ):
         config.addinivalue_line("markers", line)
     config.stash[_POOLS] = Pools()
+    seed = config.getoption("--matrix-seed", default=None)
+    config.stash[_SEED] = rotation.seed_of_today() if seed is None else seed
 
 
-def pytest_report_header() -> str:
-    return f"te_fsdp distributed tests: device {devices.device_type()}, backend {devices.backend()}"
+def pytest_report_header(config: pytest.Config) -> str:
+    return (
+        f"te_fsdp distributed tests: device {devices.device_type()}, backend {devices.backend()}, "
+        f"--matrix-seed {config.stash[_SEED]}"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -124,29 +139,60 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("arch", archs, scope="session")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `every` says; order tests that use a pool by architecture, default first: one switch of pools."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, object, object]:
+    """Leave out what `covering` says; order tests with a pool by architecture, default first: one switch of pools."""
+    _check_names(config, items)
+    result = yield  # -k and -m choose
     _leave_out(config, items)
     places = [place for place, item in enumerate(items) if "pool" in getattr(item, "fixturenames", ())]
     ours = sorted((items[place] for place in places), key=_arch_order)
     for place, item in zip(places, ours, strict=True):
         items[place] = item
+    return result
+
+
+def _check_names(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Raise where `covering` names a case that is none: the fault that it guards would be guarded no more."""
+    if any("[" in asked for asked in config.args):
+        return
+    for test, cases in _covered(items).items():
+        mark = cases[0].get_closest_marker("covering")
+        for wanted in mark.kwargs.get("always", ()):
+            if not any(rotation.is_named(item.callspec.params, wanted) for item in cases):
+                raise pytest.UsageError(f"{test}: `covering` names a case that is none: {wanted}")
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with the mark `every(n)` keep each n-th case: all with `--matrix full`"""
+    """Of tests with the mark `covering` keep the cases whose turn it is, and those asked for by their full names."""
     if config.getoption("--matrix", default="covering") == "full":
         return
-    seen: dict[str, int] = {}
-    kept, left = [], []
+    left: set[pytest.Item] = set()
+    for cases in _covered(items).values():
+        mark = cases[0].get_closest_marker("covering")
+        parameters = [item.callspec.params for item in cases]
+        taken = {
+            cases[place] for place in rotation.chosen(parameters, **mark.kwargs, seed=config.stash[_SEED])
+        }
+        left |= {item for item in cases if item not in taken and not _is_asked_for(config, item)}
+    if left:
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
+
+
+def _covered(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test with the mark `covering`."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("every")
-        place = seen[item.nodeid.split("[")[0]] = seen.get(item.nodeid.split("[")[0], -1) + 1
-        (kept if mark is None or place % mark.args[0] == 0 else left).append(item)
-    if kept:
-        items[:] = kept
-        config.hook.pytest_deselected(items=left)
+        if item.get_closest_marker("covering"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return tests
+
+
+def _is_asked_for(config: pytest.Config, item: pytest.Item) -> bool:
+    return any("[" in asked and item.nodeid.endswith(asked.lstrip("./")) for asked in config.args)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,7 +92,7 @@ def _columns(fmt: str, ranks: int) -> str:
 FORMATS = {"mxfp8": "mxfp8", "block": "float8-block", "nvfp4": "nvfp4"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("meta", [True, False])
@@ -158,7 +158,7 @@ def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
             assert outcome == {"error": "", "text": "", "compared": 2}
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize(
     ("recipe", "hidden", "middle", "here", "there"),

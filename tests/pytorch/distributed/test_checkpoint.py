@@ -69,7 +69,7 @@ def _ranks(axes: dict[str, int]) -> int:
     return math.prod(axes.values())
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("case", "axes", "route"),
     [
@@ -86,7 +86,7 @@ def test_same_mesh(pool, tmp_path, case, axes, route):
     check_same(run_body(pool, bodies.same_mesh, _ranks(axes), case=case, route=route, **where))
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ["te_fsdp", "plain"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])

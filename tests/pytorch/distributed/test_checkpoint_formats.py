@@ -84,7 +84,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("mesh", "recipe"), wanted)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(
+    # Uneven shards, from them and onto them.
+    always=[{"mesh": "one", "recipe": "current"}, {"mesh": "dp3xtp2", "recipe": "current"}],
+    strength=1,
+)
 def test_same_format_on_another_mesh(pool, saved, mesh, recipe, request):
     origins = list(ORIGINS[mesh])
     if mesh == "one":  # loads also what uneven shards hold, and eight ranks

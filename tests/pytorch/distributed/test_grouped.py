@@ -43,7 +43,11 @@ def case(mesh, experts, splits, recipe="none", *, quantized=False, **options):
 
 
 @pytest.mark.single_grouped
-@pytest.mark.every(2)
+@pytest.mark.covering(
+    # A rank without experts; an expert without tokens whose weights are quantized.
+    always=[{"experts": 1}, {"mesh": DP2, "quantized": True, "experts": 3}],
+    strength=1,
+)
 @pytest.mark.parametrize(
     ("mesh", "experts", "splits", "recipe", "quantized", "options"),
     [
@@ -106,7 +110,7 @@ def test_placements_of_a_flat_weight_are_caught(pool):
         )
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "single",

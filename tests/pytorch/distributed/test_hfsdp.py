@@ -229,7 +229,11 @@ HSDP, FSDP = ({"dp_replicate": 2, "dp_shard": 2}, "no_shard"), ({"dp_shard": 4},
 ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "optim")
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(
+    # From replicas with state cut over both axes onto all kinds of meshes; parameters that are not sharded at all.
+    always=[{"saved": HFSDP, "others": [HFSDP, HSDP, HFSDP_4X1, TP, ALONE]}, {"others": [HFSDP_4X1, FSDP]}],
+    strength=0,
+)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("case", "saved", "others"),

@@ -42,7 +42,11 @@ def test_zoo_equals_stock(pool, mesh, route):
     pool.run(bodies.equals_stock, WORLD.get(mesh, 4), kind="zoo", options={}, axes=MESHES[mesh], route=route)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(
+    # Blocks of rows that tp cuts one by one, and an offset for each head.
+    always=[{"model": "swiglu", "mesh": "tp4"}, {"model": "stacked", "mesh": "tp4"}],
+    strength=1,
+)
 @pytest.mark.parametrize("mesh", [_mesh(name) for name in ("one", "dp2_tp2", "tp4")])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "zoo"])
 def test_module_equals_stock(pool, mesh, model):
@@ -54,7 +58,7 @@ def test_module_equals_stock(pool, mesh, model):
 # --- TE's own reset_parameters ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("device", ["meta", "real"])
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_what_nothing_initialises_is_named(pool, mesh, which, names):
 # --- tied parameters -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["dp2_tp2", "dp4", "hsdp"])
 @pytest.mark.parametrize("route", ["after", "before", "device"])

@@ -20,7 +20,7 @@ def meshes(*names: str) -> list:
     return [pytest.param(MESHES[n], id=n, marks=pytest.mark.ranks(MESHES[n][2])) for n in names]
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("mesh", meshes(*MESHES))
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_bytes_and_scales(pool, recipe, mesh):
@@ -33,7 +33,7 @@ def test_bytes_and_scales(pool, recipe, mesh):
     assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * ranks
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "tp4"))
 @pytest.mark.parametrize(("recipe", "reshard_after_forward"), [("delayed", True), ("current", False)])
@@ -62,7 +62,7 @@ def test_history_of_another_length(pool, tp, fsdp, reshard_after_forward):
     assert results == [{"init": 4, "steps": 4 * STEPS, "gathered": 2}] * 4
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2", "hsdp2x2"))
 @pytest.mark.parametrize(("recipe", "buffers"), [("block", 8), ("mxfp8", 8), ("nvfp4", 12)])
 def test_block_formats(pool, recipe, buffers, mesh):
@@ -85,7 +85,7 @@ def test_transformer_layer(pool, recipe, mesh):
     assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 4}] * ranks
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering()
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0", "10.0")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -145,7 +145,7 @@ def test_wrong_weight_mesh(pool, which):
         assert error.type_name == "MeshError" and "weight_mesh" in error.message, error
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

@@ -139,13 +139,17 @@ def _run(pool, mesh: str, case: str, sequence_parallel: bool, more: dict | None 
     return max(results, key=lambda result: result["worst"])
 
 
-@pytest.mark.every(3)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 def test_parity(pool, mesh, case, more, sequence_parallel):
     _run(pool, mesh, case, sequence_parallel, more)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(
+    # Parameters whose gradient each tp rank has for its own part of the sequence.
+    always=[{"case": "row", "sequence_parallel": True}, {"case": "norm_linear", "sequence_parallel": True}],
+    strength=1,
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("case", "sequence_parallel"),
@@ -160,7 +164,7 @@ def test_tensor_parallelism_alone(pool, case, sequence_parallel):
     _run(pool, "tp2", case, sequence_parallel, wrap="tp", units=None)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["dp2_tp2", "hsdp"])
 @pytest.mark.parametrize("case", ["mlp_swiglu", "self_qk_layer_norm", "layer", "model"])
@@ -179,7 +183,7 @@ def test_parity_on_hopper(pool, case):
 # --- negative controls: a test that cannot fail proves nothing ------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("wrap", ["te_fsdp", "tp"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [DP2_TP2, DP4, HSDP], ids=["dp2_tp2", "dp4", "hsdp"])
 @pytest.mark.parametrize("case", list(PLACEMENTS))
@@ -80,7 +80,7 @@ def test_frozen_parameters(pool, axes):
     pool.run(bodies.frozen, 4, axes=axes)
 
 
-@pytest.mark.every(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", ["mlp", "layer_norm", "rms_norm", "attention", "layer"])
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (DP4, "te_fsdp")])

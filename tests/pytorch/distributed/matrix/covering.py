@@ -44,21 +44,36 @@ def covering(
     """
     names = tuple(factors)
     everything = list(all_cases(factors, allowed))
-    sets = [frozenset(pairs_of(case, names)) for case in everything]
-    by_pair: dict[Pair, list[int]] = {}
-    for place, pairs in enumerate(sets):
-        for pair in pairs:
-            by_pair.setdefault(pair, []).append(place)
-    missing = set(by_pair)
+    contents = [frozenset(pairs_of(case, names)) for case in everything]
+    return [everything[place] for place in cover(contents, lambda place: cost(everything[place]))]
+
+
+def cover(
+    contents: Sequence[frozenset[Any]],
+    cost: Callable[[int], int] = lambda place: 0,
+    chosen: Sequence[int] = (),
+) -> list[int]:
+    """Places of sets that hold together what all sets hold: those chosen already, then few others, greedily.
+
+    Args:
+        contents: What each case contains: pairs of values, or whatever else is to occur.
+        cost: By place. Of cases that bring equally many missing things the cheapest is taken, then the first.
+        chosen: Places that are taken in any case.
+    """
+    holders: dict[Any, list[int]] = {}
+    for place, things in enumerate(contents):
+        for thing in things:
+            holders.setdefault(thing, []).append(place)
+    taken = list(chosen)
+    missing = set(holders).difference(*(contents[place] for place in taken))
     order = sorted(missing, key=repr)
-    chosen = []
     choice = random.Random(0)
     while missing:
-        # The pair that fewest cases could still bring, and of a sample of those the one that brings most others.
-        wanted = min((pair for pair in order if pair in missing), key=lambda pair: len(by_pair[pair]))
-        places = by_pair[wanted]
+        # The thing that fewest cases could still bring, and of a sample of those the one that brings most others.
+        wanted = min((thing for thing in order if thing in missing), key=lambda thing: len(holders[thing]))
+        places = holders[wanted]
         sample = places if len(places) <= CANDIDATES else choice.sample(places, CANDIDATES)
-        best = max(sample, key=lambda place: (len(sets[place] & missing), -cost(everything[place])))
-        chosen.append(everything[best])
-        missing -= sets[best]
-    return chosen
+        best = max(sample, key=lambda place: (len(contents[place] & missing), -cost(place)))
+        taken.append(best)
+        missing -= contents[best]
+    return taken

@@ -1,0 +1,88 @@
+"""Which cases of a test run today: those that guard a fault always, of the others a covering part that rotates.
+
+A test asks for it with the mark `covering`; tests/pytorch/distributed/conftest.py hands its cases to `chosen`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import random
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from matrix.covering import cover
+
+PAIRS = 2
+
+
+def seed_of_today() -> int:
+    """Another one every day, the same on every machine that has the same date."""
+    return datetime.date.today().toordinal()
+
+
+def values_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """The factors of a case and its value of each, as text. A dict or dataclass is as many factors as it has entries.
+
+    Args:
+        parameters: What a parametrized test is called with.
+    """
+    found: dict[str, str] = {}
+    for name, value in parameters.items():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": _text(entry) for key, entry in value.items()}
+        else:
+            found[name] = _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)  # a function's repr holds its address
+
+
+def is_named(parameters: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a case has all values of an entry of `always`: ``{"recipe": "current", "reshard": False}``."""
+    return all(name in parameters and parameters[name] == value for name, value in wanted.items())
+
+
+def chosen(
+    cases: Sequence[Mapping[str, Any]],
+    always: Sequence[Mapping[str, Any]] = (),
+    *,
+    strength: int = PAIRS,
+    seed: int,
+) -> list[int]:
+    """Places of the cases to run, in their order.
+
+    They are: all that `always` names; the one whose turn it is, so that as many seeds in a row as there are cases reach
+    each of them; and of the others few that bring what is missing of all pairs of values of two factors (`strength` 2)
+    or of all values (1) that occur in `cases`, or none (0).
+
+    Args:
+        cases: The parameters of each case.
+        always: Values by parameter; a case that has all of an entry runs with every seed.
+        strength: 2. Where nearly every pair occurs in a single case, so that pairs would be all cases, 1; where nearly
+            every value does, 0.
+        seed: Decides whose turn it is and between cases that bring equally much.
+    """
+    factors = [values_of(case) for case in cases]
+    names = sorted(
+        {name for case in factors for name in case}
+        - {name for name in factors[0] if len({case.get(name) for case in factors}) == 1}
+    )
+    contents = [
+        frozenset(combinations([(name, case.get(name)) for name in names], min(strength, len(names))))
+        for case in factors
+    ]
+    places = list(range(len(cases)))
+    random.Random(seed).shuffle(places)  # of equals `cover` takes the first
+    named = {place for place, case in enumerate(cases) if any(is_named(case, entry) for entry in always)}
+    first = named | {seed % len(cases)}
+    taken = cover(
+        [contents[place] for place in places],
+        chosen=[index for index, place in enumerate(places) if place in first],
+    )
+    return sorted(places[index] for index in taken)
