@@ -4,19 +4,97 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_fsdp.errors import MeshError, message
+from te_fsdp.errors import MeshError, meant, message
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ALL_AXES", "AXES", "check_1d", "check_ascending", "check_nested", "fill_sizes"]
+__all__ = ["ALL_AXES", "AXES", "check_1d", "check_ascending", "check_nested", "fill_sizes", "own_names"]
 
 #: The axes that cut or copy dense parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 #: The axes of a job, in mesh order.
 ALL_AXES = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+
+#: Names of axes over which ranks hold other weights, whoever built the mesh: stages of a pipeline.
+_STAGES = ("pp", "pipe", "pipeline", "pipelineparallel", "stage", "stages")
+#: Other libraries' names of axes, as :func:`te_fsdp.errors.meant` compares them.
+_ELSEWHERE = {
+    **dict.fromkeys(("dp", "data", "dataparallel", "fsdp", "shard", "dpshardmod"), "dp_shard"),
+    **dict.fromkeys(("replicate", "replica", "ddp", "hsdp", "dpouter", "outer"), "dp_replicate"),
+    **dict.fromkeys(("tensor", "tensorparallel", "mp", "model", "modelparallel"), "tp"),
+    **dict.fromkeys(("context", "contextparallel", "sequence", "sequenceparallel", "sp"), "cp"),
+    **dict.fromkeys(("expert", "experts", "expertparallel"), "ep"),
+}
+
+
+def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[str | None]:
+    """What each axis of a mesh is called here; ``None`` for one over which ranks hold other weights.
+
+    Args:
+        mesh: With named axes.
+        names: The mesh's own names -> names out of :data:`ALL_AXES`, or ``None``. Others are taken as they are.
+
+    Raises:
+        MeshError: A name that is no axis on either side, two axes of one name, or an axis of unknown meaning.
+    """
+    where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
+    given = dict(names or {})
+    for name, target in given.items():
+        if name not in have:
+            near = meant(name, have)
+            fix = f"{near!r}, if that is meant" if near else "name axes of this mesh"
+            raise MeshError(message(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix))
+        if target is not None and target not in ALL_AXES:
+            near = meant(target, ALL_AXES, _ELSEWHERE)
+            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis over which weights differ"
+            raise MeshError(
+                message(
+                    f"{where}: names[{name!r}]",
+                    expected=f"one of {ALL_AXES}, or None",
+                    got=repr(target),
+                    fix=fix,
+                )
+            )
+    found: list[str | None] = []
+    for name, size in zip(have, mesh.shape, strict=True):
+        own = given.get(name, name)
+        # One rank touches no weight, whatever the axis is for.
+        if name not in given and name not in ALL_AXES and (size == 1 or _is_stage(name)):
+            own = None
+        if own is not None and own not in ALL_AXES:
+            raise MeshError(_unknown_axis(name, size, have))
+        if own is not None and own in found:
+            raise MeshError(
+                message(
+                    f"{where}: two axes that are {own!r}",
+                    expected="each once",
+                    got=f"axes {have} with names={given}",
+                    fix="flatten them into one, or give one of them another name",
+                )
+            )
+        found.append(own)
+    return found
+
+
+def _is_stage(name: str) -> bool:
+    return "".join(c for c in name.lower() if c.isalnum()) in _STAGES
+
+
+def _unknown_axis(name: str, size: int, have: tuple[str, ...]) -> str:
+    near = meant(name, ALL_AXES, _ELSEWHERE) or "dp_shard"
+    return message(
+        f"Meshes.from_device_mesh: axis {name!r} of size {size}",
+        expected=f"axes out of {ALL_AXES}",
+        got=have,
+        why="te_fsdp binds axes by name: over an axis that it leaves out, no gradient is reduced",
+        fix=f"names={{{name!r}: {near!r}}} for what it means, or names={{{name!r}: None}} if ranks along it hold other "
+        "weights, as stages of a pipeline do",
+    )
 
 
 def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:

@@ -72,6 +72,7 @@ class Binding:
         cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
             experts.
         sharded: Names of own parameters that FSDP2 has replaced by shards.
+        on_meta: Whether parameters may still be on meta.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
@@ -92,6 +93,7 @@ class Binding:
     experts_mesh: DeviceMesh | None = None
     cut_within: bool = False
     sharded: set[str] = field(default_factory=set)
+    on_meta: bool = True
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

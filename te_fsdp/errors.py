@@ -7,6 +7,9 @@ Python user would catch (``ValueError`` for arguments, ``RuntimeError`` for orde
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
+
 __all__ = [
     "CheckpointError",
     "CollectiveError",
@@ -17,6 +20,7 @@ __all__ = [
     "PlacementError",
     "PrecisionError",
     "TeFsdpError",
+    "meant",
     "message",
 ]
 
@@ -81,3 +85,24 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
     if fix:
         text += f" Fix: {fix.rstrip('.')}."
     return text
+
+
+def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
+    """The option that a word probably stands for, to be named in an error; never taken without asking.
+
+    Args:
+        word: What was given: a word in any case, with hyphens or underscores, or a member of an enum.
+        options: The words there are.
+        synonyms: Other libraries' words, in lower case without separators, and what each is here.
+
+    Returns:
+        An option, or what ``synonyms`` has; ``None`` if nothing is near.
+    """
+    text = str(getattr(word, "name", word)).lower()
+    plain = "".join(c for c in text if c.isalnum())
+    if synonyms and plain in synonyms:
+        return synonyms[plain]
+    known = {"".join(c for c in option.lower() if c.isalnum()): option for option in options}
+    # A ratio of 0.75 lets one or two letters of these short words be wrong, and no more.
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
+    return known[near[0]] if near else None

@@ -29,13 +29,15 @@ import torch.distributed as dist
 
 from te_fsdp import _torch
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes
+from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
 from te_fsdp.errors import MeshError, message
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ALL_AXES", "AXES", "Meshes", "check_1d", "check_ascending", "default_device_type"]
+__all__ = ["ALL_AXES", "AXES", "Meshes", "as_meshes", "check_1d", "check_ascending", "default_device_type"]
 
 # Those that are one axis for dense parameters.
 _SHARD_AXES = ("dp_shard", "cp", "ep")
@@ -112,18 +114,25 @@ class Meshes:
         return cls(mesh, experts, context)
 
     @classmethod
-    def from_device_mesh(cls, mesh: DeviceMesh) -> Meshes:
+    def from_device_mesh(cls, mesh: DeviceMesh, *, names: Mapping[str, str | None] | None = None) -> Meshes:
         """Adopt a mesh that exists already; its axes are found by name, in any order.
 
-        Collective over the mesh's ranks when the axes must be reordered or an axis is missing (new process
-        groups are made then); otherwise local.
+        Ranks along an axis named as pipeline stages are (``"pp"``), or mapped to ``None``, hold other weights: this
+        object then has the axes of this rank's stage. Axes of size 1 may have any name.
+
+        Collective over the world when the axes must be reordered or an axis is missing (new process groups are made
+        then): call it on all ranks, each with the mesh that it is part of. Otherwise local.
+
+        Args:
+            mesh: Its axes are data, context, expert and tensor parallelism, and others.
+            names: The mesh's own names -> those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``; ``None`` for
+                an axis over which ranks hold other weights.
 
         Raises:
             MeshError: Unnamed axes, unknown names, ranks that do not ascend along an axis, or axes dp_shard, cp and
                 ep that do not lie within each other in this order.
         """
-        names = mesh.mesh_dim_names
-        if not names:
+        if not mesh.mesh_dim_names:
             raise MeshError(
                 message(
                     "Meshes.from_device_mesh: the mesh has unnamed axes",
@@ -132,30 +141,19 @@ class Meshes:
                     fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
                 )
             )
-        for name, size in zip(names, mesh.shape, strict=True):
-            if name not in ALL_AXES:
-                raise MeshError(
-                    message(
-                        f"Meshes.from_device_mesh: axis {name!r} of size {size}",
-                        expected=f"axes out of {ALL_AXES}",
-                        got=tuple(names),
-                        why="te_fsdp binds axes by name",
-                        fix="rename the axis to the one of these that it means, or slice it away",
-                    )
-                )
+        found = own_names(mesh, names)
         check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
-        if tuple(names) == AXES:
+        if tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls(mesh)
-        kept = [name for name in ALL_AXES if name in names]
-        sizes = {axis: mesh.shape[names.index(axis)] if axis in names else 1 for axis in ALL_AXES}
-        ranks = mesh.mesh.permute([names.index(name) for name in kept])
-        ranks = ranks.reshape(sizes["dp_replicate"], -1, sizes["tp"])
-        check_nested(ranks, mesh)
-        from torch.distributed.device_mesh import DeviceMesh
-
-        with collective_call("Meshes.from_device_mesh", mesh):
-            dense = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
-            return cls._of(dense, sizes["cp"], sizes["ep"])
+        kept = [found.index(name) for name in ALL_AXES if name in found]
+        sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in ALL_AXES}
+        others = [axis for axis in range(mesh.ndim) if axis not in kept]
+        shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
+        ranks = mesh.mesh.permute([*others, *kept]).reshape(-1, sizes["dp_replicate"], shards, sizes["tp"])
+        for stage in ranks:
+            check_nested(stage, mesh)
+        with collective_call("Meshes.from_device_mesh"):
+            return cls._of(_own_stage(mesh.device_type, ranks), sizes["cp"], sizes["ep"])
 
     def size(self, axis: str) -> int:
         """Size of an axis; of ``dp_shard`` that of dense parameters, which takes in ``cp`` and ``ep``."""
@@ -311,6 +309,61 @@ class Meshes:
             parts = [str(own), *(f"{axis}={size}" for axis, size in inner)]
             sizes["dp_shard"] += f" ({' x '.join(parts)})"
         return " x ".join(sizes.values())
+
+
+def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """The mesh of this rank's stage. Collective over the world.
+
+    It is cut out of one of all ranks, since torch numbers process groups by counting them: ranks that each made the
+    groups of their own stage alone would give different groups one name, and meet in each other's.
+
+    Args:
+        device_type: The mesh's.
+        ranks: ``(stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks.numel() < dist.get_world_size():
+        everyone: list[list] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, ranks.tolist())
+        each = sorted({str(stage): stage for told in everyone for stage in told}.values())
+        found = [torch.tensor(stage, device="cpu") for stage in each]
+        numbers = sorted(n for stage in found for n in stage.flatten().tolist())
+        if numbers != list(range(len(everyone))) or any(stage.shape != ranks.shape[1:] for stage in found):
+            raise MeshError(
+                message(
+                    "Meshes.from_device_mesh: a mesh of a part of the ranks",
+                    expected="on every rank the mesh that it is part of, all of one shape",
+                    got=f"ranks {each}",
+                    fix="slice one mesh of all ranks on each of them",
+                )
+            )
+        ranks = torch.stack(found)
+    if ranks.shape[0] == 1:
+        return DeviceMesh(device_type, ranks[0], mesh_dim_names=AXES)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("stage", *AXES))[AXES]
+
+
+def as_meshes(given: object, where: str) -> Meshes:
+    """What a user gave as ``meshes``: :class:`Meshes`, or torch's own mesh, which is adopted.
+
+    Raises:
+        MeshError: Something else, or a mesh that :meth:`Meshes.from_device_mesh` refuses.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(given, Meshes):
+        return given
+    if isinstance(given, DeviceMesh):
+        return Meshes.from_device_mesh(given)
+    raise MeshError(
+        message(
+            f"{where}: meshes",
+            expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
+            got=type(given).__name__,
+            fix="te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
+        )
+    )
 
 
 def default_device_type() -> str:

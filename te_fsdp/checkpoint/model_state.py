@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
+from te_fsdp.checkpoint.collective import world_size
 from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
 from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.owned import Owned, by_key, clean_name, owned_buffers, owned_parameters
@@ -21,6 +22,7 @@ from te_fsdp.checkpoint.quantized import describe_quantized, finish_quantized, q
 from te_fsdp.errors import CheckpointError, PlacementError, message
 from te_fsdp.layout.rules import PLAIN, Layout
 from te_fsdp.modules.plan import original_layouts
+from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +62,22 @@ class ModelState:
                 finish_quantized(owned.local)
 
 
+def _check_whole_job(model: nn.Module) -> None:
+    """All ranks write one checkpoint, in which each name is one tensor: ranks must not hold other models."""
+    states = (sharding_state(module) for module in model.modules())
+    for ranks in (state.meshes.device_mesh.size() for state in states if state is not None):
+        if ranks != world_size():
+            raise CheckpointError(
+                message(
+                    f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
+                    expected="one model on all ranks",
+                    got="meshes of one stage, cut out of a mesh with a further axis",
+                    why="Stages are different models, and a checkpoint of te_fsdp holds one",
+                    fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages",
+                )
+            )
+
+
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
     """Entries and description of a model's parameters and persistent buffers. Local operation.
 
@@ -71,9 +89,10 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
             entries: it can be loaded through high precision, but not saved.
 
     Raises:
-        CheckpointError: Parameters or buffers on meta.
+        CheckpointError: Parameters or buffers on meta, or a stage of a pipeline.
         PlacementError: A shard whose place in the original is unknown.
     """
+    _check_whole_job(model)
     state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
     state.members = by_key(state.owned.values())
     buffers = list(owned_buffers(model))

@@ -13,7 +13,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
-from te_fsdp.modules.initialize import initialize_by_reset
+from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.modules.replaced import note_replaced, replacing
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 from te_fsdp.quantized.history import follow_history
@@ -49,6 +49,9 @@ class MeshModule(torch.nn.Module):
         binding = binding_of(self)
         if binding is None:
             return super().forward(*args, **kwargs)
+        if binding.on_meta:
+            check_initialised(self._parameters.items(), binding.name)
+            binding.on_meta = False
         check_recipe(self, binding)
         if binding.under_fsdp and _torch.in_backward():
             check_recomputation(self, binding)

@@ -17,6 +17,7 @@ from te_fsdp import _te
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
+from te_fsdp.modules.divisible import check_divisible
 from te_fsdp.modules.grouped import GroupedModule
 from te_fsdp.modules.initialize import initialize_te_parameters
 from te_fsdp.modules.single import check_switch
@@ -63,6 +64,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())
+        check_divisible(kind, stock, args, kwargs)
         super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
         if tp_mesh is not None or weight_mesh is not None:
             self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
@@ -80,6 +82,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
     Raises:
         MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
+        PlacementError: Heads or features that ``tp_size`` does not divide.
     """
     cls = type(kind, _bases(stock), {"__init__": __init__, "__doc__": doc, "__module__": "te_fsdp"})
     return cls

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import InitError, message
+from te_fsdp.errors import InitError, OrderError, message
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
@@ -25,16 +25,44 @@ from te_fsdp.quantized.all_gather import keep_no_flat_shard
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_random_state", "initialize_by_reset", "initialize_te_parameters", "target_device"]
+__all__ = [
+    "check_initialised",
+    "check_random_state",
+    "initialize_by_reset",
+    "initialize_te_parameters",
+    "target_device",
+]
 
 # TE raises when it finds these on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
+    """Raise if a forward is about to run on parameters that have no values yet. Local operation.
+
+    Args:
+        parameters: With their names.
+        prefix: Of the names.
+
+    Raises:
+        OrderError: Names the first one that is on meta.
+    """
+    left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
+    if left:
+        raise OrderError(
+            message(
+                f"{left[0]}: forward before te_fsdp.materialize",
+                expected="parameters with values, on the device",
+                got=f"{len(left)} parameter(s) on meta",
+                fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
+            )
+        )
 
 
 def initialize_te_parameters(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from te_fsdp.modules.divisible import check_heads
 from te_fsdp.modules.single import check_single, single_parameters
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
     for name, module in root.named_modules():
         kind = _te.kind_of(module)
         label = name or type(module).__name__
+        if kind == "DotProductAttention":
+            check_heads(module, label)
         if kind in PARALLEL_KINDS:
             _check_tp_size(module, kind, label, tp_size)
             _check_options(module, kind, label, tp_size)

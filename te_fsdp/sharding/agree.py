@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["check_replicas", "check_same_model", "check_whole", "raised_on_all_ranks"]
+__all__ = ["check_replicas", "check_same_model", "check_whole", "maximum", "raised_on_all_ranks"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -111,10 +111,10 @@ def check_same_model(
     digests = [_digest(repr(described[False])), _digest(repr(described[True])), _digest(settings)]
     seen = torch.tensor([*digests, *(-d for d in digests)], dtype=torch.int64, device=meshes.device)
     dense, shared = seen.clone(), seen.clone()
-    _maximum(dense, meshes.device_mesh)
-    _maximum(shared, meshes.expert_mesh or meshes.device_mesh, leave_out="ep")
+    maximum(dense, meshes.device_mesh)
+    maximum(shared, meshes.expert_mesh or meshes.device_mesh, leave_out="ep")
     differs = torch.stack([dense[0] != -dense[3], shared[1] != -shared[4], dense[2] != -dense[5]]).long()
-    _maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
+    maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
     models, experts_of_one, others = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
@@ -147,7 +147,7 @@ def _expert_modules(planned: Iterable[Planned]) -> set[int]:
     return {id(item.module) for item in planned if item.experts is not None}
 
 
-def _maximum(values: torch.Tensor, mesh: DeviceMesh, *, leave_out: str = "") -> None:
+def maximum(values: torch.Tensor, mesh: DeviceMesh, *, leave_out: str = "") -> None:
     """Maximum over all axes of a mesh but one, in place, axis after axis, so that it reaches everyone."""
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if mesh.size(axis) > 1 and name != leave_out:

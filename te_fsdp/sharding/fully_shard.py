@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
+from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import set_device_mesh
 from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.replaced import replacing
@@ -30,6 +31,7 @@ from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
 
@@ -40,7 +42,7 @@ _log = logging.getLogger("te_fsdp")
 
 def fully_shard(
     model: nn.Module,
-    meshes: Meshes,
+    meshes: Meshes | DeviceMesh,
     *,
     units: Wanted | None = None,
     strategy: Wish | None = None,
@@ -62,9 +64,9 @@ def fully_shard(
 
     Args:
         model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
-        meshes: The job's meshes.
-        units: What is gathered and released as one: module classes, or names in the tree (``"layers.0"``; a
-            trailing ``.*`` means every child). By default every ``te.TransformerLayer``.
+        meshes: The job's meshes; or torch's, as :meth:`Meshes.from_device_mesh` takes it.
+        units: What is gathered and released as one: module classes, or names (``"layers.0"``; a trailing ``.*``
+            means every child). By default every ``te.TransformerLayer``.
         strategy: What is cut over ``dp_shard``: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or
             ``"optim_grads_params"`` (the default), for the model or as a mapping of classes or names to them. A key
             holds for all in its module, which becomes a unit; ``""`` is the root.
@@ -88,6 +90,7 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
+    meshes = as_meshes(meshes, "fully_shard")
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
         _check_ranks(plan, fused)

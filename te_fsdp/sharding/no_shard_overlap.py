@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+
+from te_fsdp.sharding.agree import maximum
 
 if TYPE_CHECKING:
+    from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.comm import GradComm
     from te_fsdp.sharding.no_shard_bucket import Bucket, Travelling
 
@@ -71,21 +73,21 @@ class UnitOrder:
         """Whether all of a unit's parameters had a gradient in this backward."""
         return unit in self._complete
 
-    def agree(self, device: torch.device) -> None:
+    def agree(self, meshes: Meshes) -> None:
         """Settle the order at the end of a first backward. Units that a rank has not used come last.
 
-        Collective over the world: one all-reduce of two integers for each unit.
+        Collective over all ranks that hold this model: one all-reduce of two integers for each unit and axis.
 
         Args:
-            device: Where collectives run.
+            meshes: The job's meshes; not the world, in which other stages of a pipeline have other units.
         """
         never = len(self._units)
         told = [
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
-        seen = torch.tensor(told, dtype=torch.int64, device=device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        seen = torch.tensor(told, dtype=torch.int64, device=meshes.device)
+        maximum(seen, meshes.device_mesh)
         left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
         self.agreed = tuple(self._units[at] for _, at in sorted(left))
 

@@ -294,7 +294,7 @@ class ReplicatedGradients:
         if reduction is not None:
             self._finish(reduction)
             if self._order.agreed is None:
-                self._order.agree(self._meshes.device)
+                self._order.agree(self._meshes)
                 self._buckets = None
 
     def _leave(self, *, keep: bool = False) -> None:

@@ -292,7 +292,7 @@ class EarlyAverages:
             self._groups = _own_groups(plan.state.meshes)
             # Connected here, where all ranks come by, and not in the midst of a backward.
             dist.all_reduce(torch.zeros(1, device=plan.state.meshes.device), group=self._groups[0])
-        plan.order.agree(plan.state.meshes.device)
+        plan.order.agree(plan.state.meshes)
 
     # --- plans
 

@@ -130,6 +130,7 @@ class ShardingState:
         stepping: Weak reference to the optimizer whose step runs, or has raised.
         mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
         methods: How many methods of the model run that gather as forward does, and may call it.
+        on_meta: Whether parameters may still be on meta.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
     """
 
@@ -158,6 +159,7 @@ class ShardingState:
     stepping: weakref.ref[Optimizer] | None = None
     mixing: ExitStack = field(default_factory=ExitStack)
     methods: int = 0
+    on_meta: bool = True
     recognised: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:

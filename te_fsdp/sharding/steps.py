@@ -25,6 +25,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
+from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
@@ -124,7 +125,15 @@ def watch_method(unit: nn.Module, method: str) -> None:
     setattr(unit, method, MethodType(watched, unit))
 
 
+def _check_initialised(state: ShardingState) -> None:
+    """Before FSDP2 does: it would advise ``to_empty``, which leaves whatever the memory held. Local operation."""
+    check_initialised(state.parameters().items())
+    state.on_meta = False
+
+
 def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
+    if state.on_meta:
+        _check_initialised(state)
     if not _torch.in_backward() and not state.methods:
         recover(state)
         for root in state.roots() if state.unfinished else ():
@@ -144,6 +153,8 @@ def _is_marked(state: ShardingState) -> bool:
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
     """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
+    if state.on_meta:
+        _check_initialised(state)
     state.arrivals.before_forward(name, unit)
     if _torch.in_backward():  # recomputed activations
         return

@@ -20,7 +20,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError, meant, message
 
 __all__ = ["DEFAULT", "OUTER_STRATEGIES", "STRATEGIES", "Pace", "Strategy", "check_outer", "strategy_of"]
 
@@ -88,6 +88,31 @@ DEFAULT = STRATEGIES["optim_grads_params"]
 #: optimizer state are cut over both axes (HFSDP).
 OUTER_STRATEGIES = ("no_shard", "optim")
 
+_HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
+_HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
+#: Words of DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them, and what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("0", "zero0", "stage0", "zerostage0", "ddp", "no", "none", "false", "replicate"), "no_shard"
+    ),
+    **dict.fromkeys(("1", "zero1", "stage1", "zerostage1", "optimizer", "zero", "os"), "optim"),
+    **dict.fromkeys(("2", "zero2", "stage2", "zerostage2", "shardgradop", "osg", "gradop"), "optim_grads"),
+    **dict.fromkeys(("3", "zero3", "stage3", "zerostage3", "fullshard", "fullyshard"), "optim_grads_params"),
+    **dict.fromkeys(("full", "fsdp", "fsdp2", "params", "true", "osgp"), "optim_grads_params"),
+    **dict.fromkeys(("hybridshard", "hsdp", "hybrid"), _HYBRID.format("optim_grads_params")),
+    "hybridshardzero2": _HYBRID.format("optim_grads"),
+    "hfsdp": _HFSDP,
+}
+_OUTER_ELSEWHERE = {
+    **dict.fromkeys(
+        ("0", "zero0", "ddp", "no", "none", "false", "replicate", "hsdp", "hybridshard"), "no_shard"
+    ),
+    **dict.fromkeys(
+        ("1", "2", "3", "zero1", "zero2", "zero3", "hfsdp", "full", "fullshard", "true"), "optim"
+    ),
+    **dict.fromkeys(("optimgrads", "optimgradsparams", "shardgradop", "optimizer", "zero"), "optim"),
+}
+
 
 def strategy_of(name: Any) -> Strategy:
     """The row of a name; a :class:`Strategy` is returned as it is.
@@ -98,9 +123,7 @@ def strategy_of(name: Any) -> Strategy:
     if isinstance(name, Strategy):
         return name
     if not isinstance(name, str) or name not in STRATEGIES:
-        raise PlacementError(
-            message("fully_shard: strategy", expected=f"one of {tuple(STRATEGIES)}", got=repr(name))
-        )
+        raise _no_such("strategy", name, tuple(STRATEGIES), _ELSEWHERE)
     return STRATEGIES[name]
 
 
@@ -110,8 +133,20 @@ def check_outer(outer: Any) -> str:
     Raises:
         PlacementError: It is not.
     """
-    if outer not in OUTER_STRATEGIES:
-        raise PlacementError(
-            message("fully_shard: outer_strategy", expected=f"one of {OUTER_STRATEGIES}", got=repr(outer))
-        )
+    if not isinstance(outer, str) or outer not in OUTER_STRATEGIES:
+        raise _no_such("outer_strategy", outer, OUTER_STRATEGIES, _OUTER_ELSEWHERE)
     return outer
+
+
+def _no_such(option: str, given: Any, words: tuple[str, ...], elsewhere: Mapping[str, str]) -> PlacementError:
+    """The error of a word that is none of ours, with the one that it probably stands for."""
+    near = meant(given, words, elsewhere)
+    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    return PlacementError(
+        message(
+            f"fully_shard: {option}",
+            expected=f"one of {words}",
+            got=repr(given),
+            fix=fix if near is not None else f"one of these; {option} may be left out",
+        )
+    )

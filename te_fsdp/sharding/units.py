@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.errors import OrderError, PlacementError, meant, message
 from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
 
 if TYPE_CHECKING:
@@ -132,11 +132,12 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     else:
         found = [want] if want in names else []
     if not found:
+        near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
         raise PlacementError(
             message(
                 f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
                 expected=f"a class or a name out of {_sample(names)}",
-                fix="name modules as model.named_modules() does",
+                fix=f"{near!r}, if that is meant" if near else "name modules as model.named_modules() does",
             )
         )
     return found

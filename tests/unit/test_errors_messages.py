@@ -45,9 +45,10 @@ def test_the_family():
         "OrderError": "RuntimeError",
         "InitError": "RuntimeError",
         "CheckpointError": "RuntimeError",
+        "CollectiveError": "RuntimeError",
         "GradientError": "ArithmeticError",
     }
-    assert {"TeFsdpError", "message", *caught_as} == set(errors.__all__)
+    assert {"TeFsdpError", "meant", "message", *caught_as} == set(errors.__all__)
     for name, builtin in caught_as.items():
         error = getattr(errors, name)
         assert issubclass(error, (TeFsdpError,)) and issubclass(error, getattr(builtins, builtin))

@@ -241,8 +241,9 @@ def test_build_refuses(fake_world, mistake):
             (2, 2),
             ("data", "tp"),
             "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'cp', "
-            "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name. Fix: rename the axis to the one of these "
-            "that it means, or slice it away.",
+            "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name: over an axis that it leaves out, no gradient "
+            "is reduced. Fix: names={'data': 'dp_shard'} for what it means, or names={'data': None} if ranks along it "
+            "hold other weights, as stages of a pipeline do.",
         ),
         (
             (2, 2),
@@ -261,6 +262,80 @@ def test_from_device_mesh_refuses(fake_world, shape, names, text):
     with pytest.raises(MeshError) as caught:
         Meshes.from_device_mesh(mesh)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"dat": "dp_shard"}, ["names: axis 'dat'", "one of ('data', 'outer', 'tp')", "Fix: 'data'"]),
+        ({"data": "dp"}, ["names['data']", "got 'dp'", "Fix: names={'data': 'dp_shard'}"]),
+        ({"data": "tp", "outer": None}, ["two axes that are 'tp'", "('data', 'outer', 'tp')"]),
+        ({"data": "dp_shard", "outer": "dp_shard"}, ["two axes that are 'dp_shard'", "Fix: flatten"]),
+        ({"data": "dp_shard"}, ["axis 'outer' of size 2", "names={'outer': 'dp_replicate'}"]),
+        ({}, ["axis 'data' of size 2"]),
+        ({"data": "dp_shard", "outer": 3}, ["names['outer']", "got 3"]),
+    ],
+)
+def test_names_that_say_nothing(fake_world, names, words):
+    fake_world(8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "outer", "tp"))
+    with pytest.raises(MeshError) as caught:
+        Meshes.from_device_mesh(mesh, names=names)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 5, 7])
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        ({"outer": 2, "data": 2, "tp": 2}, {"outer": "dp_replicate", "data": "dp_shard"}),
+        ({"tp": 2, "data": 2, "outer": 2}, {"outer": "dp_replicate", "data": "dp_shard"}),
+    ],
+)
+def test_other_names(fake_world, axes, names, rank):
+    """Named otherwise, the same meshes as with our names."""
+    fake_world(8, rank)
+    ours = [names.get(axis, axis) for axis in axes]
+    theirs = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    meshes = Meshes.from_device_mesh(theirs, names=names)
+    same = Meshes.from_device_mesh(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=ours))
+    assert found(meshes) == found(same)
+    assert meshes.device_mesh.mesh_dim_names == AXES
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, None),
+        ({"dp_shard": 2, "Pipeline-Parallel": 2, "tp": 2}, None),
+        ({"x": 2, "dp_shard": 2, "tp": 2}, {"x": None}),
+    ],
+)
+def test_stages(fake_world, axes, names, rank):
+    """The meshes are those of this rank's stage: of the ranks that differ from it along our axes alone."""
+    fake_world(8, rank)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    at = next(i for i, name in enumerate(axes) if name not in ("dp_shard", "tp"))
+    own = mesh.mesh.select(at, mesh.get_coordinate()[at])
+    meshes = Meshes.from_device_mesh(mesh, names=names)
+    assert ranks(meshes.device_mesh) == [own.tolist()]
+    assert sorted(members(meshes.weight)) == sorted(own.flatten().tolist())
+    assert members(meshes.tp) == members(mesh["tp"]) and meshes.te_kwargs()["tp_size"] == 2
+    assert str(meshes) == "dp_replicate=1 x dp_shard=2 x tp=2"
+
+
+def test_what_is_no_mesh(fake_world):
+    fake_world(2)
+    for given, word in ((None, "NoneType"), ((2, 1), "tuple"), ("dp", "str")):
+        with pytest.raises(MeshError) as caught:
+            te_fsdp.fully_shard(torch.nn.Linear(2, 2), given)
+        assert (
+            f"fully_shard: meshes: expected te_fsdp.Meshes, or a DeviceMesh with named axes, got {word}"
+            in str(caught.value)
+        )
+    with pytest.raises(MeshError, match="the mesh has unnamed axes"):
+        te_fsdp.fully_shard(torch.nn.Linear(2, 2), DeviceMesh("cpu", [0, 1]))
 
 
 @pytest.mark.parametrize("order", [[[1, 0], [3, 2]], [[2, 3], [0, 1]]])

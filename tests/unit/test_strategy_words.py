@@ -1,0 +1,118 @@
+"""Other libraries' words for strategies, and typing errors: the error names the word that is meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import ShardingStrategy
+
+from te_fsdp.errors import PlacementError, meant
+from te_fsdp.sharding.strategies import OUTER_STRATEGIES, STRATEGIES, check_outer, strategy_of
+from te_fsdp.sharding.units import find_units
+
+WORDS = {
+    "no_shard": [
+        "zero0",
+        "ZeRO-0",
+        0,
+        "ddp",
+        "DDP",
+        "no",
+        "none",
+        "NO_SHARD",
+        ShardingStrategy.NO_SHARD,
+        None,
+    ],
+    "optim": ["zero1", "zero-1", "ZERO_1", 1, "stage1", "optimizer", "optm", "Optim"],
+    "optim_grads": [
+        "zero2",
+        "ZeRO 2",
+        2,
+        "shard_grad_op",
+        ShardingStrategy.SHARD_GRAD_OP,
+        "optim_grad",
+        "optimgrads",
+    ],
+    "optim_grads_params": [
+        "zero3",
+        "zero-3",
+        "ZERO_3",
+        3,
+        "full_shard",
+        "FULL_SHARD",
+        ShardingStrategy.FULL_SHARD,
+        "fsdp",
+        "fully_shard",
+        "optim-grads-params",
+        "optim_grad_params",
+    ],
+}
+
+
+@pytest.mark.parametrize(("ours", "word"), [(ours, word) for ours, words in WORDS.items() for word in words])
+def test_the_word_meant(ours, word):
+    with pytest.raises(PlacementError) as caught:
+        strategy_of(word)
+    text = str(caught.value)
+    assert text.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in text
+    assert text.endswith(f"Fix: strategy='{ours}'.")
+
+
+@pytest.mark.parametrize("ours", STRATEGIES)
+def test_ours_is_taken(ours):
+    assert strategy_of(ours).name == ours
+
+
+@pytest.mark.parametrize(
+    "word", ["hybrid_shard", ShardingStrategy.HYBRID_SHARD, "hsdp", "hfsdp", "HYBRID_SHARD_ZERO2"]
+)
+def test_two_axes_in_a_word(word):
+    with pytest.raises(
+        PlacementError, match=r"Fix: strategy='optim_grads.*Meshes.build\(dp_replicate="
+    ) as caught:
+        strategy_of(word)
+    assert ("outer_strategy='optim'" in str(caught.value)) == (word == "hfsdp")
+
+
+@pytest.mark.parametrize("word", ["bananas", "", 7, object(), "x"])
+def test_no_word_at_all(word):
+    """Nothing is suggested that nobody can have meant."""
+    with pytest.raises(PlacementError, match=r"Fix: one of these; strategy may be left out\.$"):
+        strategy_of(word)
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"),
+    [
+        ("no_shard", "hsdp"),
+        ("no_shard", None),
+        ("no_shard", "no-shard"),
+        ("no_shard", "zero0"),
+        ("optim", "hfsdp"),
+        ("optim", "zero1"),
+        ("optim", "optim_grads"),
+        ("optim", "full_shard"),
+        ("optim", "Optim"),
+    ],
+)
+def test_the_outer_word_meant(ours, word):
+    with pytest.raises(PlacementError, match=f"outer_strategy: .*Fix: outer_strategy='{ours}'"):
+        check_outer(word)
+    assert all(check_outer(known) == known for known in OUTER_STRATEGIES)
+
+
+def test_a_misspelt_unit():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.add_module("decoder", torch.nn.Linear(2, 2))
+    with pytest.raises(
+        PlacementError, match="unit 'decodr' matches no module.*Fix: 'decoder', if that is meant"
+    ):
+        find_units(model, "decodr", "optim")
+    with pytest.raises(PlacementError, match=r"Fix: name modules as model.named_modules\(\) does"):
+        find_units(model, "embedding", "optim")
+
+
+def test_meant():
+    assert meant("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
+    assert meant("data", ("dp_shard", "tp")) is None
+    assert meant("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
