@@ -1,0 +1,306 @@
+"""Does each test that guards a line fail when the line is broken? `python scripts/mutants.py`, or `make mutants`.
+
+Every row of `tests/mutants/<room>.toml` is a fault of one place that a careless change could bring:
+
+    [[mutant]]
+    fault = "one sentence: what is broken"
+    file = "te_fsdp/....py"
+    old = '''exact text, which occurs once in the file'''
+    new = '''the broken text'''
+    tests = ["tests/....py::test_name[parameters]"]     # fail with the fault; few and quick
+    survives = "why no test can see it"                 # only where that is so
+
+The rows' tests run once on the tree as it is, then each row's on a copy with its fault. A row whose tests pass all the
+same is a survivor; one whose text or tests no longer exist is stale. Both make the exit status 1, explained survivors
+do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES = ROOT / "tests" / "mutants"
+COPIED = ("te_fsdp", "tests", "examples", "scripts", "docs", "benchmarks", "constraints")
+# Exit statuses of pytest (`pytest.ExitCode`).
+PASSED, FAILED = 0, 1
+KILLED, SURVIVED, EXPLAINED, STALE = "killed", "SURVIVED", "explained", "STALE"
+# Seconds; a fault may make ranks wait for each other, which the tests' own timeouts end.
+TIMEOUT = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One row of a table.
+
+    Attributes:
+        room: Name of its table, without the suffix.
+        fault: What is broken, in a sentence.
+        file: Path from the repository's root.
+        old: Text that occurs once in the file.
+        new: What stands there instead.
+        tests: pytest's node ids; at least one of them fails.
+        survives: Why no test can see it; empty: one must.
+    """
+
+    room: str
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    survives: str = ""
+
+    def problem(self, root: Path = ROOT) -> str:
+        """What is wrong with the row itself; empty if nothing is. Local operation."""
+        path = root / self.file
+        if not path.is_file():
+            return f"no file {self.file}"
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            return f"`old` occurs {text.count(self.old)} times in {self.file}"
+        if self.old == self.new:
+            return "`new` is `old`"
+        try:
+            compile(text.replace(self.old, self.new), self.file, "exec")
+        except SyntaxError as error:
+            return f"`new` does not compile: {error}"
+        missing = [test for test in self.tests if not _exists(test, root)]
+        return f"no test {', '.join(missing)}" if missing else "" if self.tests else "no tests"
+
+    def line(self, root: Path = ROOT) -> int:
+        """Where the fault is, from 1."""
+        text = (root / self.file).read_text(encoding="utf-8")
+        return text[: text.index(self.old)].count("\n") + 1
+
+
+@dataclass
+class Result:
+    """What became of a row."""
+
+    mutant: Mutant
+    verdict: str
+    seconds: float = 0.0
+    detail: str = ""
+
+
+def _exists(test: str, root: Path) -> bool:
+    """Whether a node id's file and function exist; its parameters are pytest's to judge."""
+    name, _, rest = test.partition("::")
+    path = root / name
+    function = rest.split("::")[-1].split("[")[0]
+    return (
+        path.is_file()
+        and re.search(rf"^\s*def {function}\(", path.read_text(encoding="utf-8"), re.M) is not None
+    )
+
+
+def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
+    """All rows, or those of some rooms, in the order of the tables.
+
+    Raises:
+        SystemExit: There is no such table, or a row has other keys than the ones above.
+    """
+    wanted = list(rooms)
+    unknown = [room for room in wanted if not (folder / f"{room}.toml").is_file()]
+    if unknown:
+        raise SystemExit(f"mutants: no table {', '.join(unknown)}; there are {', '.join(_rooms(folder))}")
+    found = []
+    for room in wanted or _rooms(folder):
+        with (folder / f"{room}.toml").open("rb") as file:
+            for row in tomllib.load(file)["mutant"]:
+                try:
+                    found.append(Mutant(room, **{**row, "tests": tuple(row["tests"])}))
+                except (KeyError, TypeError) as error:
+                    raise SystemExit(f"mutants: {room}.toml, row {row.get('fault')!r}: {error}") from None
+    return found
+
+
+def _rooms(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
+    """Pytest's exit status over some tests of a tree, and the end of what it printed."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
+    if any("pytorch/distributed" in test for test in tests):
+        words += ["--matrix", "full", "--pool-durations", "0"]  # the row names the cases
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(
+            [*words, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return FAILED, f"no end within {TIMEOUT} s"
+    return done.returncode, (done.stdout + done.stderr)[-2000:]
+
+
+def copy_tree(to: Path) -> Path:
+    """A copy of what tests read, with the changes that are not committed."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, to / path.name)
+    return to
+
+
+def judge(mutant: Mutant, tree: Path) -> Result:
+    """Break the line in a tree, run the row's tests, mend it."""
+    problem = mutant.problem()
+    if problem:
+        return Result(mutant, STALE, detail=problem)
+    path, began = tree / mutant.file, time.perf_counter()
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        status, output = run_tests(tree, mutant.tests, "-x")
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    seconds = time.perf_counter() - began
+    if status == FAILED:
+        if mutant.survives:
+            return Result(mutant, STALE, seconds, "a row that `survives` was noticed: drop that key")
+        return Result(mutant, KILLED, seconds)
+    if status == PASSED:
+        return Result(mutant, EXPLAINED if mutant.survives else SURVIVED, seconds)
+    return Result(mutant, STALE, seconds, f"pytest ended with {status}: {output[-300:]}")
+
+
+@dataclass
+class Options:
+    """Break one line after the other and see whether its tests notice."""
+
+    rooms: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Tables to take; all by default."""
+    k: str = ""
+    """Only rows whose fault or file has this text."""
+    jobs: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
+    """Rows at a time; each starts a few processes."""
+    list: bool = False
+    """Print the rows and what is wrong with them; run nothing."""
+    check_first: bool = True
+    """Whether the rows' tests run once on the tree as it is."""
+    json: Path | None = None
+    """Also write the results there."""
+
+
+def main(options: Options) -> int:
+    """Run what the options say; the exit status."""
+    chosen = [m for m in rows(options.rooms) if options.k.lower() in f"{m.fault} {m.file}".lower()]
+    console = Console()
+    if options.list:
+        results = [Result(m, STALE if m.problem() else "ok", detail=m.problem()) for m in chosen]
+        console.print(_table(results))
+        return int(any(result.verdict == STALE for result in results))
+    if options.check_first and not _pass_as_it_is(chosen, console):
+        return 1
+    began, results = time.perf_counter(), _run(chosen, options.jobs, console)
+    bad = [result for result in results if result.verdict in (SURVIVED, STALE)]
+    console.print(_table([result for result in results if result.verdict != KILLED]))
+    counts = {
+        verdict: sum(r.verdict == verdict for r in results)
+        for verdict in (KILLED, EXPLAINED, SURVIVED, STALE)
+    }
+    summary = ", ".join(f"{count} {verdict.lower()}" for verdict, count in counts.items())
+    console.print(f"mutants: {len(results)} rows in {time.perf_counter() - began:.0f} s: {summary}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([_plain(result) for result in results], indent=1) + "\n")
+    return int(bool(bad))
+
+
+def _pass_as_it_is(chosen: Sequence[Mutant], console: Console) -> bool:
+    """Whether every row's tests pass on the tree as it is: a test that fails anyhow guards nothing."""
+    tests = sorted({test for mutant in chosen if not mutant.problem() for test in mutant.tests})
+    console.print(f"mutants: {len(tests)} tests of {len(chosen)} rows, on the tree as it is")
+    status, output = run_tests(ROOT, tests) if tests else (PASSED, "")
+    if status != PASSED:
+        console.print(output, markup=False, highlight=False)
+        console.print("mutants: these tests must pass before they can show anything")
+    return status == PASSED
+
+
+def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
+    """All rows, so many at a time, each in one of as many copies of the tree."""
+    trees: SimpleQueue[Path] = SimpleQueue()
+    with (
+        tempfile.TemporaryDirectory(prefix="te_fsdp_mutants_") as folder,
+        Progress(console=console) as progress,
+    ):
+        for number in range(jobs):
+            trees.put(copy_tree(Path(folder, str(number))))
+        task = progress.add_task("mutants", total=len(chosen))
+
+        def one(mutant: Mutant) -> Result:
+            tree = trees.get()
+            try:
+                result = judge(mutant, tree)
+            finally:
+                trees.put(tree)
+            progress.advance(task)
+            if result.verdict in (SURVIVED, STALE):
+                progress.print(
+                    f"{result.verdict}: {mutant.file}: {mutant.fault}", markup=False, highlight=False
+                )
+            return result
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(one, chosen))
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(title="mutants", title_justify="left")
+    for header in ("verdict", "room", "where", "fault", "remark"):
+        table.add_column(header, overflow="fold")
+    for result in results:
+        mutant = result.mutant
+        where = mutant.file if mutant.problem() else f"{mutant.file}:{mutant.line()}"
+        remark = result.detail or mutant.survives
+        table.add_row(result.verdict, mutant.room, where, mutant.fault, remark)
+    return table
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    mutant = result.mutant
+    return {
+        "verdict": result.verdict,
+        "room": mutant.room,
+        "file": mutant.file,
+        "fault": mutant.fault,
+        "tests": list(mutant.tests),
+        "seconds": round(result.seconds, 1),
+        "remark": result.detail or mutant.survives,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

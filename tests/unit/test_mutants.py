@@ -1,0 +1,78 @@
+"""The table of faults (`make mutants`): rows fit the sources; the runner tells killed, survived and stale apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+mutants = _load()
+ROWS = mutants.rows()
+
+
+def test_every_row_fits_the_tree():
+    """A change that moves a guarded line takes its row along."""
+    problems = [f"{row.room}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_rows_are_different():
+    faults = [(row.file, row.old, row.new) for row in ROWS]
+    assert len(set(faults)) == len(faults)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A tree with one module and one test of it, and a way to make a row."""
+    (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "test_double.py").write_text(
+        "from double import double\n\ndef test_two():\n    assert double(2) == 4\n"
+    )
+    monkeypatch.setattr(mutants.Mutant.problem, "__defaults__", (tmp_path,))
+
+    def row(old="2 * x", new="3 * x", test="test_two", **more):
+        return mutants.Mutant("room", "fault", "double.py", old, new, (f"test_double.py::{test}",), **more)
+
+    return tmp_path, row
+
+
+def test_a_fault_that_is_noticed_is_killed_and_mended(tree):
+    folder, row = tree
+    assert mutants.judge(row(), folder).verdict == mutants.KILLED
+    assert "2 * x" in (folder / "double.py").read_text()
+
+
+def test_a_fault_that_nobody_notices_survives(tree):
+    folder, row = tree
+    assert mutants.judge(row(new="x ** 2"), folder).verdict == mutants.SURVIVED
+    explained = row(new="x + x", survives="the same number")
+    assert mutants.judge(explained, folder).verdict == mutants.EXPLAINED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"old": "4 * x"},  # nowhere
+        {"old": "x"},  # in two places
+        {"new": "2 *"},  # no Python
+        {"test": "test_three"},
+        {"survives": "it does not"},
+    ],
+    ids=["gone", "twice", "syntax", "test", "noticed"],
+)
+def test_a_row_that_fits_no_longer_is_stale(tree, change):
+    folder, row = tree
+    assert mutants.judge(row(**change), folder).verdict == mutants.STALE
