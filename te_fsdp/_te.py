@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "active_recipe",
+    "all_one_scale_quantizers",
     "amax_quantizer_classes",
     "amax_reduction_group",
     "amax_tensor_classes",
@@ -58,11 +59,13 @@ __all__ = [
     "needs_shared_amax",
     "one_scale_quantizer_classes",
     "one_scale_quantizers",
+    "parts_of",
     "quantizer_of",
     "recipes",
     "rename_parameters",
     "set_delayed_scale",
     "set_quantizer",
+    "take_scale",
     "te",
     "weight_quantizer",
 ]
@@ -293,6 +296,37 @@ def one_scale_quantizers(quantizer: Any) -> list[Any]:
         return [quantizer]
     parts = [getattr(quantizer, f"{name}_quantizer", None) for name in ("rowwise", "columnwise")]
     return [part for part in parts if isinstance(part, classes)]
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What carries a quantized tensor's bytes: itself, or the row-wise and column-wise tensors of a hybrid one."""
+    if not hasattr(tensor, "_rowwise_storage"):
+        return [tensor]
+    both: Any = tensor
+    return [part for part in (both._rowwise_storage, both._columnwise_storage) if part is not None]
+
+
+def all_one_scale_quantizers(tensor: torch.Tensor) -> list[Any]:
+    """:func:`one_scale_quantizers` of a tensor, and of a hybrid's parts.
+
+    Each part has a copy of its own of the parent's quantizer for it. The parent's quantizes, but asks the part for the
+    reduction group (TE 2.20.2 ``HybridQuantizer.update_quantized``).
+    """
+    owners = {id(t): t for t in (tensor, *parts_of(tensor))}
+    return [q for t in owners.values() for q in one_scale_quantizers(quantizer_of(t))]
+
+
+def take_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
+    """Let a gathered weight be read with the scale that its shard has now. Local operation.
+
+    TE hands a per-tensor float8 scale over with the first gather only (``Float8Tensor.fsdp_post_all_gather`` and
+    ``fsdp_assign_gathered``, 2.18 to 2.20.2); it is the same tensor until somebody gives the shard another one.
+    """
+    if hasattr(shard, "_rowwise_storage"):
+        for part, own in zip(parts_of(tensor), parts_of(shard), strict=True):
+            take_scale(part, own)
+    elif hasattr(shard, "_scale_inv"):
+        tensor._scale_inv = shard._scale_inv  # type: ignore[attr-defined]
 
 
 @functools.cache

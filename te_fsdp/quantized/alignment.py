@@ -125,6 +125,8 @@ def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | No
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
+    if dim is None and weight.format not in BLOCK_ROWS:
+        dim = 0  # hybrids: never cut along columns
     if weight.rule.layout.is_stacked and any(height % block for height in heights):
         what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
         expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"

@@ -16,6 +16,8 @@ different scales.
    the gathered weight leaves out.
 6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape
    (:mod:`te_fsdp.quantized.columns`).
+7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
+   would be read with the old one.
 """
 
 from __future__ import annotations
@@ -138,6 +140,8 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             tensor, inner = stock(self, all_gather_outputs, metadata, param_dtype, out=target)
         if out is None:
             _te.forget_transpose(tensor)
+        else:
+            _te.take_scale(tensor, self)
         return tensor, inner
 
     return fsdp_post_all_gather

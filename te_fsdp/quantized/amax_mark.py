@@ -43,7 +43,7 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
         return
     make_marks_stick()
     drop_group(tensor)
-    for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
+    for quantizer in _te.all_one_scale_quantizers(tensor):
         quantizer.__dict__[_MARK] = group_name
 
 
@@ -60,7 +60,7 @@ def _has_mark(tensor: torch.Tensor, group_name: str) -> bool:
 def drop_group(tensor: torch.Tensor) -> None:
     """Take off the process group that TE's gather has put on a tensor, or on the quantizers of a hybrid one."""
     tensor.__dict__.pop(_ATTRIBUTE, None)
-    for quantizer in _te.one_scale_quantizers(_te.quantizer_of(tensor)):
+    for quantizer in _te.all_one_scale_quantizers(tensor):
         _drop_group(quantizer)
 
 

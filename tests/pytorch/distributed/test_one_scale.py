@@ -74,6 +74,38 @@ def test_block_formats(pool, recipe, buffers, mesh):
     assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 2}] * ranks
 
 
+# Rows of a hybrid weight's two parts that the device can make: Hopper has no column-wise float8 alone (TE 2.20.2).
+HYBRIDS = {
+    "10.0": (("e4m3", "e5m2", "block", "mxfp8", "bf16"), ("e4m3", "e5m2", "block", "mxfp8", "bf16")),
+    "9.0": (("e4m3", "e5m2", "block", "bf16"), ("block", "bf16")),
+}
+
+
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
+@pytest.mark.parametrize("rowwise", ["e4m3", "e5m2", "block", "mxfp8", "bf16"])
+@pytest.mark.arch("9.0", "10.0")
+def test_every_pair_of_formats(pool, arch, rowwise, mesh):
+    """Custom recipes, forward in one format and backward in another: both parts' bytes and scales, several steps."""
+    dp_replicate, tp, ranks = mesh
+    rows, columns = HYBRIDS["9.0" if arch.startswith("9") else "10.0"]
+    if rowwise not in rows:
+        pytest.skip(f"no {rowwise} on {arch}")
+    recipes = [f"{rowwise}/{columnwise}" for columnwise in columns]
+    buffers = {name: 2 * sum(1 if way == "bf16" else 2 for way in name.split("/")) for name in recipes}
+    options = {"kind": "mlp_gelu", "dp_replicate": dp_replicate, "tp": tp}
+    assert pool.run(one_scale.trainings, ranks, recipes=recipes, timeout=300, **options) == [buffers] * ranks
+
+
+@pytest.mark.parametrize("mesh", meshes("dp4", "tp4", "hsdp2x2", "hsdp2x2xtp2"))
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_hybrid_weights_on_every_mesh(pool, mesh, reshard_after_forward):
+    dp_replicate, tp, ranks = mesh
+    options = {"kind": "mlp_swiglu", "dp_replicate": dp_replicate, "tp": tp}
+    options |= {"reshard_after_forward": reshard_after_forward}
+    results = pool.run(one_scale.trainings, ranks, recipes=["e4m3/bf16", "block/e4m3"], **options)
+    assert results == [{"e4m3/bf16": 6, "block/e4m3": 8}] * ranks
+
+
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_transformer_layer(pool, recipe, mesh):
@@ -99,7 +131,7 @@ def test_copies_over_tp_and_no_fsdp(pool, kind, tp, fsdp, recipe):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("group", "when"), [("fsdp", "init: "), ("fsdp after init", "step 1: ")])
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", "e4m3/block"])
 def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
     """Negative control: FSDP2's axis alone, which stock TE sets in every gather, and the comparison fails."""
     options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": 1, "tp": 2, "group": group}
@@ -114,12 +146,17 @@ def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
     ("recipe", "buffers", "mesh"),
     [
         pytest.param(
-            recipe, buffers, MESHES[mesh], id=f"{recipe}-{mesh}", marks=pytest.mark.ranks(MESHES[mesh][2])
+            recipe,
+            buffers,
+            MESHES[mesh],
+            id=f"{recipe.replace('/', '_')}-{mesh}",
+            marks=pytest.mark.ranks(MESHES[mesh][2]),
         )
         for recipe, buffers, mesh in [
             ("delayed", 4, "dp2xtp2"),
             ("current", 4, "dp2xtp2"),
             ("nvfp4", 12, "dp2xtp2"),
+            ("e4m3/block", 8, "dp2xtp2"),
             ("current", 4, "hsdp2x2xtp2"),
         ]
     ],
@@ -132,7 +169,7 @@ def test_writes_by_anybody(pool, recipe, buffers, mesh):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4", "e4m3/block"])
 def test_copies_know_the_group_and_hold_none(pool, recipe):
     for outcome in pool.run(written.copies, 4, recipe=recipe, dp_replicate=1, tp=2):
         assert outcome == {"marks": [True] * 14, "reachable": 0, "twins": [True] * 2}

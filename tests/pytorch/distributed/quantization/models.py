@@ -6,8 +6,10 @@ Sizes fit every format on 8 ranks: block formats need whole blocks in each shard
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 
@@ -26,7 +28,49 @@ def recipe_of(name: str) -> Any:
         "mxfp8": recipe.MXFP8BlockScaling,
         "nvfp4": recipe.NVFP4BlockScaling,
     }
-    return classes[name]()
+    return hybrid_recipe(*name.split("/")) if "/" in name else classes[name]()
+
+
+def hybrid_recipe(rowwise: str, columnwise: str) -> Any:
+    """A custom recipe: forward reads weights and inputs in one format, backward in another.
+
+    Args:
+        rowwise: "e4m3", "e5m2" (current scaling), "block", "mxfp8" or "bf16".
+        columnwise: One of the same.
+    """
+    from transformer_engine.common.recipe import CustomRecipe
+
+    return CustomRecipe(qfactory=functools.partial(_hybrid_factory, rowwise, columnwise))
+
+
+def _hybrid_factory(rowwise: str, columnwise: str, role: Any) -> Any:
+    """At the top level, as TE pickles a recipe with its factory."""
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
+    kind = role.tensor_type if role is not None else ""
+    if kind != "weight":
+        # A GEMM takes two operands of one scaling mode, and no two of E5M2.
+        rowwise, columnwise = ("e4m3" if way == "e5m2" else way for way in (rowwise, columnwise))
+    if kind not in ("weight", "input"):
+        return _quantizer(columnwise)
+    return HybridQuantizer(rowwise_quantizer=_quantizer(rowwise), columnwise_quantizer=_quantizer(columnwise))
+
+
+def _quantizer(name: str) -> Any:
+    """A quantizer of one format, as a user's factory makes it."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+    if name == "bf16":
+        return IdentityQuantizer(dtype=torch.bfloat16)
+    if name == "mxfp8":
+        return te.MXFP8Quantizer(tex.DType.kFloat8E4M3)
+    if name == "block":
+        options = {"rowwise": True, "columnwise": True, "block_scaling_dim": 2}
+        return te.Float8BlockQuantizer(fp8_dtype=tex.DType.kFloat8E4M3, **options)
+    dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[name]
+    return te.Float8CurrentScalingQuantizer(dtype, device=harness.device())
 
 
 class LinearPair(nn.Module):

@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantization.bodies import SEED, Stepper, batch_of, quantized_weights
-from quantization.one_scale import HIDDEN, compare, meshes_of, named_weights, recipe_of, sharded, stock
+from quantization.one_scale import (
+    compare,
+    compare_unsharded,
+    meshes_of,
+    named_weights,
+    recipe_of,
+    sharded,
+    stock,
+    width_of,
+)
 
 #: Ways to write new values into the weights of a model: ``way(model, {name: DTensor})``.
 WAYS = (
@@ -27,6 +36,7 @@ WAYS = (
     "load_state_dict",
     "set_model_state_dict",
     "whole",
+    "data =",
 )
 
 
@@ -50,6 +60,7 @@ def writes(recipe: str, dp_replicate: int, tp: int) -> int:
             for name, value in values.items():
                 dict(oracle.named_parameters())[name].quantize_(value)
         compared += compare(model, oracle, way)
+        compare_unsharded(model, oracle)  # from the second one on FSDP2 reuses the gathered tensor
     return compared
 
 
@@ -77,8 +88,10 @@ def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     elif way == "whole":
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, dict(values), options=options)
-    for name, _, _, parameter in named_weights(model):
-        if way == "copy_":
+    for name, module, _, parameter in named_weights(model):
+        if way == "data =":
+            assign_data(module, parameter._local_tensor, pieces[name].to_local())
+        elif way == "copy_":
             parameter.copy_(pieces[name])
         elif way == "data":
             parameter.data.copy_(pieces[name])
@@ -88,6 +101,25 @@ def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
             parameter._local_tensor.quantize_(pieces[name].to_local())
         elif way == "to_local":
             parameter.detach().to_local().copy_(pieces[name].to_local())
+
+
+def assign_data(module: nn.Module, local: Any, value: torch.Tensor) -> None:
+    """Give a float8 weight new bytes and a new scale tensor, as TE's ``data`` setter does; quantize into others."""
+    from te_fsdp.binding import binding_of
+    from te_fsdp.quantized.amax import quantize_shard
+
+    fresh = quantize_shard(value, local._quantizer.copy(), binding_of(module))
+    for part, new in zip(parts_of(local), parts_of(fresh), strict=True):
+        if type(part).__name__ == "Float8Tensor":
+            part.data = new
+        else:
+            part.quantize_(value)
+
+
+def parts_of(local: Any) -> list[Any]:
+    """A quantized tensor, or the two that a hybrid one consists of."""
+    hybrid = type(local).__name__ == "HybridQuantizedTensor"
+    return [local._rowwise_storage, local._columnwise_storage] if hybrid else [local]
 
 
 def piece(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
@@ -114,7 +146,7 @@ def copies(recipe: str, dp_replicate: int, tp: int) -> dict[str, Any]:
     model = sharded("linear", recipe, meshes)
     te_fsdp.materialize(model, seed=SEED)
     step = Stepper(model, recipe_of(recipe), meshes, False)
-    step(*batch_of(HIDDEN))
+    step(*batch_of(width_of(recipe)))
     ranks = sorted(meshes.weight.mesh.tolist())
     marks, reachable = [], 0
     for _, _, parameter in quantized_weights(model):
@@ -143,7 +175,8 @@ def group_ranks(tensor: torch.Tensor) -> list[int] | None:
     from te_fsdp.quantized.amax_mark import marked_group
 
     name = marked_group(tensor)
-    group = getattr(tensor, "amax_reduction_group", None)
+    (part,) = (part for part in parts_of(tensor) if hasattr(part, "_scale_inv") or part is tensor)
+    group = getattr(part, "amax_reduction_group", None)
     if name is None or group is None:
         return None
     assert group.group_name == name
