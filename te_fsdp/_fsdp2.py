@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "accumulated_gradient",
     "after_reductions",
+    "around_reductions",
     "fill_unused",
     "forget_forward_order",
     "forget_unreduced",
@@ -412,6 +413,40 @@ def _post_backward_then(
     stock(*args)
     if group.reduce_grads:
         call(group._post_reduce_event)
+
+
+def around_reductions(
+    unit: nn.Module,
+    before: Callable[[list[torch.nn.Parameter]], None],
+    after: Callable[[list[torch.nn.Parameter]], None],
+) -> None:
+    """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        before: Gets the group's sharded parameters; their ``.grad`` is what the reduction will be added to.
+        after: Gets them when the reduction is enqueued and ``.grad`` is there (``FSDPParamGroup.post_backward``).
+    """
+    for group in fsdp_parameter_groups(unit):
+        group.post_backward = functools.partial(
+            _post_backward_between, group, group.post_backward, before, after
+        )
+
+
+def _post_backward_between(
+    group: Any,
+    stock: Callable[..., None],
+    before: Callable[..., None],
+    after: Callable[..., None],
+    *args: Any,
+) -> None:
+    if not group.reduce_grads:
+        stock(*args)
+        return
+    parameters = [managed.sharded_param for managed in group.fsdp_params]
+    before(parameters)
+    stock(*args)
+    after(parameters)
 
 
 def wait_for_reductions(root: nn.Module) -> None:

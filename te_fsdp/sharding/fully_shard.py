@@ -21,6 +21,7 @@ from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
+from te_fsdp.sharding.outer_unaveraged import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import Plan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, mark
@@ -191,6 +192,7 @@ def _finish(plan: Plan) -> None:
     if state.precision_plan is not None:
         state.precision_plan.install(state.model)
     reduce_unused(state.model)
+    guard_gradients(state)
     if plan.exempt.parameters:
         state.replicated = ReplicatedGradients(
             state.model,

@@ -31,6 +31,7 @@ __all__ = [
     "current",
     "finish_averages",
     "forget_average",
+    "gather_averages",
     "give_gradient",
     "gradient_of",
     "zero_gradient",
@@ -135,6 +136,26 @@ def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
     for stand_ins in found.values():
         if stand_ins.early.expected:
             stand_ins.reduce()
+
+
+def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
+    """Make ``.grad`` of cut parameters the average over their holders, whole.
+
+    Collective over the holders: the averages, unless that is done, and an all-gather of their rows.
+
+    Raises:
+        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
+            changed since they were averaged.
+    """
+    found: dict[int, StandIns] = {}
+    for parameter in parameters:
+        stand_ins = _stand_ins(parameter)
+        if stand_ins is not None:
+            found[id(stand_ins)] = stand_ins
+        elif parameter.requires_grad:
+            check_sharded(parameter, "finish_grad_reduce(outer=True) before shard_optimizer")
+    for stand_ins in found.values():
+        stand_ins.gather_averages()
 
 
 def check_step(optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
@@ -27,9 +28,10 @@ from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_early import Cut, EarlyAverages
-from te_fsdp.sharding.outer_flat import Average, average, by_group
+from te_fsdp.sharding.outer_flat import Average, Part, average, by_group, start_gather
 from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
 from te_fsdp.sharding.outer_install import install, write
+from te_fsdp.sharding.outer_unaveraged import guard, is_averaged, open_averaged, reopen
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -69,11 +71,12 @@ class StandIns:
             gradient that the average was made of and that one's version then.
         early: Averages that begin during backward.
         overlaps: Whether new weights arrive after the step, unit by unit.
+        opened: Whether whole averages have ever been given to the parameters (:meth:`gather_averages`).
     """
 
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
         self.cuts = cuts
-        self.overlaps = False
+        self.overlaps = self.opened = False
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
         self._chunks: dict[int, Chunk] = {}
@@ -233,7 +236,10 @@ class StandIns:
         if self._is_done([c.parameter for c in cut]):
             return
         mains = [self.make(optimizer, c.parameter) for c in cut]
-        averaged = self._average(cut)
+        whole = self.opened and self._are_averaged(cut)
+        averaged = [_own_rows(c) if whole or c.chunk.copies.reduced else None for c in cut]
+        if not whole:
+            self._average(cut, averaged)
         for (parameter, chunk, _), main, known in zip(cut, mains, averaged, strict=True):
             rows = None if known is None else known.result()
             if rows is None:
@@ -243,6 +249,8 @@ class StandIns:
             source = gradient_of(parameter)
             if source is None:  # others have one: from now on this rank takes part as they do
                 source = zero_gradient(parameter)
+                if not chunk.copies.reduced:
+                    guard(source)
             self.ready[id(parameter)] = (main, weakref.ref(source), _torch.version_of(source))
         take_over_gradients(main for main, _, _ in self.ready.values())
 
@@ -288,25 +296,72 @@ class StandIns:
             self.ready = {}
         return bool(kept)
 
-    def _average(self, cut: list[Cut]) -> list[Average | None]:
-        """Rows of each gradient in the dtype of its stand-in; ``None`` for one that is not there to be cut."""
+    def _average(self, cut: list[Cut], found: list[Average | None]) -> None:
+        """Put averages in place of ``None``: rows of each gradient in the dtype of its stand-in.
+
+        Leaves ``None`` for one that is not there to be cut.
+        """
         early = self.early.finish([c for c in cut if not c.chunk.copies.reduced])
-        found = [early.get(id(c.parameter)) for c in cut]
-        locals_ = [None if (g := gradient_of(c.parameter)) is None else _torch.local_of(g) for c in cut]
-        for place, (_, chunk, dtype) in enumerate(cut):
-            gradient = locals_[place]
-            if chunk.copies.reduced and gradient is not None:
-                rows = chunk.of(gradient).to(dtype, copy=True)
-                found[place] = Average(rows.contiguous())
-        late = [c.chunk.copies.reduced is False and id(c.parameter) not in early for c in cut]
-        places = [place for place, is_late in enumerate(late) if is_late]
+        places = []
+        for place, c in enumerate(cut):
+            if id(c.parameter) in early:
+                found[place] = early[id(c.parameter)]
+            elif not c.chunk.copies.reduced:
+                places.append(place)
         chunks, dtypes = [cut[place].chunk for place in places], [cut[place].dtype for place in places]
         for (_, dtype), members in by_group(chunks, dtypes).items():
             here = [places[member] for member in members]
-            rows = average([cut[place].chunk for place in here], [locals_[place] for place in here], dtype)
+            gradients = [gradient_of(cut[place].parameter) for place in here]
+            locals_ = [None if g is None else _torch.local_of(g) for g in gradients]
+            rows = average([cut[place].chunk for place in here], locals_, dtype)
             for place, own in zip(here, rows, strict=True):
                 found[place] = own
-        return found
+
+    # --- whole averages
+
+    def gather_averages(self) -> None:
+        """Average, and give each parameter its whole average for a gradient. Collective over the holders."""
+        self.reduce()
+        parts, gradients = [], []
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter, chunk, _ in self._cut(optimizer):
+            gradient = gradient_of(parameter)
+            if gradient is not None and id(parameter) in self.ready:  # the same ones on all holders
+                whole, rows = _torch.local_of(gradient), self.ready[id(parameter)][0].grad
+                assert rows is not None
+                parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
+                if not chunk.copies.reduced:
+                    gradients.append(gradient)
+        start_gather(parts)()
+        for gradient in gradients:
+            open_averaged(gradient)
+        for main, _, _ in self.ready.values():
+            give_gradient(main, None)
+        self.ready, self.opened = {}, True
+
+    def _are_averaged(self, cut: list[Cut]) -> bool:
+        """Whether the gradients of all holders are whole averages; otherwise none is any more.
+
+        Collective over the holders: one all-reduce of three integers for each group of them, which is waited for: one
+        holder alone may have run a backward since, or cleared its gradients.
+        """
+        mine = [c for c in cut if not c.chunk.copies.reduced]
+        whole = True
+        for ranks, chunk in {c.chunk.ranks: c.chunk for c in mine}.items():
+            found = [
+                g for c in mine if c.chunk.ranks == ranks and (g := gradient_of(c.parameter)) is not None
+            ]
+            told = [not all(map(is_averaged, found)), len(found), -len(found)]
+            seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=chunk.copies.group)
+            added, most, fewest = seen.tolist()
+            whole &= not added and most == -fewest
+        for c in () if whole else mine:
+            gradient = gradient_of(c.parameter)
+            if gradient is not None:
+                reopen(gradient, c.chunk.size if c.chunk.copies.sums else 1)
+        return whole
 
     # --- hooks of the optimizer
 
@@ -341,6 +396,14 @@ class StandIns:
                 write(_torch.local_of(parameter), _torch.local_of(main))
         (install_by_unit if self.overlaps else install)(cut)
         self.stand_down(optimizer)
+
+
+def _own_rows(cut: Cut) -> Average | None:
+    """This rank's rows of a gradient that is equal on all holders; ``None`` where there is none."""
+    gradient = gradient_of(cut.parameter)
+    if gradient is None:
+        return None
+    return Average(cut.chunk.of(_torch.local_of(gradient)).to(cut.dtype, copy=True).contiguous())
 
 
 def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, message
-from te_fsdp.sharding.outer_gradients import current, finish_averages, forget_average
+from te_fsdp.sharding.outer_gradients import current, finish_averages, forget_average, gather_averages
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 from te_fsdp.sharding.strategies import Pace
 
@@ -58,20 +58,30 @@ def start_grad_reduce(model: nn.Module) -> None:
     state.unfinished = True
 
 
-def finish_grad_reduce(model: nn.Module) -> None:
+def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
     """Complete all gradients: starts what :func:`start_grad_reduce` has not started, and waits on the device.
 
     Collective over data parallel if gradients wait for their reduction. Weights that were kept stay gathered until the
     optimizer's step.
 
+    With HFSDP (``outer_strategy="optim"``) gradients are averaged over ``dp_replicate`` by the optimizer's step, each
+    rank getting the rows that it updates; until then ``.grad`` refuses to be read. ``outer=True`` averages them now and
+    makes ``.grad`` that average, for code that reads it, such as torch's clipping. The step does not average again,
+    and takes what ``.grad`` is by then. Without HFSDP ``.grad`` is complete in any case.
+
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
+        outer: Also over ``dp_replicate`` with HFSDP. Collective over it: the reduce-scatters that the step would have
+            done, and as many all-gathers in the gradients' dtype.
 
     Raises:
-        OrderError: As :func:`start_grad_reduce`.
+        OrderError: As :func:`start_grad_reduce`; with ``outer``, before :func:`te_fsdp.shard_optimizer`.
     """
     start_grad_reduce(model)
-    wait_for_reductions(required_state(model, "finish_grad_reduce"))
+    state = required_state(model, "finish_grad_reduce")
+    wait_for_reductions(state)
+    if outer:
+        gather_averages(state.parameters().values())
 
 
 def wait_for_reductions(state: ShardingState) -> None:

@@ -72,11 +72,13 @@ def under_way(model: nn.Module) -> list[str]:
 
 def compare(checks: harness.Comparisons, what: str, ours: Trainer, theirs: Trainer) -> None:
     """Local weights, gradients and main weights to the bit, as they are now: nothing is waited for."""
+    from te_fsdp._torch import local_of
+
     pairs = zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True)
     for (name, own), other in pairs:
         checks.same_bits(f"{what} {name}", own, other)
         if own.grad is not None:
-            checks.same_bits(f"{what} {name}: gradient", own.grad, other.grad)
+            checks.same_bits(f"{what} {name}: gradient", local_of(own.grad), local_of(other.grad))
         mains = [t.optimizer.state[p].get("master_param") for t, p in ((ours, own), (theirs, other))]
         if mains[0] is not None:
             checks.same_bits(f"{what} {name}: main weight", *mains)

@@ -1,0 +1,182 @@
+"""Gradients that wait for their average over ``dp_replicate`` cannot be taken for the model's gradient.
+
+After a backward with ``outer_strategy="optim"`` (HFSDP), ``parameter.grad`` is the average over one copy of the model
+until the optimizer averages over all copies. Whatever reads it meanwhile (torch's clipping, a loss scaler, a log) would
+find another number on each copy, and scale each by another factor. Such a gradient is therefore a DTensor that
+computes nothing:
+
+    works     shape, dtype and the like; zeros; multiplication or division by one number, the same on all ranks; what
+              FSDP2 and te_fsdp do, by way of the local tensor
+    raises    everything else, on each rank that tries it
+
+``te_fsdp.finish_grad_reduce(model, outer=True)`` makes ``.grad`` the average, and an ordinary DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from te_fsdp import _fsdp2, _torch
+from te_fsdp.binding import LABEL
+from te_fsdp.errors import OrderError, message
+from te_fsdp.sharding.outer_chunks import OUTER
+
+if TYPE_CHECKING:
+    from te_fsdp.sharding.state import ShardingState
+
+__all__ = ["UnaveragedGradient", "guard", "guard_gradients", "is_averaged", "open_averaged", "reopen"]
+
+#: Attribute of a gradient that is the average over all copies.
+_AVERAGED = "_te_fsdp_averaged"
+
+aten = torch.ops.aten
+#: Linear, so that they give the same before and after the average.
+_LINEAR = (
+    aten.zero_,
+    aten.mul_,
+    aten.div_,
+    aten._foreach_zero_,
+    aten._foreach_mul_,
+    aten._foreach_div_,
+)
+
+
+class UnaveragedGradient(DTensor):
+    """A gradient that is averaged over one copy of the model alone, see above."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what is harmless on ordinary DTensors.
+
+        Raises:
+            OrderError: Anything else.
+        """
+        packet = func.overloadpacket
+        if packet is aten.detach:
+            return guard(func(_ordinary(args[0])))
+        if packet not in _LINEAR or kwargs or not all(map(_is_number, args[1:])):
+            gradients = args[0] if isinstance(args[0], (list, tuple)) else args
+            _refuse(packet.__name__, next((g for g in gradients if isinstance(g, cls)), None))
+        return func(*tree_map(_ordinary, args))
+
+    def to_local(self, **unused: Any) -> NoReturn:
+        """Raises OrderError."""
+        _refuse("to_local", self)
+
+    def full_tensor(self, **unused: Any) -> NoReturn:
+        """Raises OrderError."""
+        _refuse("full_tensor", self)
+
+    def redistribute(self, *unused: Any, **more: Any) -> NoReturn:
+        """Raises OrderError."""
+        _refuse("redistribute", self)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("deepcopy", self)
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        _refuse("pickle", self)
+
+    def __repr__(self, **unused: Any) -> str:
+        """Without values."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
+
+
+def _ordinary(value: Any) -> Any:
+    """An ordinary DTensor around the same local tensor; other values as they are."""
+    return (
+        _torch.dtensor(_torch.local_of(value), _torch.spec_of(value))
+        if isinstance(value, UnaveragedGradient)
+        else value
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+
+
+def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
+    label = "" if gradient is None else gradient.__dict__.get(LABEL, "")
+    shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
+    raise OrderError(
+        message(
+            f"{what} on the gradient of {label or f'a parameter{shape}'}",
+            expected=f"a gradient that is averaged over {OUTER}",
+            got="one that is averaged over this copy of the model alone, as each backward leaves it with "
+            'outer_strategy="optim"',
+            why="Each copy would see other numbers",
+            fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
+            "outer=True) on all ranks after the last backward, which makes .grad the average",
+        )
+    )
+
+
+def guard(gradient: torch.Tensor) -> torch.Tensor:
+    """The same gradient, as one that is averaged over one copy alone. Local operation."""
+    if type(gradient) is DTensor:
+        gradient.__class__ = UnaveragedGradient
+    return gradient
+
+
+def is_averaged(gradient: torch.Tensor) -> bool:
+    """Whether :func:`open_averaged` was called on a gradient, and nothing was added since. Local operation."""
+    return _AVERAGED in gradient.__dict__
+
+
+def open_averaged(gradient: torch.Tensor) -> None:
+    """Take note that a gradient is the average over all copies now: everybody may read it. Local operation."""
+    if type(gradient) is UnaveragedGradient:
+        gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
+    setattr(gradient, _AVERAGED, True)
+
+
+def reopen(gradient: torch.Tensor, divisor: int) -> None:
+    """Make an averaged gradient this copy's again, so that it can be added to and averaged with what was added.
+
+    Local operation. The average of equal values is that value; sums must not be added up again.
+
+    Args:
+        gradient: Of any kind; changed only if it is averaged.
+        divisor: Number of copies if gradients are sums over them, else 1.
+    """
+    if gradient.__dict__.pop(_AVERAGED, False):
+        if divisor != 1:
+            _torch.local_of(gradient).div_(divisor)
+        guard(gradient)
+
+
+def guard_gradients(state: ShardingState) -> None:
+    """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation."""
+    copies = state.meshes.size(OUTER)
+    if state.outer == "optim" and copies > 1:
+        before = functools.partial(_before, 1 if state.average_gradients else copies)
+        for unit in state.modules.values():
+            _fsdp2.around_reductions(unit, before, _after)
+
+
+@torch.no_grad()
+def _before(divisor: int, parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            reopen(parameter.grad, divisor)
+
+
+def _after(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(gradient) is DTensor:
+            gradient.__class__ = UnaveragedGradient
+            setattr(gradient, LABEL, parameter.__dict__.get(LABEL, ""))
