@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ __all__ = [
     "owners_of",
     "plain_results",
     "reduction_of",
+    "replace_outer_group",
     "shard_dim_of",
     "share_attributes",
     "spec_of",
@@ -362,6 +364,24 @@ def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
         getattr(info, "replicate_mesh_size", 1),
         group.all_reduce_grads,
     )
+
+
+def replace_outer_group(
+    unit: nn.Module, make: Callable[[torch.distributed.ProcessGroup], torch.distributed.ProcessGroup]
+) -> None:
+    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
+
+    FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
+    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else.
+
+    Args:
+        unit: A module that FSDP2 manages, replicated over an axis.
+        make: The group that FSDP2 has -> the one to use, of the same size.
+    """
+    for group in fsdp_parameter_groups(unit):
+        info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
+        info.replicate_process_group = make(info.replicate_process_group)
+        group.mesh_info = info
 
 
 # --- files

@@ -50,13 +50,11 @@ class GradComm:
     Attributes:
         dtype: On the wire; ``None``: the dtype of the buffer that is reduced (main_grads_dtype).
         fp32_sum: Add in fp32 what crossed the wire in another dtype, instead of in the wire's dtype.
-        outer_all_reduce: Whether FSDP2 itself reduces over ``dp_replicate``; it then adds in the wire's dtype.
         look: Is shown each buffer right before its reduction, with the name of its unit (``None``: of no unit).
     """
 
     dtype: torch.dtype | None = None
     fp32_sum: bool = False
-    outer_all_reduce: bool = False
     look: Callable[[str | None, torch.Tensor], None] | None = None
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:

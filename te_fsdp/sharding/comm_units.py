@@ -5,25 +5,27 @@ the output, reduces, all-reduces the output over ``dp_replicate``, and casts it 
 takes whatever dtype the buffers have, which is where the wire's dtype comes in:
 
     input     wire's dtype where there is a wire and FSDP2 can copy into it, so that no further cast is needed
-    output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards
+    output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards, but for
+              fp32 sums: these need an all-reduce of our own, for which FSDP2 is given a process group that does it
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients
+from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients, start_all_reduce
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["UnitReduceScatter", "install_comm"]
+__all__ = ["OuterGroup", "UnitReduceScatter", "install_comm", "sum_outer_in_fp32"]
 
 
 def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
@@ -36,6 +38,40 @@ def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
     """
     if _torch.fsdp_parameter_groups(unit):
         unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
+
+
+def sum_outer_in_fp32(unit: nn.Module, comm: GradComm) -> None:
+    """Let the gradients of a unit be added up over ``dp_replicate`` as ``comm`` says. Local operation."""
+    _torch.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
+
+
+class OuterGroup(dist.ProcessGroup):
+    """The ranks of a process group, with an all-reduce that adds in fp32 what travels in another dtype.
+
+    The sum is rounded to the wire's dtype once more on its way back, by an all-gather.
+
+    Attributes:
+        stock: The process group whose collectives it uses.
+        comm: The model's.
+    """
+
+    def __init__(self, stock: dist.ProcessGroup, comm: GradComm) -> None:
+        super().__init__(stock.rank(), stock.size())  # type: ignore[missing-argument,bad-argument-type]
+        self.stock, self.comm = stock, comm
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> None:  # type: ignore[bad-override]
+        """``dist.all_reduce(tensor, op, group=self)``, finished or queued on the current stream on return.
+
+        Collective over the group: an all-to-all and an all-gather; an all-reduce where the wire has the tensor's dtype.
+        """
+        (buffer,) = tensors
+        # In this order: the options' ReduceOp equals one of its constants, which do not equal it.
+        average = opts.reduceOp == dist.ReduceOp.AVG
+        assert average or opts.reduceOp == dist.ReduceOp.SUM  # what FSDP2 does over dp_replicate
+        comm = replace(self.comm, look=None)  # it has been looked at before it was reduced over dp_shard
+        result = start_all_reduce(buffer, self.stock, comm, average=average)()
+        if result is not buffer:
+            buffer.copy_(result)
 
 
 class UnitReduceScatter(_torch.ReduceScatter):
@@ -73,7 +109,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
             if self.comm.look is not None and self._buffer is not None:
                 self.comm.look(self.name, self._buffer)  # FSDP2 has filled it
             self._buffer = None
-            given = wire if outer and replicas > 1 else dtype
+            given = wire if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
             travels = shards > 1 and _fsdp2.gradients_copy_into(wire, device.type)

@@ -1,7 +1,8 @@
 """Averages over the holders of cut parameters that begin while the last backward of a step runs.
 
     a plain loop         nothing begins early: another backward may follow
-    first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on
+    first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on:
+                         once all ranks have told one
     later told ones      a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
     the step             (or a norm) the holders tell each other what has begun; what has not begins, in the same order
 
@@ -66,12 +67,14 @@ class _Plan:
         units: Name -> its parameters, in the optimizer's order.
         groups: For each of FSDP2's parameter groups that holds some of them, its unit.
         order: In which units begin.
+        steps: How many there were before the ranks agreed on it.
     """
 
     state: ShardingState
     units: dict[str, list[Cut]]
     groups: list[str]
     order: UnitOrder
+    steps: int = 0
 
     @property
     def agreed(self) -> tuple[str, ...]:
@@ -229,8 +232,9 @@ class EarlyAverages:
         """Complete what has begun on any of the holders.
 
         Collective over the holders: the reductions that have not begun here, and one all-reduce of a few integers and
-        one for each parameter, on the CPU, unless the loop has never told which backward is the last one. After the
-        first that it has told, over the world: process groups are made, and two integers for each unit all-reduced.
+        one for each parameter, on the CPU, once the ranks have agreed on an order. Before that, over the world: an
+        all-reduce of two integers in the first steps, then in ever fewer, and when all have told their last backward,
+        process groups are made, and two integers for each unit all-reduced.
 
         Args:
             cuts: What is to be averaged.
@@ -245,7 +249,7 @@ class EarlyAverages:
             found: dict[int, Average | None] = {}
             if active is not None and active.agreed:
                 found = self._complete(active, spoilt=self._spoilt or active is not plan)
-            if plan is not None and plan.order.agreed is None and plan.state.told != self._settled:
+            if plan is not None and plan.order.agreed is None and self._all_have_told(plan):
                 self._agree(plan)
             return found
         finally:
@@ -282,6 +286,23 @@ class EarlyAverages:
         cuts = (cut for several in units for cut in several)
         rows = zip(cuts, averages, exist, strict=True)
         return {id(cut.parameter): average if there else None for cut, average, there in rows}
+
+    def _all_have_told(self, plan: _Plan) -> bool:
+        """Whether the loops of all ranks have told their last backward since the last step; the same on all ranks.
+
+        Ranks that have not told cannot know that others have, so that all ask: in the first steps, and then less and
+        less often, as most loops that have not told by then never will. Collective over the world.
+        """
+        plan.steps += 1
+        if plan.steps > _ASKED_ALWAYS and plan.steps & (plan.steps - 1):
+            return False
+        told = int(plan.state.told != self._settled)
+        seen = torch.tensor([told, -told], dtype=torch.int32, device=plan.state.meshes.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        some, not_all = bool(seen[0]), bool(seen[1] + 1)
+        if some and not_all:
+            _say_told_by_some()
+        return some and not not_all
 
     def _agree(self, plan: _Plan) -> None:
         """Settle the order of units, after the first backward that was told. Collective over the world."""
@@ -375,6 +396,17 @@ def _say_dropped() -> None:
     )
 
 
+@functools.cache
+def _say_told_by_some() -> None:
+    """Say once that nothing begins early, and why."""
+    _log.warning(
+        "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the step. "
+        "Use it on all ranks for the last backward of a step"
+    )
+
+
+#: Steps in each of which the ranks ask whether all have told their last backward; after these in the 16th, 32nd, ...
+_ASKED_ALWAYS = 8
 #: Sets of trained parameters whose plans are kept.
 _MOST_PLANS = 8
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.binding import LABEL
@@ -68,7 +67,7 @@ class UnaveragedGradient(DTensor):
         if packet not in _LINEAR or kwargs or not all(map(_is_number, args[1:])):
             gradients = args[0] if isinstance(args[0], (list, tuple)) else args
             _refuse(packet.__name__, next((g for g in gradients if isinstance(g, cls)), None))
-        return func(*tree_map(_ordinary, args))
+        return func(*map(_ordinary, args))
 
     def to_local(self, **unused: Any) -> NoReturn:
         """Raises OrderError."""
@@ -94,12 +93,12 @@ class UnaveragedGradient(DTensor):
 
 
 def _ordinary(value: Any) -> Any:
-    """An ordinary DTensor around the same local tensor; other values as they are."""
-    return (
-        _torch.dtensor(_torch.local_of(value), _torch.spec_of(value))
-        if isinstance(value, UnaveragedGradient)
-        else value
-    )
+    """Ordinary DTensors around the same local tensors; other values as they are."""
+    if isinstance(value, (list, tuple)):
+        return [_ordinary(item) for item in value]
+    if isinstance(value, UnaveragedGradient):
+        return _torch.dtensor(_torch.local_of(value), _torch.spec_of(value))
+    return value
 
 
 def _is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from te_fsdp.binding import CUT, is_exempt
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm import GradComm, set_comm
-from te_fsdp.sharding.comm_units import install_comm
+from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -99,13 +99,15 @@ class PrecisionPlan:
     def install(self, model: nn.Module) -> None:
         """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
         policy = self.policy
-        comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32, self.all_reduces)
+        comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32)
         set_comm(model, comm)
         labels = {id(parameter): name for name, parameter in model.named_parameters()}
         for name in self.compute:
             unit = model.get_submodule(name)
             if _torch.is_fsdp_module(unit):
                 install_comm(unit, comm, name)
+                if comm.fp32_sum and self.all_reduces:
+                    sum_outer_in_fp32(unit, comm)
                 if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
                     unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
                 _keep_gradients(unit, self.gradients(name), labels)
@@ -232,15 +234,6 @@ def plan_precision(
     Raises:
         PrecisionError: The policy contradicts the model; names the parameter or the unit.
     """
-    if all_reduces and policy.adds_in_fp32 and policy.grad_comm_dtype not in (None, torch.float32):
-        raise PrecisionError(
-            message(
-                f"fully_shard: grad_reduce_dtype={policy.grad_reduce_dtype} over dp_replicate",
-                expected="reductions that te_fsdp itself does",
-                got="FSDP2's all-reduce, which adds in the dtype of the wire",
-                fix='outer_strategy="optim", or leave grad_reduce_dtype out',
-            )
-        )
     compute: dict[str, torch.dtype | None] = {}
     seen: set[int] = set()
     for unit in reversed(list(units)):

@@ -146,14 +146,6 @@ def test_quantized_weights_want_fp32_main_weights(te, main):
     plan_precision(model, [""], MixedPrecisionPolicy())
 
 
-def test_fsdp2_cannot_add_in_fp32_over_replicas():
-    policy = MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_reduce_dtype=FP32)
-    with pytest.raises(PrecisionError, match="dp_replicate"):
-        plan_precision(Model(), UNITS, policy, all_reduces=True)
-    plan_precision(Model(), UNITS, policy)
-    plan_precision(Model(), UNITS, MixedPrecisionPolicy(grad_reduce_dtype=FP32), all_reduces=True)
-
-
 def test_grad_comm_of_a_model_without_policy():
     with pytest.raises(OrderError, match="with a precision policy"), te_fsdp.grad_comm(Model(), BF16):
         pass

@@ -107,6 +107,25 @@ def test_counts(pool):
 
 
 @pytest.mark.ranks(2)
+def test_told_on_some_ranks_only(pool):
+    """No rank waits for another's word: nothing begins early until all have told, and all are right meanwhile."""
+    told = [
+        [True, False],
+        [True, False],
+        [False, True],
+        [True, True],
+        [True, True],
+        [False, True],
+        [True, True],
+    ]
+    first, second = pool.run(early.told_by_some, 2, told=told)
+    wait, early_ = [(0, 1)], [(3, 0)]
+    # In the sixth the first rank's begin at its step, those of the other rank in its backward.
+    assert first == wait * 4 + early_ + [(0, 3)] + early_
+    assert second == wait * 4 + early_ * 3
+
+
+@pytest.mark.ranks(2)
 def test_two_optimizers(pool):
     assert pool.run(early.two_optimizers, 2) == [[0, 2, 2]] * 2
 

@@ -9,6 +9,7 @@ from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
 AT_ONCE = {"first": 256}
 BF16_WIRE = {"grad_comm_dtype": "bfloat16"}
+FP32_SUMS = {**BF16_WIRE, "grad_reduce_dtype": "float32"}
 #: Bytes of scales that travel per 32 elements of a weight.
 SCALES = {"current": 0, "mxfp8": 1}
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,6 +39,9 @@ HSDP = {
     "bf16 wire": {"policy": BF16_WIRE},
     "bf16 wire, all-reduce at the end": {"policy": BF16_WIRE, "outer_last": True},
     "bf16 wire, delayed": {"policy": BF16_WIRE, "each": False},
+    "bf16 wire, fp32 sums": {"policy": FP32_SUMS},
+    "bf16 wire, fp32 sums, all-reduce at the end": {"policy": FP32_SUMS, "outer_last": True},
+    "bf16 wire, fp32 sums, delayed": {"policy": FP32_SUMS, "each": False},
 }
 
 
@@ -63,7 +67,9 @@ def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
         expected[f"{kind} {wire}"] = reductions * ELEMENTS * WIDTH[wire]
     if "dp_replicate" in axes:
         outer = 1 if case.get("outer_last") else reductions
-        expected[f"all_reduce {wire}"] = outer * ELEMENTS // shards * WIDTH[wire]
+        for kind in ("all_to_all", "all_gather") if arithmetic.fp32_sum else ("all_reduce",):
+            key = f"{kind} {wire}"
+            expected[key] = expected.get(key, 0) + outer * ELEMENTS // shards * WIDTH[wire]
     return expected
 
 

@@ -324,6 +324,20 @@ def wire_of_the_backward(orders: list[list[int]]) -> list[list[str]]:
     return found
 
 
+def told_by_some(told: list[list[bool]]) -> list[tuple[int, int]]:
+    """Steps before which some ranks tell their last backward and others do not: right all along.
+
+    Args:
+        told: For each step, which ranks tell.
+    """
+    pair = Pair()
+    with logged() as lines:
+        found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
+    pair.checks.require(6 * len(told))
+    assert len([line for line in lines if "on some ranks only" in line]) == 1, lines
+    return found
+
+
 def contexts() -> list[bool]:
     """What a model knows in contexts, nested, left by exceptions."""
     import te_fsdp

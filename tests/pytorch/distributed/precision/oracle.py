@@ -51,8 +51,8 @@ class Arithmetic:
             partial = [
                 sum((p[r].to(self.grads) for p in parts[1:-1]), parts[0][r].to(self.grads)) for r in range(2)
             ]
-            last = [(parts[-1][r].to(self.wire).to(self.grads) + partial[r]).to(self.wire) for r in range(2)]
-            return self._mean(last).to(self.grads)
+            last = [self._output(parts[-1][r]) + partial[r] for r in range(2)]
+            return self._outer(last)
         return self._added([self._over_all(m) for m in microbatches])
 
     def _added(self, terms: list[torch.Tensor]) -> torch.Tensor:
@@ -64,8 +64,17 @@ class Arithmetic:
     def _over_all(self, ranks: list[torch.Tensor]) -> torch.Tensor:
         if self.replicas == 1:
             return self._inner(ranks).to(self.grads)
-        inner = [self._inner(half).to(self.wire) for half in _halves(ranks, self.replicas)]
-        return self._mean(inner).to(self.grads)
+        return self._outer([self._output(self._inner(half)) for half in _halves(ranks, self.replicas)])
+
+    def _output(self, inner: torch.Tensor) -> torch.Tensor:
+        """What the reduction over dp_shard leaves for that over dp_replicate: rounded at once, or as it was summed."""
+        return inner.to(self.grads if self.fp32_sum else self.wire).to(self.grads)
+
+    def _outer(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        """Over dp_replicate: rounded to the wire's dtype on the way there and, where they are summed here, back."""
+        sent = [term.to(self.wire) for term in terms]
+        mean = self._mean([s.float() for s in sent] if self.fp32_sum else sent)
+        return mean.to(self.wire).to(self.grads)
 
     def _inner(self, ranks: list[torch.Tensor]) -> torch.Tensor:
         sent = [rank.to(self.grads).to(self.wire) for rank in ranks]
