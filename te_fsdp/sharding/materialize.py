@@ -32,9 +32,10 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
 
     The logical weights do not depend on the mesh: they are those that building the same model in one process
     on the device draws from the same random state. Modules are initialised in the order of
-    ``model.modules()``: TE modules by their init methods, others by their ``reset_parameters``. Weights under
-    ``quantized_model_init`` are quantized, with one scale per weight. Modules without a tensor on meta are
-    left alone. Tied parameters stay tied, with the initial values of the last module that owns them.
+    ``model.modules()``: TE modules by their init methods, others by their ``reset_parameters``, or else by a
+    ``_reset_parameters``, as ``nn.MultiheadAttention`` has. Weights under ``quantized_model_init`` are quantized,
+    with one scale per weight. Modules without a tensor on meta are left alone. Tied parameters stay tied, with the
+    initial values of the last module that owns them.
 
     Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of
     temporary memory.
@@ -119,7 +120,9 @@ def _initialize(module: nn.Module) -> list[str]:
         # Its reset_parameters would raise for this module alone; materialize reports all at once.
         return initialize_by_reset(module, super(ForeignModule, module).reset_parameters)  # type: ignore[misc]
     if not hasattr(module, "reset_parameters"):
-        return []  # what stays on meta is named at the end, together with all else
+        other = getattr(module, "_reset_parameters", None)
+        # What stays on meta is named at the end, together with all else.
+        return [] if other is None else initialize_by_reset(module, other)
     if binding_of(module) is not None or _te.kind_of(module) is not None:
         module.reset_parameters()  # type: ignore[operator]
         return []

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat import megatron_fsdp
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, Arguments, native_strategy, native_units
+from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.errors import MeshError, PlacementError, PrecisionError
 
@@ -99,6 +100,24 @@ def test_the_documentation_lists_what_has_no_meaning():
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     for name, equivalent in WITHOUT_MEANING.items():
         assert f"| `{name}` | {equivalent} |" in text, name
+    for name, equivalent in CONFIG_WITHOUT_MEANING.items():
+        same = WITHOUT_MEANING.get(name.removeprefix("megatron_fsdp_")) == equivalent
+        assert same or f"| `{name}` | {equivalent} |" in text, name
+
+
+def test_every_field_of_the_configuration_is_mapped_or_has_an_equivalent():
+    """megatron-fsdp 0.6.1 has 24."""
+    names = {field.name for field in fields(DistributedDataParallelConfig)}
+    mapped = {"data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "check_for_nan_in_grad"}
+    always = {"overlap_grad_reduce", "overlap_param_gather"}
+    assert len(names) == 24
+    assert names == mapped | always | CONFIG_WITHOUT_MEANING.keys()
+
+
+def test_advice_does_not_name_what_a_precision_policy_rules_out():
+    """FSDP2 refuses these two where reductions are te_fsdp's own, as with the policy that the bridge always has."""
+    for equivalent in (*WITHOUT_MEANING.values(), *CONFIG_WITHOUT_MEANING.values()):
+        assert "set_symm_mem" not in equivalent and "from_process_group" not in equivalent
 
 
 def test_expert_meshes_of_another_order_or_size(fake_world, monkeypatch):

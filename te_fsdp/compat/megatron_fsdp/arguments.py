@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,15 +25,20 @@ __all__ = [
     "MixedPrecisionPolicy",
     "native_strategy",
     "native_units",
+    "say_what_has_no_meaning",
 ]
 
 _log = logging.getLogger("te_fsdp")
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _BUFFERS = (
-    "FSDP2 allocates its buffers itself; see set_allocate_memory_from_process_group_for_comm of its modules"
+    "buffers come from torch's caching allocator, which has the same blocks for them in each step; "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it from breaking them up"
 )
-_SYMMETRIC = 'set_symm_mem_for_comm("NCCL") of FSDP2\'s modules (torch 2.13 and later)'
+_REGISTERED = (
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 in the environment registers torch's memory with NCCL, buffers "
+    "included; it does so the conventional way"
+)
 _SEPARATE = "set_separate_reduce_scatter_group(True) of FSDP2's modules (torch 2.13 and later)"
 
 #: Argument -> equivalent. They are taken, and named in a warning when they are not at their default.
@@ -49,11 +54,11 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "average_in_collective": "FSDP2 averages in the collective wherever the transport can",
     "disable_bucketing": "a unit is one bucket; choose units with fsdp_unit_modules",
     "keep_fp8_transpose_cache": 'zero_dp_strategy="optim_grads" keeps gathered weights with their transposes',
-    "nccl_ub": _SYMMETRIC,
+    "nccl_ub": _REGISTERED,
     "fsdp_double_buffer": _BUFFERS,
     "fsdp_db_use_persist_buf_on_alloc_fail": _BUFFERS,
     "maxpool_double_buffer": _BUFFERS,
-    "disable_symmetric_registration": _SYMMETRIC,
+    "disable_symmetric_registration": _REGISTERED,
     "enable_fine_grained_param_gather": "name smaller modules in fsdp_unit_modules",
     "use_decoupled_grad": "FusedAdam reads .grad, which has main_grads_dtype",
     "cuda_graph_mode": "FSDP2 supports no graph of a whole iteration before torch 2.15",
@@ -98,7 +103,8 @@ class Arguments:
         zero_dp_strategy: 0 to 3, or ``no_shard``, ``optim``, ``optim_grads``, ``optim_grads_params``.
         outer_dp_sharding_strategy: 0 or ``no_shard`` (HSDP), 1 or ``optim`` (HFSDP).
         device: Where the model is moved before it is sharded; ``None``: the current device.
-        init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters``.
+        init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters`` or
+            ``_reset_parameters``.
         mixed_precision_policy: Dtypes of main weights, main gradients and the wire.
         sync_model_each_microbatch: Whether each backward counts as the last one of its step.
         report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
@@ -142,12 +148,20 @@ class Arguments:
 
     def say_what_has_no_meaning(self) -> None:
         """Warn of arguments that are not at their defaults and change nothing here, each with its equivalent."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in WITHOUT_MEANING and value is not field.default and value != field.default:
-                _log.warning(
-                    "megatron_fsdp: %s=%r has no effect: %s", field.name, value, WITHOUT_MEANING[field.name]
-                )
+        say_what_has_no_meaning(self, WITHOUT_MEANING)
+
+
+def say_what_has_no_meaning(given: Any, table: Mapping[str, str]) -> None:
+    """Warn of fields of a dataclass that are not at their defaults and change nothing here.
+
+    Args:
+        given: An instance.
+        table: Name of a field -> its equivalent.
+    """
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if field.name in table and value is not field.default and value != field.default:
+            _log.warning("megatron_fsdp: %s=%r has no effect: %s", field.name, value, table[field.name])
 
 
 def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STRATEGIES) -> str:

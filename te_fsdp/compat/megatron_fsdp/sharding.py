@@ -9,19 +9,13 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.compat.megatron_fsdp.arguments import (
-    Arguments,
-    native_strategy,
-    native_units,
-)
-from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
+from te_fsdp.compat.megatron_fsdp.arguments import Arguments, native_strategy
+from te_fsdp.compat.megatron_fsdp.config import DistributedDataParallelConfig
+from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.compat.megatron_fsdp.state import allocate_before_state_dict
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
-from te_fsdp.errors import InitError, OrderError, message
-from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
+from te_fsdp.errors import OrderError, message
 from te_fsdp.sharding.main_weights import main_weights
-from te_fsdp.sharding.materialize import materialize
-from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.outer_optimizer import shard_optimizer
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
 from te_fsdp.sharding.state import ShardingState, state_of
@@ -59,41 +53,35 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     given.say_what_has_no_meaning()
     strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
     outer = native_strategy(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
-    units = native_units(given.fsdp_unit_modules)
-    policy = given.mixed_precision_policy.native()
-    axes = (given.dp_shard_dim, given.dp_outer_dim, given.tp_dim)
-    meshes = native_meshes(given.device_mesh, *axes, given.expt_device_mesh)
-    if not given.init_model_with_meta_device:
-        _refuse_meta(module)
-        module.to(given.device or meshes.device)
-    native_fully_shard(
-        module,
-        meshes,
-        units=units,
-        strategy=strategy,
-        outer_strategy=outer,
-        precision=policy,
-        average_gradients=not given.calculate_per_token_loss,
-    )
-    if given.init_model_with_meta_device:
-        materialize(module)
-    if given.report_nan_in_param_grad:
-        report_nan(module)
-    return MegatronFSDP(module, given.mixed_precision_policy, auto_sync=given.sync_model_each_microbatch)
-
-
-def _refuse_meta(module: nn.Module) -> None:
-    """What is on meta cannot be moved."""
-    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
-    if found:
-        raise InitError(
-            message(
-                f"fully_shard: {found[0]} is on meta",
-                expected="a model with values",
-                got=f"{len(found)} tensor(s) without",
-                fix="init_model_with_meta_device=True",
-            )
+    if given.device_mesh is None:
+        index = default_index(given.dp_shard_dim, given.tp_dim)
+    else:
+        index = FSDPDistributedIndex(
+            given.device_mesh,
+            given.dp_shard_dim,
+            given.dp_outer_dim,
+            given.tp_dim,
+            given.hybrid_fsdp_group,
+            given.hybrid_fsdp_expt_group,
+            outer == "optim" and given.dp_outer_dim is not None,
+            given.expt_device_mesh,
+            given.fsdp_group_ag,
+            given.expt_fsdp_group_ag,
         )
+    return MegatronFSDP(
+        module,
+        index,
+        DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer
+        ),
+        given.mixed_precision_policy,
+        given.fsdp_unit_modules,
+        device=given.device,
+        calculate_per_token_loss=given.calculate_per_token_loss,
+        init_model_with_meta_device=given.init_model_with_meta_device,
+        sync_model_each_microbatch=given.sync_model_each_microbatch,
+        report_nan_in_param_grad=given.report_nan_in_param_grad,
+    )
 
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:

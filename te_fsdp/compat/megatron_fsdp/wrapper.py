@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    Arguments,
+    MixedPrecisionPolicy,
+    native_strategy,
+    native_units,
+    say_what_has_no_meaning,
+)
+from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
+from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
+from te_fsdp.errors import InitError, message
 from te_fsdp.sharding.broadcast import broadcast_params
 from te_fsdp.sharding.comm import comm_of
+from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.gathers import finish_param_gather, release_params, start_param_gather
+from te_fsdp.sharding.materialize import materialize
+from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.reductions import finish_grad_reduce, scale_gradients, start_grad_reduce, zero_grad
 from te_fsdp.sharding.schedule import microbatch, set_auto_sync, sync
 from te_fsdp.sharding.state import ShardingState, required_state
-
-if TYPE_CHECKING:
-    from te_fsdp.compat.megatron_fsdp.arguments import MixedPrecisionPolicy
+from te_fsdp.sharding.strategies import OUTER_STRATEGIES
 
 __all__ = ["MegatronFSDP"]
 
@@ -26,25 +36,100 @@ _log = logging.getLogger("te_fsdp")
 
 
 class MegatronFSDP(torch.nn.Module):
-    """A module around a model that te_fsdp has sharded, as ``fully_shard_model`` of this package returns it.
+    """A model that te_fsdp shards, in a module around it, as ``fully_shard_model`` of this package returns it.
 
     Calling it calls the model. Its own additions are methods; parameters and state are the model's, under
-    ``module.`` in names.
+    ``module.`` in names. Collective over the world.
+
+    Args:
+        module: The model, on the device, on the CPU or on meta. Changed in place.
+        dist_index: Process groups and meshes; ``None``: all ranks in one axis.
+        ddp_config: Strategies; ``None``: ``optim_grads_params``.
+        mixed_precision_policy: Dtypes of main weights, main gradients and the wire.
+        fsdp_unit_modules: Classes, or import paths of classes, whose instances are gathered as one; ``None``: every
+            ``te.TransformerLayer``.
+        device: Where the model is moved before it is sharded; ``None``: the current device.
+        calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
+        init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters`` or
+            ``_reset_parameters``.
+        sync_model_each_microbatch: Whether each backward counts as the last one of its step. ``False`` by default,
+            as in megatron-fsdp; ``fully_shard_model`` has ``True``.
+        report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
+
+    The other arguments have no meaning here, and are named in a warning.
 
     Attributes:
         module: The sharded model.
         mp_policy: The policy that it was sharded with.
         model_auto_sync: Whether each backward counts as the last one of its step.
         dist_index: Process groups and meshes.
+        ddp_config: As given.
+
+    Raises:
+        MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
+            :func:`te_fsdp.materialize`.
     """
 
-    def __init__(self, module: torch.nn.Module, mp_policy: MixedPrecisionPolicy, *, auto_sync: bool) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dist_index: FSDPDistributedIndex | None = None,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+        fsdp_unit_modules: Sequence[type | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: tuple[type, ...] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ) -> None:
         super().__init__()
+        Arguments(
+            disable_bucketing=disable_bucketing,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=disable_symmetric_registration,
+            enable_fine_grained_param_gather=enable_fine_grained_param_gather_hook
+            or enable_fine_grained_param_gather_backward_hook
+            or bool(fine_grained_recurse_module_types),
+        ).say_what_has_no_meaning()
+        config = ddp_config or DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params"
+        )
+        say_what_has_no_meaning(config, CONFIG_WITHOUT_MEANING)
+        strategies = _native_strategies(config, dist_index)
+        units, policy = native_units(fsdp_unit_modules), mixed_precision_policy.native()
+        self.dist_index = dist_index if dist_index is not None else default_index()
+        self.ddp_config, self.mp_policy = config, mixed_precision_policy
+        if not init_model_with_meta_device:
+            _move(module, device or self.dist_index.meshes.device)
+        native_fully_shard(
+            module,
+            self.dist_index.meshes,
+            units=units,
+            strategy=strategies[0],
+            outer_strategy=strategies[1],
+            precision=policy,
+            average_gradients=not calculate_per_token_loss,
+        )
+        if init_model_with_meta_device:
+            materialize(module)
+        if report_nan_in_param_grad or config.check_for_nan_in_grad:
+            report_nan(module)
         self.module = module
-        self.mp_policy = mp_policy
-        self.dist_index = FSDPDistributedIndex(self._state().meshes)
         self.model_auto_sync = True
-        self.set_model_auto_sync(auto_sync)
+        self.set_model_auto_sync(sync_model_each_microbatch)
 
     def _state(self) -> ShardingState:
         return required_state(self.module, "MegatronFSDP")
@@ -180,3 +265,30 @@ class MegatronFSDP(torch.nn.Module):
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         release_params(self.module)
         return result
+
+
+def _native_strategies(
+    config: DistributedDataParallelConfig, index: FSDPDistributedIndex | None
+) -> tuple[str, str]:
+    """The strategies of a configuration; that of the outer axis is ``no_shard`` where there is none."""
+    strategy = native_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+    outer = native_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if outer != "no_shard" and (index is None or not index.use_hybrid_fsdp):
+        _log.warning("megatron_fsdp: outer_dp_sharding_strategy=%r has no effect without dp_outer_dim", outer)
+        outer = "no_shard"
+    return strategy, outer
+
+
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a model; what is on meta cannot be moved."""
+    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+    if found:
+        raise InitError(
+            message(
+                f"fully_shard: {found[0]} is on meta",
+                expected="a model with values",
+                got=f"{len(found)} tensor(s) without",
+                fix="init_model_with_meta_device=True",
+            )
+        )
+    module.to(device)

@@ -48,7 +48,7 @@ def test_methods(pool):
         assert found["scaled"] and found["rounded"] and found["near"] and found["restored"]
         assert found["inside"] == "torch.bfloat16"
         assert found["state"] == [0.0], "state from before the first step is that of no step"
-        assert any("nccl_ub=True has no effect: set_symm_mem_for_comm" in text for text in found["messages"])
+        assert any("nccl_ub=True has no effect: TORCH_NCCL_USE_TENSOR" in text for text in found["messages"])
         assert any("use_decoupled_grad=True has no effect: FusedAdam" in text for text in found["messages"])
 
 

@@ -1,0 +1,294 @@
+"""Bodies of the tests of the bridge's constructors and of what its index and its wrapper answer."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness.collectives import recorded
+from torch.distributed.tensor import DTensor
+
+from bridge.bodies import batch, full_weights, make_net
+
+
+@contextmanager
+def logged() -> Any:
+    """What te_fsdp's logger says meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("te_fsdp").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("te_fsdp").removeHandler(handler)
+
+
+def worst(net: torch.nn.Module, reference: torch.nn.Module) -> float:
+    """Largest difference of a parameter from that of one process, relative to its largest value."""
+    wanted = dict(reference.named_parameters())
+    pairs = ((value, wanted[name]) for name, value in full_weights(net).items())
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def trained(model: Any, net: torch.nn.Module, average: bool = True) -> float:
+    """Two steps of two microbatches, the plain loop, against one process; SGD, whose steps show factors."""
+    from te_fsdp.compat import megatron_fsdp
+
+    reference = make_net()
+    optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1)
+    world = dist.get_world_size()
+    for step in range(2):
+        for number in range(2):
+            model(batch(step, number, dist.get_rank())).square().mean().backward()
+            for rank in range(world):
+                loss = reference(batch(step, number, rank)).square().mean()
+                (loss / world if average else loss).backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    return worst(net, reference)
+
+
+def constructed(outer: str | None) -> dict[str, Any]:
+    """`MegatronFSDP(module, dist_index, ddp_config)`, on axes of the user's own names."""
+    from te_fsdp.compat import megatron_fsdp
+
+    mesh = dist.init_device_mesh(
+        harness.device_type(), (2, dist.get_world_size() // 2, 1), mesh_dim_names=("far", "near", "wide")
+    )
+    everyone = mesh["far", "near"]._flatten("all")
+    index = megatron_fsdp.FSDPDistributedIndex(
+        device_mesh=mesh,
+        dp_shard_dim="near" if outer is not None else "all",
+        dp_outer_dim="far" if outer is not None else None,
+        tp_dim="wide",
+        hybrid_fsdp_group=everyone.get_group() if outer is not None else None,
+        hsdp_outer_dp_shard=outer == "optim",
+    )
+    config = megatron_fsdp.DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", outer_dp_sharding_strategy=outer or "no_shard"
+    )
+    net = make_net()
+    model = megatron_fsdp.MegatronFSDP(net, index, config, fsdp_unit_modules=[torch.nn.Linear])
+    found: dict[str, Any] = {"worst": trained(model, net), "auto": model.model_auto_sync}
+    found["same"] = model.get_distributed_index() is index and model.ddp_config is config
+    found["cut"] = net[0].weight.to_local().shape[0]
+    return found
+
+
+def alone() -> dict[str, Any]:
+    """`MegatronFSDP(module)` with nothing else but options; the defaults of its configuration."""
+    from te_fsdp.compat import megatron_fsdp
+
+    net, found = make_net(), {}
+    with logged() as messages:
+        model = megatron_fsdp.MegatronFSDP(net, fsdp_unit_modules=["torch.nn.Linear"], nccl_ub=True)
+    found["worst"], found["messages"] = trained(model, net), list(messages)
+    index = model.get_distributed_index()
+    found["names"] = index.get_root_mesh().mesh_dim_names
+    found["sharded"] = isinstance(net[0].weight, DTensor)
+    config = megatron_fsdp.DistributedDataParallelConfig(
+        check_for_nan_in_grad=True,
+        overlap_grad_reduce=True,
+        fp8_param_gather=True,
+        outer_dp_sharding_strategy="optim",
+    )
+    net = make_net()
+    with logged() as messages:
+        model = megatron_fsdp.MegatronFSDP(net, ddp_config=config, calculate_per_token_loss=True)
+    found["whole"] = not isinstance(net[0].weight, DTensor)
+    found["sums"], found["config"] = trained(model, net, average=False), list(messages)
+    optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(batch(0, 0, 0) * float("nan")).sum().backward()
+    try:
+        optimizer.step()
+    except Exception as error:
+        found["nan"] = type(error).__name__
+    return found
+
+
+def index_answers() -> dict[str, Any]:
+    """Groups, meshes and places by the user's names; experts; errors."""
+    from te_fsdp.compat.megatron_fsdp import FSDPDistributedIndex
+    from te_fsdp.errors import MeshError
+
+    kind, names = harness.device_type(), ("far", "near", "wide")
+    mesh = dist.init_device_mesh(kind, (2, 2, 1), mesh_dim_names=names)
+    apart = dist.new_group([0, 1, 2, 3])
+    index = FSDPDistributedIndex(mesh, "near", "far", "wide", hsdp_outer_dp_shard=True, fsdp_group_ag=apart)
+    ranks = dist.get_process_group_ranks
+    found: dict[str, Any] = {
+        "near": ranks(index.get_fsdp_group()),
+        "far": ranks(index.get_outer_fsdp_group()),
+        "dp": sorted(ranks(index.get_dp_group())),
+        "place": index.get_logical_hybrid_fsdp_rank(),
+        "apart": index.get_fsdp_group(independent_all_gather=True) is apart,
+        "root": index.get_root_mesh() is mesh,
+        "one": index.get_submesh("near") == mesh["near"],
+        "two": tuple(index.get_submesh(("far", "near")).shape),
+        "hybrid": index.use_hybrid_fsdp,
+        "experts": [index.get_root_mesh(True), index.get_fsdp_group(True), index.get_dp_group(True)],
+    }
+    given = FSDPDistributedIndex(mesh, "near", "far", hybrid_fsdp_group=apart)
+    found["given"] = given.get_dp_group() is apart
+    experts = dist.init_device_mesh(kind, (1, 2, 2, 1), mesh_dim_names=("far", "near", "ep", "wide"))
+    dense = dist.init_device_mesh(kind, (1, 4, 1), mesh_dim_names=names)
+    both = FSDPDistributedIndex(dense, "near", "far", "wide", expt_device_mesh=experts)
+    found["expert_near"] = ranks(both.get_fsdp_group(True))
+    found["expert_dp"] = ranks(both.get_dp_group(True))
+    found["expert_far"] = ranks(both.get_outer_fsdp_group(True))
+    found["expert_mesh"] = both.get_submesh("near", is_expert_parallel=True) == experts["near"]
+    wrong = {
+        "no axis": lambda: FSDPDistributedIndex(device_mesh=mesh),
+        "unknown": lambda: FSDPDistributedIndex(mesh, "near", tp_dim="tp"),
+        "submesh": lambda: index.get_submesh(("near", "tp")),
+        "none": lambda: index.get_submesh(None),
+        "no experts": lambda: index.get_submesh("near", is_expert_parallel=True),
+        "place": lambda: given.get_logical_hybrid_fsdp_rank(),
+    }
+    found["errors"] = {}
+    for name, call in wrong.items():
+        try:
+            call()
+        except MeshError as error:
+            found["errors"][name] = str(error)
+    return found
+
+
+def lifecycle() -> dict[str, Any]:
+    """Methods by their effects: reductions that wait, gathers, weights that were changed behind the model's back."""
+    from te_fsdp.compat import megatron_fsdp
+
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"fsdp_unit_modules": [torch.nn.Linear]}
+    reference = make_net()
+    for rank in range(dist.get_world_size()):
+        (reference(batch(0, 0, rank)).square().mean() / dist.get_world_size()).backward()
+    for method in ("synchronize_gradient_reduce", "attach_grad_to_optimizer_state", "finish_grad_sync"):
+        net = make_net()
+        model = megatron_fsdp.fully_shard_model(
+            net, zero_dp_strategy="optim", sync_model_each_microbatch=False, **options
+        )
+        with model.no_sync():
+            model(batch(0, 0, dist.get_rank())).square().mean().backward()
+        model.synchronize_param_gather()  # "optim" keeps weights gathered, and what waits beside them
+        waits = all(p.grad is None for p in net.parameters())
+        with logged() as messages:
+            getattr(model, method)(*([True] if method == "finish_grad_sync" else []))
+        pairs = zip(net.parameters(), reference.parameters(), strict=True)
+        found[method] = waits, max((p.grad.full_tensor() - r.grad).abs().max().item() for p, r in pairs)
+        found["messages"] = list(messages)
+    net = make_net()
+    model = megatron_fsdp.fully_shard_model(net, zero_dp_strategy="optim_grads", **options)
+    data, state = batch(0, 0, 0), deepcopy(model.state_dict())
+    before = model(data).detach()
+    with torch.no_grad():
+        model.synchronize_param_gather()
+        for parameter in net.parameters():
+            parameter.mul_(2.0)
+        model.start_param_sync(force_sync=True)
+        found["gathered"] = not isinstance(net[0].weight, DTensor)
+        doubled = model(data)
+        model.load_state_dict(state)
+        found["loaded"] = torch.equal(model(data), before) and not torch.equal(doubled, before)
+        # What a state dict holds is what the optimizer updates: written to while weights are gathered.
+        for value in model.state_dict().values():
+            value.to_local().mul_(2.0)
+        model.install_optimized_model_weights()
+        found["installed"] = torch.equal(model(data), doubled)
+    model.synchronize_param_gather()
+    found["released"] = isinstance(net[0].weight, DTensor)
+    other = megatron_fsdp.MixedPrecisionPolicy(torch.bfloat16, None, torch.bfloat16)
+    with logged() as messages:
+        model.reset_mixed_precision_policy(other)
+    found["policy"] = [str(model.mp_policy.main_params_dtype), str(model.mp_policy.grad_comm_dtype)]
+    found["messages"] += messages
+    return found
+
+
+class Root(torch.nn.Module):
+    """A unit, and a weight of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = torch.nn.Parameter(torch.ones(6, device=harness.device()))
+        self.unit = torch.nn.Linear(6, 8, device=harness.device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unit(x * self.scale)
+
+
+def ahead() -> dict[str, Any]:
+    """`start_param_sync()` gathers the root's own weights and no other unit's."""
+    from te_fsdp.compat import megatron_fsdp
+
+    net = Root()
+    model = megatron_fsdp.fully_shard_model(net, fsdp_unit_modules=[torch.nn.Linear])
+    model(batch(0, 0, 0))
+    model.synchronize_param_gather()
+    with recorded() as early:
+        model.start_param_sync(None, "what hooks are given")
+    with recorded() as late:
+        model(batch(0, 0, 0))
+    return {name: [c.whole for c in calls] for name, calls in (("early", early), ("late", late))}
+
+
+class Attention(torch.nn.Module):
+    """torch's attention, which has `_reset_parameters` and no `reset_parameters`; and a module with neither name."""
+
+    def __init__(self, device: Any, own: bool) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, device=device)
+        if own:
+            self.shift = torch.nn.Parameter(torch.zeros(8, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def reset_by_the_other_name() -> dict[str, Any]:
+    """From meta, against one process that initialises module after module; and one that nothing initialises."""
+    from te_fsdp.compat import megatron_fsdp
+    from te_fsdp.errors import InitError
+
+    torch.manual_seed(5)
+    model = megatron_fsdp.fully_shard_model(
+        Attention("meta", False),
+        fsdp_unit_modules=[torch.nn.MultiheadAttention],
+        init_model_with_meta_device=True,
+    )
+    torch.manual_seed(5)
+    expected = Attention(harness.device(), False)
+    torch.manual_seed(5)
+    for module in expected.modules():
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if reset is not None:
+            reset()
+    wanted = dict(expected.named_parameters())
+    values = full_weights(model.module)
+    found: dict[str, Any] = {"wrong": [n for n, v in values.items() if not torch.equal(v, wanted[n])]}
+    found["tensors"] = len(values)
+    try:
+        megatron_fsdp.fully_shard_model(Attention("meta", True), init_model_with_meta_device=True)
+    except InitError as error:
+        found["error"] = str(error)
+    return found
+
+
+def whole() -> dict[str, Any]:
+    """`fsdp_no_shard` under the bridge's name."""
+    from te_fsdp.compat import megatron_fsdp
+
+    net = make_net()
+    megatron_fsdp.fsdp_no_shard(net[1])
+    model = megatron_fsdp.fully_shard_model(net, fsdp_unit_modules=[torch.nn.Linear])
+    kinds = [isinstance(net[0].weight, DTensor), isinstance(net[1].weight, DTensor)]
+    return {"kinds": kinds, "worst": trained(model, net)}

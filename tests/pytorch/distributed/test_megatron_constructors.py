@@ -1,0 +1,86 @@
+"""The bridge's constructors, its index, and the methods of its wrapper by their effects."""
+
+from __future__ import annotations
+
+import pytest
+from bridge import constructors
+
+# Sums of a few numbers in another order, two steps of SGD.
+RTOL = 1e-5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("outer", [None, "no_shard", "optim"])
+def test_wrapping(pool, outer):
+    for found in pool.run(constructors.constructed, 4, outer=outer):
+        assert found["worst"] < RTOL
+        assert found["same"] and found["auto"] is False
+        assert found["cut"] == (2 if outer is None else 4), "8 rows over all ranks, or over half of them"
+
+
+@pytest.mark.ranks(2)
+def test_wrapping_without_an_index(pool):
+    for found in pool.run(constructors.alone, 2):
+        assert found["worst"] < RTOL and found["sums"] < RTOL
+        assert found["names"] == ("fsdp", "tp")
+        assert found["sharded"] and found["whole"], (
+            "no_shard is the default of a configuration, and only there"
+        )
+        assert len(found["messages"]) == 1 and "nccl_ub=True has no effect" in found["messages"][0]
+        assert sorted(text.split(" has no effect")[0] for text in found["config"]) == [
+            "megatron_fsdp: fp8_param_gather=True",
+            "megatron_fsdp: outer_dp_sharding_strategy='optim'",
+        ]
+        assert found["nan"] == "GradientError"
+
+
+@pytest.mark.ranks(4)
+def test_the_index(pool):
+    results = pool.run(constructors.index_answers, 4)
+    for rank, found in enumerate(results):
+        outer, inner = divmod(rank, 2)
+        assert found["near"] == [2 * outer, 2 * outer + 1] and found["far"] == [inner, inner + 2]
+        assert found["dp"] == [0, 1, 2, 3] and found["place"] == 2 * inner + outer
+        assert found["apart"] and found["root"] and found["one"] and found["two"] == (2, 2)
+        assert found["hybrid"] and found["experts"] == [None, None, None] and found["given"]
+        assert found["expert_near"] == found["expert_dp"] == [inner, inner + 2]
+        assert found["expert_far"] == [rank] and found["expert_mesh"]
+        errors = found["errors"]
+        assert (
+            "dp_shard_dim: expected the axis that shards, one of ('far', 'near', 'wide')" in errors["no axis"]
+        )
+        assert "get_submesh('tp'" in errors["unknown"] and "('near', 'tp')" in errors["submesh"]
+        assert "get_submesh(None" in errors["none"] and "is_expert_parallel=True" in errors["no experts"]
+        assert "expected HFSDP" in errors["place"]
+
+
+@pytest.mark.ranks(2)
+def test_methods_by_their_effects(pool):
+    for found in pool.run(constructors.lifecycle, 2):
+        for method in ("synchronize_gradient_reduce", "attach_grad_to_optimizer_state", "finish_grad_sync"):
+            waits, worst = found[method]
+            assert waits and worst < 1e-6, method  # sums of two numbers, and a mean of few
+        for key in ("gathered", "loaded", "installed", "released"):
+            assert found[key], key
+        assert found["policy"] == ["torch.float32", "torch.bfloat16"]
+        assert "finish_grad_sync(force_all_reduce=True)" in found["messages"][0]
+        assert "main_params_dtype and main_grads_dtype stay torch.float32 and None" in found["messages"][1]
+
+
+@pytest.mark.ranks(2)
+def test_gathering_ahead(pool):
+    for found in pool.run(constructors.ahead, 2):
+        assert found == {"early": [6], "late": [8 * 6 + 8]}
+
+
+@pytest.mark.ranks(2)
+def test_initialising_by_the_other_name(pool):
+    for found in pool.run(constructors.reset_by_the_other_name, 2):
+        assert found["wrong"] == [] and found["tensors"] == 4
+        assert "1 tensor(s) were never initialised: shift" in found["error"]
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_stay_whole(pool):
+    for found in pool.run(constructors.whole, 2):
+        assert found["kinds"] == [True, False] and found["worst"] < RTOL
