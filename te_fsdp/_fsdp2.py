@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -329,6 +330,11 @@ def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
     for group in fsdp_parameter_groups(unit):
         group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
         _set_gradient_dtype(group, dtype)
+        for managed in group.fsdp_params:
+            if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
+                managed.to_sharded_dtensor = functools.partial(
+                    _to_sharded, managed, managed.to_sharded_dtensor
+                )
 
 
 def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
@@ -337,6 +343,23 @@ def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> N
     if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
         group._orig_dtype = dtype
     _set_gradient_dtype(group, dtype)
+
+
+def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
+    """``FSDPParam.to_sharded_dtensor`` for gradients of another dtype than their parameter's.
+
+    FSDP2 gives them the parameter's spec, which says the parameter's dtype. Operations on DTensors go by it: ``lerp_``
+    of an optimizer with fp32 main weights refuses an fp32 gradient, as one of bf16.
+    """
+    made = stock(tensor)
+    spec = spec_of(made)
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
+        return made
+    known = managed.__dict__.setdefault("_te_fsdp_gradient_spec", (spec, None))
+    if known[1] is None or known[0] is not spec:
+        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
+        known = managed._te_fsdp_gradient_spec = (spec, replace(spec, tensor_meta=meta))
+    return dtensor(tensor, known[1])
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:

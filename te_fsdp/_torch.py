@@ -61,6 +61,7 @@ __all__ = [
     "storage_offset",
     "strided_shard",
     "unflatten_mesh",
+    "untraced",
     "version_of",
     "with_local",
     "without_data",
@@ -193,6 +194,18 @@ def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
         call: Gets the method that it stands for, then its arguments.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
+
+
+def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that ``torch.compile`` leaves alone (``torch.compiler.disable``): it breaks the graph and runs as it is.
+
+    Traced, it would be run on tensors that stand for the real ones: what it looks at is not there.
+    """
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return torch.compiler.disable(plain)
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

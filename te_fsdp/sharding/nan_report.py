@@ -96,7 +96,7 @@ class NanReport:
         for name, unit in state.modules.items():
             install_comm(unit, self._comm, name)
         self._comm.look = self._look
-        self._hook = state.model.register_forward_pre_hook(self._next_microbatch)
+        self._hook = state.model.register_forward_pre_hook(_torch.untraced(self._next_microbatch))
         self._hooks = (self._before_step, self._after_step)
         state.before_step.insert(0, self._hooks[0])
         state.after_step.append(self._hooks[1])

@@ -117,8 +117,8 @@ class ReplicatedGradients:
         self._reduction: Reduction | None = None
         self._streams: list[torch.Stream] = []
         self.attach()
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(_torch.untraced(self._before_forward))
+        model.register_forward_hook(_torch.untraced(self._after_forward))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(

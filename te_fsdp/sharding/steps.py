@@ -61,9 +61,12 @@ def watch_forward(state: ShardingState) -> None:
     """Look after the weights of a model before each forward of it and of its units."""
     for name, unit in state.modules.items():
         # Before FSDP2's own hook, which gathers.
-        unit.register_forward_pre_hook(functools.partial(_before_unit, state, name), prepend=True)
-    state.model.register_forward_pre_hook(functools.partial(_before_forward, state), prepend=True)
-    state.model.register_forward_hook(functools.partial(_after_forward, state))
+        before = _torch.untraced(functools.partial(_before_unit, state, name))
+        unit.register_forward_pre_hook(before, prepend=True)
+    state.model.register_forward_pre_hook(
+        _torch.untraced(functools.partial(_before_forward, state)), prepend=True
+    )
+    state.model.register_forward_hook(_torch.untraced(functools.partial(_after_forward, state)))
     _torch.around_apply(state.model, functools.partial(_apply_and_carry, state))
 
 

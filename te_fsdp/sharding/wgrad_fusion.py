@@ -91,7 +91,7 @@ def fuse_wgrad(state: ShardingState, fused: list[nn.Module]) -> None:
     holder: list[weakref.ref[torch.Tensor]] = []
     for module in fused:
         buffers = {name: records[id(module), name] for name in _WEIGHTS[_te.kind_of(module) or ""]}
-        module.register_forward_pre_hook(functools.partial(_before_forward, buffers, holder))
+        module.register_forward_pre_hook(_torch.untraced(functools.partial(_before_forward, buffers, holder)))
 
 
 class _Buffer:

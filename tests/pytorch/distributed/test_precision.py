@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from precision import bodies, memory, quantized
+from precision import bodies, memory, quantized, steps
 from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
@@ -159,6 +159,14 @@ def test_grad_comm_holds_for_a_while(pool):
     expected["gradients"] = ["torch.float32"]
     expected["ranges"] = ["te_fsdp::reduce_scatter (first)", "te_fsdp::reduce_scatter (second)"]
     assert pool.run(bodies.temporarily, 2, dtype="bfloat16") == [expected] * 2
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"dp_replicate": 2}], ids=["dp", "tp", "hsdp"])
+def test_main_weights_of_the_optimizer_take_fp32_gradients(pool, axes):
+    """Each of torch's kernels: lerp_ of the first two wants its operands in one dtype."""
+    kinds = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+    pool.run(steps.main_weights_of_the_optimizer, 4 if axes else 2, options=kinds, axes=axes)
 
 
 @pytest.mark.ranks(2)

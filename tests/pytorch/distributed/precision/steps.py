@@ -1,0 +1,53 @@
+"""Bodies: steps of torch's optimizers where gradients have another dtype than their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+
+from precision.bodies import ADAM, BF16, FP32, HIDDEN, TOKENS, sharded
+
+
+def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str, int]) -> dict[str, Any]:
+    """bf16 weights, fp32 gradients, main weights in the optimizer: two steps equal torch's own on whole fp32 tensors.
+
+    Args:
+        options: Of AdamW, for each case.
+        axes: Mesh sizes.
+
+    Returns:
+        What was compared.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    checks = harness.Comparisons()
+    policy = {"main_params_dtype": None, "main_grads_dtype": "float32"}
+    for kwargs in options:
+        model = sharded(policy, meshes, meta=False, params_dtype=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM, **kwargs)
+        te_fsdp.main_weights(model, optimizer)
+        whole = {name: harness.full(p).to(FP32) for name, p in model.named_parameters()}
+        alone = torch.optim.AdamW(whole.values(), **ADAM)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn((TOKENS, HIDDEN), generator=generator).to(harness.device(), BF16)
+            model(x).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                # What the outside says, and what operations on DTensors go by.
+                assert gradient.dtype == gradient._spec.tensor_meta.dtype == FP32, (name, gradient._spec)
+                whole[name].grad = harness.full(gradient)
+            optimizer.step()
+            alone.step()
+            optimizer.zero_grad()
+            for name, parameter in model.named_parameters():
+                main = optimizer.state[parameter]["master_param"]
+                why = (
+                    "the same fp32 operations on parts of another length: two of 2^-24 where vector code ends"
+                )
+                checks.close(f"{kwargs} main weight of {name}", harness.full(main), whole[name], 1e-6, why)
+                checks.same_bits(f"{kwargs} {name}", parameter.to_local(), main.to_local().to(BF16))
+    return checks.require(len(options) * 2 * 2 * 6)

@@ -1,0 +1,32 @@
+"""torch.compile around a sharded model."""
+
+from __future__ import annotations
+
+import pytest
+from strategies import compiled
+
+ALL = [
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "optim_grads_params",
+    {"blocks.0": "optim", "blocks.1": "no_shard"},
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("axes", "outer", "backend", "strategies"),
+    [
+        ({}, "no_shard", "aot_eager", ALL),
+        ({"tp": 2}, "no_shard", "eager", ["optim", "optim_grads_params"]),
+        ({"dp_replicate": 2}, "optim", "eager", ["optim"]),
+    ],
+    ids=["dp", "tp", "hfsdp"],
+)
+def test_compiled_is_the_same(pool, axes, outer, backend, strategies):
+    ranks = 4 if axes else 2
+    for graphs in pool.run(
+        compiled.trained, ranks, strategies=strategies, axes=axes, backend=backend, outer=outer, timeout=300
+    ):
+        assert all(graphs), graphs  # something was compiled: the head, between the units
