@@ -167,7 +167,7 @@ class ResettableModule(MeshModule):
             follow_history(binding, self)
 
     def get_extra_state(self) -> Any:
-        """TE's entry for state dicts; where plain DCP cannot reshard the weights, a dict that says so."""
+        """TE's entry for state dicts; where plain DCP cannot reshard the weights, a tensor that says so."""
         return guard(self, super().get_extra_state())
 
     def set_extra_state(self, state: Any) -> None:

@@ -1,21 +1,21 @@
 """What a bound module's ``_extra_state`` says in a plain state dict: right, or a refusal, under plain DCP too.
 
-TE's entry is empty for stateless recipes and a pickle under delayed scaling, which ``torch.load`` with
-``weights_only=True`` reads but TE's modules take only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. Here
-delayed scaling's state is a dict of tensors and plain values, that any of our modules takes back:
+TE's entry is a tensor: empty for stateless recipes, and a pickle under delayed scaling, which ``torch.load`` with
+``weights_only=True`` reads but TE's modules take only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. Here it is a
+tensor too (:mod:`te_fsdp.modules.state_entry`), that any of our modules takes back. Until version 0.1 it was a dict,
+which is still read.
 
-    layers.0.fc1._extra_state: {"delayed scaling": {"recipe": {...}, "scaling_fwd.scale": tensor, ...}}
-
-Plain ``torch.distributed.checkpoint`` refuses to write it: a fresh model, which has no such state before its
-first forward, would come back without it in silence.
+Plain ``torch.distributed.checkpoint`` refuses to write delayed scaling's state: it keeps one rank's copy, whose
+newest amaxes are not those of the others, and a fresh model, which has no such state before its first forward, could
+not take it.
 
 Two kinds of weights cannot be resharded by plain DCP: stacked rows (a DTensor can't say that a rank holds
-several ranges) and quantized tensors (a slice of them may be a temporary, the write to it lost). For modules
-with such weights the entry becomes a dict with one key that tells the condition. DCP makes it a key of the
-checkpoint, and on another mesh stops at the missing key, by name and before it reads anything:
+several ranges) and quantized tensors (a slice of them may be a temporary, the write to it lost). The entry of a module
+with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before it reads
+anything:
 
-    Missing key in checkpoint state_dict: model.layers.0.fc1._extra_state.rows stacked for tp=4, other tp
-    sizes need te_fsdp.checkpoint
+    Size mismatch between saved torch.Size([47, 2]) and current: torch.Size([24, 4]) (rows stacked for tp=4, other
+    tp sizes need te_fsdp.checkpoint) for model.layers.0.fc1._extra_state
 
 High-precision values may always be loaded into quantized weights: each becomes one quantization, with the
 scale of the whole weight.
@@ -23,6 +23,7 @@ scale of the whole weight.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,6 +32,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.shards import shard_info
+from te_fsdp.modules.state_entry import DamagedEntryError, condition_of, marks_of, pack, unpack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,10 +43,43 @@ __all__ = ["DELAYED", "guard", "unguard"]
 DELAYED = "delayed scaling"
 
 
-class _NotForDcp(torch.Tensor):
-    """A tensor for state dicts and ``torch.save``, where it becomes a plain one; plain DCP cannot write it."""
+class _Size(tuple):
+    """A shape that says in DCP's error what it stands for. ``torch.Size`` cannot be derived from."""
+
+    def __repr__(self) -> str:
+        return f"torch.Size({list(self)}) ({condition_of(self[1:])})"
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
+        return torch.Size, (tuple(self),)
+
+    def numel(self) -> int:
+        """As ``torch.Size`` has it."""
+        return math.prod(self)
+
+
+class _Entry(torch.Tensor):
+    """A tensor for state dicts; what is made of it, ``torch.save`` included, is an ordinary one."""
 
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, in words if it stands for something."""
+        if dim is not None or self.ndim < 2:
+            return super().size() if dim is None else super().size(dim)
+        return _Size(self.shape)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
+
+
+class _NotForDcp(_Entry):
+    """An entry that plain DCP cannot write; nor can it write copies and casts, which are of this class too."""
+
+    # A class method of torch.Tensor, here of this class.
+    __torch_function__ = classmethod(torch.Tensor.__torch_function__.__func__)  # type: ignore[bad-override]
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> NoReturn:
         """DCP asks for this when it plans to write the tensor."""
@@ -58,12 +93,6 @@ class _NotForDcp(torch.Tensor):
             )
         )
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NotForDcp:
-        return self.as_subclass(torch.Tensor).clone().as_subclass(_NotForDcp)
-
 
 def guard(module: nn.Module, stock: Any) -> Any:
     """The value that a bound module's ``get_extra_state`` returns. Local operation.
@@ -72,25 +101,28 @@ def guard(module: nn.Module, stock: Any) -> Any:
         module: A TE module.
         stock: What TE's own ``get_extra_state`` returned.
 
+    Returns:
+        A tensor on the CPU, whatever the recipe and the weights.
+
     Raises:
         PrecisionError: Delayed scaling inside a custom recipe, whose state has no fixed shape.
     """
-    if binding_of(module) is None:
+    if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
-    if isinstance(stock, torch.Tensor) and stock.numel():
-        states = _te.delayed_states(module)
-        # Without states it is the pickle of a custom recipe, which TE ignores when it loads it.
-        stock = stock.new_empty(0) if states is None else {DELAYED: _describe(module, states)}
-    condition = _condition(module)[0]
-    return stock if condition is None else {condition: stock}
+    # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
+    states = _te.delayed_states(module) if stock.numel() else None
+    marks = _conditions(module)[0] or ()
+    if states is None:
+        return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
+    return pack(marks, _describe(module, states)).as_subclass(_NotForDcp)
 
 
 def _describe(module: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
-    """Copies of delayed scaling's tensors, and what it takes to make such state anew."""
+    """Delayed scaling's tensors, and what it takes to make such state anew."""
     described: dict[str, Any] = {"recipe": _te.describe_delayed_recipe(module)}
     for key, state in states.items():
         for name in ("scale", "amax_history"):
-            described[f"{key}.{name}"] = getattr(state, name).detach().clone().as_subclass(_NotForDcp)
+            described[f"{key}.{name}"] = getattr(state, name)
     return described
 
 
@@ -101,29 +133,51 @@ def unguard(module: nn.Module, state: Any) -> Any:
 
     Raises:
         CheckpointError: The value was saved under a condition that does not hold here, or under none where
-            one is due; or it is another module's state.
+            one is due; or it is another module's state; or its bytes were changed.
     """
-    saved, stock = None, None if _torch.is_absent_extra_state(state) else state
-    if isinstance(state, dict) and len(state) == 1 and DELAYED not in state:
-        saved, stock = next(iter(state.items()))
+    saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if binding_of(module) is not None or saved is not None:
         _check_condition(module, saved)
-    if isinstance(stock, dict) and DELAYED in stock:
-        _restore(module, stock[DELAYED])
-        return None  # nothing is left for TE
+    if own is not None:
+        _restore(module, own)
     return stock
 
 
-def _check_condition(module: nn.Module, saved: str | None) -> None:
-    condition, rows, cut = _condition(module)
+def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[str, Any] | None, Any]:
+    """Of an entry: under which condition it was saved, delayed scaling's state, and what is TE's."""
+    saved: tuple[int, ...] | None = None
+    if isinstance(state, dict) and len(state) == 1 and DELAYED not in state:  # as it was until version 0.1
+        ((words, state),) = state.items()
+        saved = marks_of(words)
+    if isinstance(state, dict) and DELAYED in state:
+        return saved, state[DELAYED], None
+    if not isinstance(state, torch.Tensor):
+        return saved, None, state
+    try:
+        found = unpack(state.as_subclass(torch.Tensor))
+    except DamagedEntryError as error:
+        raise CheckpointError(
+            message(
+                f"{_label(module)}._extra_state of a state dict",
+                expected="the bytes that state_dict() gave, in any dtype that holds whole numbers up to 255",
+                got=f"other ones: {error}",
+                why="The amax history of delayed scaling would be lost in silence",
+                fix="leave entries of uint8 out when values are changed, or keep them in 16 bits or more",
+            )
+        ) from error
+    return (saved, None, state) if found is None else (found[0] or None, found[1], None)
+
+
+def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
+    condition, rows, cut = _conditions(module)
     # Rows that are not stacked, or not cut, are those of any module; high-precision ones fit quantized weights.
-    if saved in (condition, rows) or (saved is None and not cut):
+    if saved in (condition, rows) or (saved in (None, (1,)) and not cut):
         return
     raise CheckpointError(
         message(
             f"{_label(module)}: weights of a plain state dict",
-            expected=condition or "no condition",
-            got=saved or "no condition (an unsharded module)",
+            expected=condition_of(condition) if condition else "no condition",
+            got=condition_of(saved) if saved else "no condition (an unsharded module)",
             why="Its rows or blocks lie otherwise than here, and would be scrambled",
             fix="save and load with te_fsdp.checkpoint, which fits any mesh",
         )
@@ -149,12 +203,12 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
         state.amax_history.copy_(saved[f"{key}.amax_history"])
 
 
-def _condition(module: nn.Module) -> tuple[str | None, str | None, bool]:
+def _conditions(module: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, bool]:
     """On what loading this module's weights by plain DCP depends.
 
     Returns:
-        The condition; that of the same rows in high precision; whether rows are stacked and cut, so that whole ones
-        would not fit.
+        The marks of the condition; those of the same rows in high precision; whether rows are stacked and cut, so that
+        whole ones would not fit.
     """
     binding = binding_of(module)
     own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -162,14 +216,12 @@ def _condition(module: nn.Module) -> tuple[str | None, str | None, bool]:
         return None, None, False
     tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
     stacked = any(binding.rules[n].layout.is_stacked for n in own if n in binding.rules)
-    rows = f"rows stacked for tp={tp_size}, other tp sizes need te_fsdp.checkpoint" if stacked else None
-    condition, cut = rows, stacked and tp_size > 1
+    rows = (tp_size,) if stacked else None
     quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
-    if quantized:
-        at = shard_info(module, quantized[0], own[quantized[0]], label=_label(module)).at
-        shards = f"quantized for tp={tp_size} and {at.fsdp_size} FSDP shard(s)"
-        condition = f"{shards}, other meshes need te_fsdp.checkpoint"
-    return condition, rows, cut
+    if not quantized:
+        return rows, rows, stacked and tp_size > 1
+    at = shard_info(module, quantized[0], own[quantized[0]], label=_label(module)).at
+    return (tp_size, at.fsdp_size), rows, stacked and tp_size > 1
 
 
 def _label(module: nn.Module) -> str:

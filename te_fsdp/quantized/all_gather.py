@@ -79,12 +79,13 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         mesh: DeviceMesh,
         orig_size: torch.Size,
         contiguous_orig_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: Any,
+        module: nn.Module | None = None,
+        mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        binding = binding_of(module)
-        if binding is None:
+        # Called by hand, as TE's own tests do, it may have no module: then it is TE's, as of any unbound tensor.
+        binding = None if module is None else binding_of(module)
+        if binding is None or module is None:
             return inputs, metadata
         agree_on_weight_mesh(binding, module, self)
         attach_group(self, binding)

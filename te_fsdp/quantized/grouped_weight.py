@@ -184,11 +184,12 @@ class _Behaviour:
         mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: Any,
+        module: nn.Module | None = None,
+        mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], Gathered]:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
-        keep_no_flat_shard(module, self)  # type: ignore[arg-type]
+        if module is not None:
+            keep_no_flat_shard(module, self)  # type: ignore[arg-type]
         total, ranks = outer_size[0], mesh.size()
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -170,6 +171,33 @@ def test_hooks_are_mended_once(te):
     all_gather.mend_hooks()
     assert len(classes) >= 2
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
+
+
+def test_hooks_called_by_hand(te):
+    """TE's tests call them with `module=None`, where TE's own formats allow it; without a binding nothing changes."""
+    told = []
+
+    def stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
+        told.append((mesh, module, mp_policy))
+        return (self,), "metadata"
+
+    hook, tensor = all_gather._wrap_pre(stock), torch.ones(2, 2)
+    for options in (
+        {"module": None, "mp_policy": None},
+        {"module": torch.nn.Linear(1, 1), "mp_policy": None},
+        {},
+    ):
+        inputs, metadata = hook(
+            tensor,
+            mesh=None,
+            orig_size=tensor.shape,
+            contiguous_orig_stride=tensor.stride(),
+            **options,
+        )
+        assert inputs[0] is tensor and metadata == "metadata"
+    assert len(told) == 3
+    # FSDP2 tells hooks of one mesh alone from these by counting.
+    assert len(inspect.signature(hook).parameters) == 6
 
 
 # --------------------------------------------------------------------------------------------------- what fits

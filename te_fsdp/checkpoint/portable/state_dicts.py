@@ -7,7 +7,6 @@ entry, and are refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +33,13 @@ from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
 from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.extra_state import DELAYED
+from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 
 __all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
-_CONDITION = re.compile(r"(?:tp=(\d+))|(?:(\d+) FSDP shard)")
 
 
 @dataclass
@@ -303,20 +302,12 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
     That is delayed scaling's state as a dict of tensors, under the condition that loading depends on if there is one.
     """
     key = f"{module}.{_EXTRA}".lstrip(".")
-    if isinstance(value, dict) and set(value) != {DELAYED}:
+    if isinstance(value, dict) and set(value) != {DELAYED}:  # te_fsdp's until version 0.1
         condition = str(next(iter(value), ""))
-        sizes = [int(n) for pair in _CONDITION.findall(condition) for n in pair if n]
-        if len(value) != 1 or not sizes or max(sizes) > 1:
-            raise CheckpointError(
-                message(
-                    f"{key}: weights of a sharded module",
-                    expected="a state dict of one process",
-                    got=condition or "an entry of another kind",
-                    why="Its rows or blocks do not lie as in the unsharded module",
-                    fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
-                )
-            )
+        _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
         value = next(iter(value.values()))
+    if isinstance(value, Lazy) and len(value.shape) > 1:
+        _check_uncut(key, tuple(value.shape[1:]), condition_of(tuple(value.shape[1:])))
     if choices.extra_state == "drop":
         return
     if isinstance(value, dict) and set(value) == {DELAYED}:
@@ -333,15 +324,37 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         )
     if not isinstance(value, Lazy):
         return
-    if value.dtype != torch.uint8:
+    try:
+        entry = value.whole()
+        own, data = unpack(entry), bytes_of(entry)
+    except DamagedEntryError as error:
         raise CheckpointError(
-            message(f"{key}: no state of TransformerEngine", expected="uint8", got=value.dtype)
-        )
-    read = read_extra_state(value.whole().numpy().tobytes(), key)
+            message(f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}")
+        ) from error
+    if own is not None:
+        if own[1] is not None:
+            tensors = {n: InMemory(t) if isinstance(t, torch.Tensor) else t for n, t in own[1].items()}
+            _add_delayed(contents, module, tensors, key)
+        return
+    read = read_extra_state(data, key)
     if read is not None:
         contents.manifest.delayed[module] = read[0]
         for name, tensor in read[1].items():
             contents.tensors[f"delayed.{module}:{name}"] = InMemory(tensor)
+
+
+def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
+    """Rows and blocks must lie as in the unsharded module."""
+    if set(marks) != {1}:
+        raise CheckpointError(
+            message(
+                f"{key}: weights of a sharded module",
+                expected="a state dict of one process",
+                got=condition or "an entry of another kind",
+                why="Its rows or blocks do not lie as in the unsharded module",
+                fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+            )
+        )
 
 
 def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: str) -> None:

@@ -1,9 +1,10 @@
-"""What people try first: torch's own meshes, stages of a pipeline, a forward too early."""
+"""What people try first: torch's own meshes, stages of a pipeline, a forward too early, entries of state dicts."""
 
 from __future__ import annotations
 
 import pytest
-from doors import meshes
+from checkpointing.models import Case
+from doors import entries, meshes
 
 MESHES = {
     "torch's, reordered": {"axes": {"dp_shard": 2, "dp_replicate": 2}},
@@ -53,3 +54,48 @@ def test_forward_before_materialize(pool, how, strategy):
         for call, text in texts.items():
             assert "forward before te_fsdp.materialize" in text, call
             assert "blocks.0." in text and "Fix: call te_fsdp.materialize(model)" in text, call
+
+
+DP2_TP2, TP4 = {"dp_shard": 2, "tp": 2}, {"tp": 4}
+ENTRIES = {
+    "plain": Case(optimizer="fused"),
+    "stacked": Case(stacked=True, optimizer="fused"),
+    "delayed": Case(optimizer="fused", recipe="delayed"),
+    "delayed stacked quantized": Case(stacked=True, optimizer="fused", recipe="delayed", quantized=True),
+    "current": Case(optimizer="fused", recipe="current", quantized=True),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("which", ENTRIES)
+def test_entries_are_tensors(pool, tmp_path, which):
+    case, where = ENTRIES[which], {"directory": str(tmp_path)}
+    outcomes = pool.run(entries.go_over, 4, case=case, axes=DP2_TP2, **where)
+    for outcome in outcomes:
+        shapes = set(outcome["shapes"].values())
+        assert (outcome["states"] > 0) == which.startswith("delayed")
+        assert any(shape[1:] == (2,) for shape in shapes) == (which == "stacked")
+        assert any(shape[1:] == (2, 2) for shape in shapes) == case.quantized
+        if which == "plain":
+            assert shapes == {(0,)}
+    if which in ("plain", "delayed"):
+        return  # right on any mesh
+    for texts in pool.run(entries.refuse, 4, case=case, axes=TP4, **where):
+        for text in texts.values():
+            assert text.startswith("CheckpointError: ") and "weights of a plain state dict" in text
+            assert "for tp=4" in text and "for tp=2" in text and "Fix: save and load with te_fsdp" in text
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("other", [None, TP4], ids=["same", "tp4"])
+@pytest.mark.parametrize("which", ["stacked", "current"])
+def test_plain_dcp_of_what_was_offloaded(pool, tmp_path, which, other):
+    where = {"directory": str(tmp_path), "axes": DP2_TP2, "other": other}
+    assert min(pool.run(entries.offloaded, 4, case=ENTRIES[which], **where)) > 8
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_hooks_called_by_hand(pool, recipe):
+    for counts in pool.run(entries.by_hand, 4, recipe=recipe, tp=2):
+        assert counts["hooks"] == counts["gathered"] >= 4

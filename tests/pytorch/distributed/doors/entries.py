@@ -1,0 +1,136 @@
+"""Bodies: every value of a state dict is a tensor, and scripts that go over them run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing.bodies import differing, local_state
+from checkpointing.models import Case, Run
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+#: What scripts do to the values of a state dict that are no parameters.
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": torch.Tensor.clone,
+    "bf16": torch.Tensor.bfloat16,
+    "float": torch.Tensor.float,
+}
+
+
+def _entries(model: Any) -> dict[str, Any]:
+    return {key: value for key, value in model.state_dict().items() if key.endswith("_extra_state")}
+
+
+def go_over(case: Case, axes: dict[str, int], directory: str) -> dict[str, Any]:
+    """Count, clone and cast all values; write the entries to files, and load each kind of them back.
+
+    Returns:
+        Shapes of the entries, and how many of them have a state that came back bit for bit.
+    """
+    run = Run(case, axes, seed=0)
+    run.steps(2)
+    state = run.model.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    entries = _entries(run.model)
+    assert entries and sum(value.numel() for value in state.values()) > 0
+    assert all(entry.dtype == torch.uint8 and entry.device.type == "cpu" for entry in entries.values())
+    before = {k: v for k, v in local_state(run).items() if ":scaling_" in k}
+    for name, change in CHANGES.items():
+        changed = {key: change(value) for key, value in entries.items()}
+        path = f"{directory}/{name}-{dist.get_rank()}.pt"
+        torch.save(changed, path)
+        other = Run(case, axes, seed=0)
+        fresh = {k: v for k, v in local_state(other).items() if ":scaling_" in k}
+        assert not before or differing(before, fresh), "the control"
+        other.model.load_state_dict({**other.model.state_dict(), **torch.load(path, weights_only=True)})
+        after = {k: v for k, v in local_state(other).items() if ":scaling_" in k}
+        assert differing(before, after) == [], name
+    return {"shapes": {key: tuple(value.shape) for key, value in entries.items()}, "states": len(before)}
+
+
+def refuse(case: Case, axes: dict[str, int], directory: str) -> dict[str, str]:
+    """Entries that another mesh has written, cloned and cast: refused by load_state_dict, by name."""
+    model = Run(case, axes, seed=1).model
+    texts = {}
+    for name in CHANGES:
+        entries = torch.load(f"{directory}/{name}-0.pt", weights_only=True)
+        with pytest.raises(Exception, match="_extra_state|weights of a plain state dict") as caught:
+            model.load_state_dict({**model.state_dict(), **entries})
+        texts[name] = f"{type(caught.value).__name__}: {caught.value}"
+    return texts
+
+
+def offloaded(case: Case, axes: dict[str, int], directory: str, other: dict[str, int] | None) -> int:
+    """``get_model_state_dict`` to the CPU, plain DCP, and back; on another mesh DCP stops before it reads.
+
+    Returns:
+        Number of tensors compared.
+    """
+    run = Run(case, axes, seed=0)
+    options = StateDictOptions(cpu_offload=True)
+    dcp.save(
+        {"model": get_model_state_dict(run.model, options=options)}, checkpoint_id=f"{directory}/offloaded"
+    )
+    fresh = Run(case, other or axes, seed=1)
+    saved, untouched = local_state(run), local_state(fresh)
+    state = get_model_state_dict(fresh.model)
+    if other is not None:
+        with pytest.raises(dcp.CheckpointException, match=r"_extra_state"):
+            dcp.load({"model": state}, checkpoint_id=f"{directory}/offloaded")
+        assert differing(untouched, local_state(fresh)) == []
+        return len(untouched)
+    assert differing(saved, untouched)
+    dcp.load({"model": state}, checkpoint_id=f"{directory}/offloaded")
+    set_model_state_dict(fresh.model, state)
+    assert differing(saved, local_state(fresh)) == []
+    return len(saved)
+
+
+def by_hand(recipe: str, tp: int) -> dict[str, int]:
+    """What scripts of TE do with shards: hooks called without a module; a gather compared with one by hand."""
+    from te_fsdp import _te
+
+    case = Case(optimizer="fused", recipe=recipe, quantized=True)
+    run = Run(case, {"dp_shard": dist.get_world_size() // tp, "tp": tp}, seed=0)
+    run.steps(1)
+    counts = {"hooks": 0, "gathered": 0}
+    whole = {}
+    for name, parameter in run.model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not _te.is_quantized(local):
+            continue
+        # Stock hooks of formats that look into the module raise their own error; ours must not raise another before.
+        reached: Any = None
+        try:
+            local.fsdp_pre_all_gather(
+                mesh=None,
+                orig_size=local.shape,
+                contiguous_orig_stride=local.stride(),
+                module=None,
+                mp_policy=None,
+            )
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            reached = error.__traceback__
+            while reached.tb_next is not None:
+                reached = reached.tb_next
+            assert "transformer_engine" in reached.tb_frame.f_code.co_filename, error
+        counts["hooks"] += 1
+        whole[name] = harness.full(parameter)
+    run.model.layer.unshard()
+    for name, parameter in run.model.named_parameters():
+        if name in whole:
+            assert torch.equal(harness.full(parameter), whole[name]), name
+            counts["gathered"] += 1
+    run.model.layer.reshard()
+    run.steps(1)
+    return counts

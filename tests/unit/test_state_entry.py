@@ -1,0 +1,138 @@
+"""Entries of state dicts as one tensor: what a script may do to it, and what is noticed."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp.errors import CheckpointError
+from te_fsdp.modules import extra_state
+from te_fsdp.modules.state_entry import DamagedEntryError, condition_of, marks_of, pack, unpack
+
+MARKS = [(), (1,), (2,), (16,), (1, 1), (1, 2), (2, 4), (8, 256)]
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "recipe": {"margin": 0, "fp8_format": "HYBRID"},
+        "scaling_fwd.scale": torch.rand(6, generator=generator),
+        "scaling_fwd.amax_history": torch.rand(4, 6, generator=generator),
+    }
+
+
+def check_same(found: dict[str, Any] | None) -> None:
+    want = state()
+    assert found is not None and found.keys() == want.keys() and found["recipe"] == want["recipe"]
+    for key in want.keys() - {"recipe"}:
+        assert torch.equal(found[key], want[key]), key
+
+
+def saved(tensor: torch.Tensor) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save({"entry": tensor}, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)["entry"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.clone,
+        torch.Tensor.float,
+        torch.Tensor.double,
+        torch.Tensor.bfloat16,
+        torch.Tensor.half,
+        torch.Tensor.long,
+        copy.deepcopy,
+        saved,
+        lambda entry: (entry.float() + entry.float()) / 2,
+    ],
+)
+@pytest.mark.parametrize("marks", MARKS)
+def test_copies_and_casts(marks, change):
+    check_same(unpack(change(pack(marks, state())))[1])
+    plain = unpack(change(pack(marks, None)))
+    assert plain == ((marks, None) if marks else None)
+
+
+@pytest.mark.parametrize("marks", MARKS[1:])
+def test_the_shape_says_it_whatever_happens_to_the_bytes(marks):
+    entry = pack(marks, None)
+    for changed in (torch.zeros_like(entry), entry.float() * 1.7, entry.to(torch.float8_e4m3fn), entry != 0):
+        assert unpack(changed) == (marks, None)
+
+
+def test_entries_of_other_meshes_have_other_shapes():
+    """Plain DCP compares nothing else before it reads."""
+    for some in (None, state()):
+        shapes = [tuple(pack(marks, some).shape) for marks in MARKS]
+        assert len(set(shapes)) == len(shapes)
+    assert pack((2, 4), state()).shape == pack((2, 4), state()).shape
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_lost_bytes_are_noticed(marks):
+    entry = pack(marks, state())
+    changed = entry.clone()
+    changed.view(-1)[entry.numpy().tobytes().index(b'"crc"') + 40] += 1  # among the values, which follow
+    with pytest.raises(DamagedEntryError):
+        unpack(changed)
+    with pytest.raises(DamagedEntryError):
+        unpack(entry.float() * 1.7)
+    if marks:
+        with pytest.raises(DamagedEntryError):
+            unpack(torch.zeros_like(entry))
+
+
+def test_words_and_marks():
+    for marks in MARKS[1:]:
+        assert marks_of(condition_of(marks)) == marks
+    assert marks_of("something else") == (-1,)
+
+
+def test_what_torch_sees():
+    entry = pack((2, 4), None).as_subclass(extra_state._Entry)
+    assert (
+        isinstance(entry, torch.Tensor)
+        and entry.dtype == torch.uint8
+        and entry.numel() == entry.size().numel()
+    )
+    assert str(entry.size()).endswith(
+        "(quantized for tp=2 and 4 FSDP shard(s), other meshes need te_fsdp.checkpoint)"
+    )
+    assert type(pickle.loads(pickle.dumps(entry.size()))) is torch.Size
+    assert entry.size() == entry.shape and entry.size(1) == 2
+    for made in (entry.clone(), entry.cpu() + 0, saved(entry), entry.sum()):
+        assert type(made) is torch.Tensor
+
+
+def test_plain_dcp_cannot_write_delayed_scaling_nor_copies_of_it():
+    entry = pack((), state()).as_subclass(extra_state._NotForDcp)
+    for own in (entry, entry.clone(), entry.float(), entry.detach().cpu(), copy.deepcopy(entry)):
+        with pytest.raises(
+            CheckpointError, match=r"fc1\._extra_state: delayed scaling's state in a plain state dict"
+        ):
+            own.__create_write_items__("fc1._extra_state", own)
+    assert type(saved(entry)) is torch.Tensor
+
+
+def test_stock_te_refuses_what_is_cut(te, monkeypatch):
+    """And takes what is whole as its own empty entry."""
+    module = te.Linear(16, 16)
+    for marks in MARKS[1:]:
+        if set(marks) == {1}:
+            module.set_extra_state(pack(marks, None))
+            continue
+        with pytest.raises(RuntimeError):
+            module.set_extra_state(pack(marks, None))
+    with pytest.raises(RuntimeError):
+        module.set_extra_state(pack((), state()))
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    with pytest.raises(pickle.UnpicklingError):
+        module.set_extra_state(pack((2,), None))
