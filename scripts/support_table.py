@@ -117,7 +117,7 @@ _PAGE = """# Support
 
 <!-- Written by scripts/support_table.py from tests/pytorch/distributed/matrix/definitions.py: edit those. -->
 
-Which recipes train which modules. "yes" means: outputs, losses, gradients and updates of three steps equal those of one
+Which recipes train which modules. "yes" means: outputs, losses, gradients and updates of two steps equal those of one
 process with stock TransformerEngine, within bounds derived from the format's rounding, on data parallel, HSDP and
 tensor-parallel meshes and both together. "quantized" weights are those of `te.quantized_model_init`.
 

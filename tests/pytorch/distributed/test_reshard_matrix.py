@@ -2,7 +2,7 @@
 
 One model holds all kinds; each mesh saves it once, and each loads what four others have saved; with `--matrix full`,
 and on GPUs, what all others have, and eight ranks join in. Values are compared bit for bit with the
-originals; three further losses agree to rounding. By default bf16 weights and further losses follow after one of the
+originals; two further losses agree to rounding. By default bf16 weights and further losses follow after one of the
 loads on each mesh, else after all.
 """
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpointing.bodies import together
 from checkpointing.format_models import QuantizedTraining, width_of
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2  # the first loss shows the weights that were loaded, the second the optimizer's state
 
 
 def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:

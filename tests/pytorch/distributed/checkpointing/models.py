@@ -149,12 +149,24 @@ class Run:
         """Losses of so many training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Loss on the next batch, which stays the next one."""
+        return self._mean(self._forward())
+
     def _step(self) -> float:
+        loss = self._forward()
+        self.position += 1
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._mean(loss)
+
+    def _forward(self) -> torch.Tensor:
         import transformer_engine.pytorch as te
 
         generator = torch.Generator().manual_seed(100 + self.position)
-        self.position += 1
-        torch.manual_seed(self.position)  # NVFP4 rounds gradients at random
+        torch.manual_seed(self.position + 1)  # NVFP4 rounds gradients at random
         ids, target = torch.randint(0, 11, (2, SEQUENCE, BATCH), generator=generator).to(harness.device())
         if self.meshes is not None:
             mesh, sizes = self.meshes.device_mesh, self.meshes.size
@@ -163,10 +175,9 @@ class Run:
             ids, target = (t.chunk(chunks, dim=1)[rank].contiguous() for t in (ids, target))
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             logits = self.model(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+    def _mean(self, loss: torch.Tensor) -> float:
         total = loss.detach().double()
         if dist.is_initialized():
             dist.all_reduce(total)

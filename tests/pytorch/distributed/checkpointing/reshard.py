@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpointing.bodies import logical_state, rows_taken_as_plain
 from checkpointing.reshard_models import Training
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2  # the first loss shows the weights that were loaded, the second the optimizer's state
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from matrix.bodies import SEED, STEPS, Check, Seen, _dense, _main, _optimizer
+from matrix.bodies import SEED, Check, Seen, _dense, _main, _optimizer
 from parity.runs import check_full_precision, shards
 from torch import nn
 
 from experts import breaking
 from experts.model import ROUTES, TOKENS, build, routes, width_of
 
+STEPS = 3  # each with routes of its own
 CLIP = 1.0
 _EXPERT = re.compile(r"(.* )?mixture\.(up|down)\.(weight|bias)\d+")
 
@@ -183,7 +184,7 @@ class ExpertCheck(Check):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.zeros = 0
+        self.zeros, self.steps = 0, STEPS
 
     def shard(self, what: str, name: str, actual: torch.Tensor, info: Any) -> None:
         """A parameter's gradient or update, box by box."""

@@ -117,6 +117,8 @@ def reset() -> None:
         quantization.FP8GlobalStateManager.reset()
     gc.collect()
     _empty_lost_meshes()
+    # What is left are modules and caches, which stay: later collections need not walk over them each time.
+    gc.freeze()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from quantization.bodies import SEED, STEPS, Stepper, batch_of
+from quantization.bodies import SEED, Stepper, batch_of
 from quantization.one_scale import (
     HIDDEN,
+    STEPS,
     compare,
     gathered,
     meshes_of,
