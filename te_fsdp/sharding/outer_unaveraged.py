@@ -35,15 +35,36 @@ __all__ = ["UnaveragedGradient", "guard", "guard_gradients", "is_averaged", "ope
 #: Attribute of a gradient that is the average over all copies.
 _AVERAGED = "_te_fsdp_averaged"
 
-aten = torch.ops.aten
+#: Attributes that are values; the others are shape, dtype and the like.
+_VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
+#: Methods and functions that tell the shape and the like, or change no value.
+_NO_VALUES = (
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "element_size",
+        "storage_offset",
+        "get_device",
+    ),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "__hash__",
+        "requires_grad_",
+        "detach",
+        "detach_",
+    ),
+)
 #: Linear, so that they give the same before and after the average.
 _LINEAR = (
-    aten.zero_,
-    aten.mul_,
-    aten.div_,
-    aten._foreach_zero_,
-    aten._foreach_mul_,
-    aten._foreach_div_,
+    *("zero_", "mul_", "div_", "__imul__", "__itruediv__", "multiply_", "divide_", "true_divide_"),
+    *("_foreach_zero_", "_foreach_mul_", "_foreach_div_"),
 )
 
 
@@ -53,21 +74,28 @@ class UnaveragedGradient(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run what is harmless on ordinary DTensors.
+        """Run what is harmless.
+
+        Not ``__torch_dispatch__``: torch before 2.13 does not ask a subclass of DTensor for its own.
 
         Raises:
             OrderError: Anything else.
         """
-        packet = func.overloadpacket
-        if packet is aten.detach:
-            return guard(func(_ordinary(args[0])))
-        if packet not in _LINEAR or kwargs or not all(map(_is_number, args[1:])):
-            gradients = args[0] if isinstance(args[0], (list, tuple)) else args
-            _refuse(packet.__name__, next((g for g in gradients if isinstance(g, cls)), None))
-        return func(*map(_ordinary, args))
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__
+            harmless = name not in _VALUES
+        else:
+            linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
+            harmless = linear or name in _NO_VALUES
+        if not harmless:
+            given = args[0] if args and isinstance(args[0], (list, tuple)) else args
+            _refuse(name, next((g for g in given if isinstance(g, cls)), None))
+        result = _torch.plain_results(func, types, args, kwargs or {})
+        return guard(result) if type(result) is DTensor else result
 
     def to_local(self, **unused: Any) -> NoReturn:
         """Raises OrderError."""
@@ -90,15 +118,6 @@ class UnaveragedGradient(DTensor):
     def __repr__(self, **unused: Any) -> str:
         """Without values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
-
-
-def _ordinary(value: Any) -> Any:
-    """Ordinary DTensors around the same local tensors; other values as they are."""
-    if isinstance(value, (list, tuple)):
-        return [_ordinary(item) for item in value]
-    if isinstance(value, UnaveragedGradient):
-        return _torch.dtensor(_torch.local_of(value), _torch.spec_of(value))
-    return value
 
 
 def _is_number(value: Any) -> bool:
