@@ -47,6 +47,7 @@ __all__ = [
     "forget_transpose",
     "gathering_tensor_classes",
     "has_delayed_scale",
+    "high_precision_part",
     "high_precision_value",
     "init_function",
     "is_delayed_quantizer",
@@ -304,6 +305,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     both: Any = tensor
     return [part for part in (both._rowwise_storage, both._columnwise_storage) if part is not None]
+
+
+def high_precision_part(part: torch.Tensor) -> torch.Tensor | None:
+    """The values of a part of a hybrid tensor that is not quantized (``IdentityTensor``); ``None`` for any other."""
+    return getattr(part, "_hp_data", None)
 
 
 def all_one_scale_quantizers(tensor: torch.Tensor) -> list[Any]:

@@ -25,8 +25,17 @@ import torch
 from te_fsdp import _te
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.boxes import Box
+from te_fsdp.quantized.alignment import BLOCK_ROWS
 
-__all__ = ["Component", "components_from", "components_of", "describe_format", "finish_writing"]
+__all__ = [
+    "Component",
+    "block_of",
+    "buffers_of_parts",
+    "components_from",
+    "components_of",
+    "describe_format",
+    "finish_writing",
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,37 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     return components_from(_te.format_of(local), metadata, tuple(local.shape), label)
 
 
+def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
+    """:func:`components_of`, of a hybrid tensor those of both parts, which may have names in common.
+
+    Local operation. Always in the same order; a high-precision part is one buffer of its values.
+
+    Args:
+        local: One of TE's quantized tensors.
+        label: Name for messages.
+
+    Raises:
+        PlacementError: As :func:`components_of`, of a part too.
+    """
+    found: list[Component] = []
+    for part in _te.parts_of(local):
+        values = _te.high_precision_part(part)
+        if values is None:
+            found += components_of(part, label)
+        else:
+            found.append(Component("high precision", values.detach(), (1,) * values.ndim))
+    return found
+
+
+def block_of(local: torch.Tensor) -> int | None:
+    """Rows (and columns) that a scale of a quantized tensor spans, the most of a hybrid's parts; ``None``: unknown."""
+    parts = [
+        1 if _te.high_precision_part(p) is not None else BLOCK_ROWS.get(_te.format_of(p) or "")
+        for p in _te.parts_of(local)
+    ]
+    return None if None in parts else max(part for part in parts if part is not None)
+
+
 def components_from(
     name: str | None, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
 ) -> list[Component]:
@@ -179,7 +219,8 @@ def _view(
 
 def finish_writing(local: torch.Tensor) -> None:
     """Forget what a quantized tensor derived from bytes that have been overwritten. Local operation."""
-    _te.forget_transpose(local)
+    for part in _te.parts_of(local):
+        _te.forget_transpose(part)
     _te.forget_high_precision_value(local)
 
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from te_fsdp import _te, _torch
+from te_fsdp import _torch
 from te_fsdp.layout.boxes import chunk_range
-from te_fsdp.quantized.alignment import BLOCK_ROWS
+from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
 
     Of a quantized weight the first one that they cut into whole blocks, if there is one.
     """
-    block = BLOCK_ROWS.get(_te.format_of(_torch.local_of(parameter)) or "", 1)
+    block = block_of(_torch.local_of(parameter)) or 1
     for unit in dict.fromkeys((block, 1)):
         for dim, length in enumerate(parameter.shape):
             if length and length % (unit * mesh.size(0) * _parts(parameter, mesh, dim)) == 0:

@@ -19,13 +19,15 @@ import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
-from te_fsdp.quantized.alignment import BLOCK_ROWS
-from te_fsdp.quantized.components import Component, components_of, finish_writing
+from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_flat import Part, start_gather
 
-__all__ = ["amax_group", "install", "start_install", "why_not_bytes", "write"]
+__all__ = ["SINGLE", "amax_group", "install", "start_install", "why_not_bytes", "write"]
+
+#: Why one tensor of all experts crosses as fp32.
+SINGLE = "one tensor of all experts"
 
 
 @torch.no_grad()
@@ -115,19 +117,19 @@ def why_not_bytes(chunk: Chunk) -> str | None:
 
 
 def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
-    name = _te.format_of(local)
     if is_grouped_weight(local) or local.ndim != 2:
-        return "one tensor of all experts"
-    if name not in BLOCK_ROWS:
-        return f"no table of the buffers of {name}"
+        return SINGLE
+    block = block_of(local)
+    if block is None:
+        return f"no table of the buffers of {_te.format_of(local)}"
     if not chunk.rows or not chunk.is_even:
         return f"{chunk.rows} rows over {chunk.size} ranks"
-    if chunk.step % BLOCK_ROWS[name]:
-        return f"{chunk.step} {'columns' if chunk.dim else 'rows'} per rank, a scale spans {BLOCK_ROWS[name]}"
+    if chunk.step % block:
+        return f"{chunk.step} {'columns' if chunk.dim else 'rows'} per rank, a scale spans {block}"
     try:
-        components_of(local, "weight")
+        buffers_of_parts(local, "weight")
     except PlacementError:
-        return f"an option of {name} without a table of its buffers"
+        return f"an option of {_te.format_of(local)} without a table of its buffers"
     return None
 
 
@@ -163,13 +165,14 @@ def _quantized_parts(
     chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, written: list[torch.Tensor] | None
 ) -> list[Part]:
     """This rank's rows, quantized: what travels. What all holders have alike is written at once."""
-    targets = components_of(local, "install")
+    targets = buffers_of_parts(local, "install")
     if written is not None:
         written += [target.tensor for target in targets]
-    own = {c.name: c for c in components_of(_quantize(chunk, rows, local, targets), "install")}
     parts = []
-    for target in targets:
-        source = own[target.name]
+    for target, source in zip(
+        targets, buffers_of_parts(_quantize(chunk, rows, local), "install"), strict=True
+    ):
+        assert target.name == source.name
         if target.block is None:
             target.tensor.copy_(source.tensor)
         else:
@@ -177,14 +180,13 @@ def _quantized_parts(
     return parts
 
 
-def _quantize(
-    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, targets: Iterable[Component]
-) -> torch.Tensor:
+def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """This rank's rows in the format of the weight, with the buffers that it has."""
     quantizer = _te.quantizer_of(local).copy()
-    columnwise = any(target.name.startswith("columnwise") for target in targets)
-    rowwise = any(not target.name.startswith("columnwise") for target in targets)
-    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    if len(_te.parts_of(local)) == 1:
+        names = [component.name for component in buffers_of_parts(local, "install")]
+        columnwise = [name.startswith("columnwise") for name in names]
+        quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     if _te.needs_shared_amax(quantizer):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, amax_group(chunk)
     return quantizer(rows)

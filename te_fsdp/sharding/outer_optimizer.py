@@ -18,7 +18,7 @@ from te_fsdp.sharding.outer_arrivals import can_arrive_later, watch_state_dicts
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_early import watch_units
-from te_fsdp.sharding.outer_install import amax_group, why_not_bytes
+from te_fsdp.sharding.outer_install import SINGLE, amax_group, why_not_bytes
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
@@ -219,10 +219,13 @@ def _prepare_bytes(chunks: list[Chunk]) -> None:
     if dist.get_rank() == 0:
         for why, labels in wide.items():
             _log.info(
-                "shard_optimizer: %d quantized weights cross their holders' axis as fp32 (%s): %s",
+                "shard_optimizer: %d quantized weights cross their holders' axis as fp32 (%s): %s. Fix: %s",
                 len(labels),
                 why,
                 ", ".join(labels),
+                "sizes of which every rank of dp_replicate x dp_shard gets equally many whole blocks"
+                if why != SINGLE
+                else "GroupedLinear(single_grouped_weight=False), or this cost",
             )
 
 

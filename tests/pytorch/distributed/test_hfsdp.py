@@ -173,6 +173,9 @@ BYTES = {
     "mxfp8": 2 * (1 + 1 / 32),
     "block": 2 * (1 + 4 / 128**2),
     "nvfp4": 2 * (1 / 2 + 1 / 16),
+    "e4m3/mxfp8": 1 + (1 + 1 / 32),
+    "bf16/e5m2": 2 + 1,
+    "block/e4m3": (1 + 4 / 128**2) + 1,
 }
 #: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
 #: MLP of width 96 by four ranks has no whole blocks either way.
@@ -184,6 +187,9 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "mxfp8 4x1": ("mxfp8", {"dp_replicate": 4, "dp_shard": 1}, {"hidden": 96}),
     "block 2x2": ("block", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True}),
     "nvfp4 2x1xtp2": ("nvfp4", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+    "hybrid 2x1xtp2": ("e4m3/mxfp8", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+    "hybrid 2x2": ("bf16/e5m2", {"dp_replicate": 2, "dp_shard": 2}, {"optimizer": "te"}),
+    "hybrid blocks 2x2": ("block/e4m3", {"dp_replicate": 2, "dp_shard": 2}, {}),
 }
 
 
@@ -192,7 +198,7 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 def test_quantized_once_and_sent_as_bytes(pool, recipe, case):
     _, axes, options = WIRE[case]
     results = pool.run(wire.quantized, 4, recipe=recipe, axes=axes, **options)
-    wide = "hidden" in options
+    wide = options.get("hidden") == 96
     assert [len(result["logged"]) for result in results] == [int(wide), 0, 0, 0]
     for result in results:
         assert result["compared"] >= 2 * wire.STEPS
