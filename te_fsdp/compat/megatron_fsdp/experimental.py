@@ -1,0 +1,297 @@
+"""Megatron-FSDP's second interface (``megatron_fsdp.experimental`` of 0.6.1): placements per axis, module by module.
+
+    fully_shard(layer, mesh, placements)      for each unit, inner ones first, and at last for the model
+    optimizer = AdamW(model.parameters())
+    fully_shard_optimizer(optimizer)          here the model is sharded, and the optimizer gets the sharded parameters
+    with microbatch(model, is_last): ...
+
+There each call shards its module. te_fsdp shards a model as a whole, and no call says that it is the last one: so calls
+of ``fully_shard`` are noted, and a forward before ``fully_shard_optimizer`` raises. Which placements map:
+
+    parameter   gradient   optimizer    axis that shards        outer axis
+    Replicate   Partial    Replicate    no_shard                no_shard (HSDP)
+    Replicate   Partial    Flat         optim                   optim (HFSDP)
+    Replicate   Flat       Flat         optim_grads
+    Flat        Flat       Flat         optim_grads_params
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+
+from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy
+from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
+from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
+from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
+from te_fsdp.sharding.materialize import materialize
+from te_fsdp.sharding.schedule import microbatch as native_microbatch
+from te_fsdp.sharding.state import sharding_state
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "Flat",
+    "Partial",
+    "Placement",
+    "Placements",
+    "Replicate",
+    "fully_shard",
+    "fully_shard_optimizer",
+    "microbatch",
+]
+
+_log = logging.getLogger("te_fsdp")
+_NOTED = "_te_fsdp_megatron_noted"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's part of a tensor lies, along one axis."""
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Each rank has all of it."""
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """Each rank has a part of the sum."""
+
+    reduce_op: Any = dist.ReduceOp.SUM
+
+
+@dataclass(frozen=True)
+class Flat(Placement):
+    """Each rank has some of its rows."""
+
+
+@dataclass(frozen=True)
+class Placements:
+    """What is cut over which axis.
+
+    Attributes:
+        dp_axes: All axes of the mesh, by name or number, in their order: one, or the outer one and the one that shards.
+        parameter: Placement of weights on each of them.
+        gradient: That of gradients between microbatches.
+        optimizer: That of main weights and optimizer state.
+
+    Raises:
+        PlacementError: Not as many placements as axes.
+    """
+
+    dp_axes: Sequence[int | str]
+    parameter: Sequence[Placement]
+    gradient: Sequence[Placement]
+    optimizer: Sequence[Placement]
+
+    def __post_init__(self) -> None:
+        for name in ("parameter", "gradient", "optimizer"):
+            given = getattr(self, name)
+            if len(given) != len(self.dp_axes):
+                raise PlacementError(
+                    message(
+                        f"Placements: {name}",
+                        expected=f"{len(self.dp_axes)} placements, one for each axis of {list(self.dp_axes)}",
+                        got=len(given),
+                    )
+                )
+
+
+_INNER: Mapping[tuple[type, type, type], str] = {
+    (Replicate, Partial, Replicate): "no_shard",
+    (Replicate, Partial, Flat): "optim",
+    (Replicate, Flat, Flat): "optim_grads",
+    (Flat, Flat, Flat): "optim_grads_params",
+}
+_OUTER = {kinds: name for kinds, name in _INNER.items() if name in ("no_shard", "optim")}
+
+
+@dataclass(eq=False)
+class _Note:
+    """One call of :func:`fully_shard`, until the model is sharded."""
+
+    module: nn.Module
+    mesh: DeviceMesh
+    strategy: str
+    outer: str
+    policy: MixedPrecisionPolicy
+    guard: RemovableHandle
+
+    def settings(self) -> tuple[Any, ...]:
+        """What must be the same in a whole model."""
+        return self.mesh, self.outer, self.policy
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    use_symm_mem: bool = False,
+) -> None:
+    """Note that a module is a unit, or the model; :func:`fully_shard_optimizer` shards. Local operation.
+
+    Args:
+        module: On the device, on the CPU or on meta.
+        mesh: All ranks, in one axis, or in an outer one and one that shards.
+        placements: One of those in the table above, for each axis. Units of a model may differ on the axis that shards.
+        mixed_precision_policy: The same for all units; ``None``: fp32 main weights.
+        use_symm_mem: Without meaning.
+
+    Raises:
+        PlacementError: Placements that no strategy has, or not all axes of the mesh in their order.
+        OrderError: The module is noted or sharded already.
+    """
+    if use_symm_mem:
+        _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", WITHOUT_MEANING["nccl_ub"])
+    if _NOTED in module.__dict__ or any(map(sharding_state, module.modules())):
+        raise OrderError(
+            message(
+                f"experimental.fully_shard({type(module).__name__})",
+                expected="each module once, before fully_shard_optimizer",
+                got="a module that was given before, or that holds a sharded one",
+            )
+        )
+    strategy, outer = _strategies(mesh, placements)
+    guard = module.register_forward_pre_hook(_refuse_forward)
+    note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
+    module.__dict__[_NOTED] = note
+    for parameter in module.parameters():
+        setattr(parameter, _NOTED, note)  # that of the outermost module stays
+
+
+def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
+    """Strategies of the axis that shards and of the outer one."""
+    names = list(mesh.mesh_dim_names or range(mesh.ndim))
+    axes = [names[axis] if isinstance(axis, int) else axis for axis in placements.dp_axes]
+    rows = list(zip(placements.parameter, placements.gradient, placements.optimizer, strict=True))
+    kinds = [tuple(type(p) for p in row) for row in rows]
+    tables = [_OUTER, _INNER][-len(kinds) :]
+    if axes != names or len(kinds) > 2 or any(k not in t for k, t in zip(kinds, tables, strict=False)):
+        raise PlacementError(
+            message(
+                "experimental.fully_shard: placements",
+                expected=f"for each axis of {names} (parameter, gradient, optimizer) of a strategy: on the last one "
+                f"{_shown(_INNER)}; on one before it {_shown(_OUTER)}",
+                got=", ".join(
+                    f"{a}: ({', '.join(k.__name__ for k in row)})" for a, row in zip(axes, kinds, strict=True)
+                ),
+                fix="slice the mesh to its data-parallel axes; for others use te_fsdp.fully_shard",
+            )
+        )
+    return _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
+
+
+def _shown(table: Mapping[tuple[type, type, type], str]) -> str:
+    return ", ".join(f"({', '.join(k.__name__ for k in kinds)})" for kinds in table)
+
+
+def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
+    raise OrderError(
+        message(
+            f"forward of {type(module).__name__} after experimental.fully_shard",
+            expected="fully_shard_optimizer(optimizer) before it",
+            got="none",
+            why="The model is sharded as a whole there, when all its units are known",
+            fix="build the optimizer from model.parameters() and call fully_shard_optimizer(optimizer)",
+        )
+    )
+
+
+def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:
+    """Shard the model whose parameters an optimizer holds, and prepare the optimizer, in place.
+
+    Parameter groups keep their options. Collective over the world.
+
+    Args:
+        optimizer: Over parameters of modules given to :func:`fully_shard`; must not have stepped.
+        precision_aware: Without meaning.
+
+    Raises:
+        OrderError: Other parameters, or an optimizer that has state.
+        PlacementError: Units of one model that differ in mesh, outer placements or policy.
+    """
+    if precision_aware:
+        text = WITHOUT_MEANING["use_decoupled_grad"]
+        _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    given = {id(note): note for p in held if (note := p.__dict__.get(_NOTED)) is not None}.values()
+    notes = [note for note in given if note.module.__dict__.get(_NOTED) is note]  # not sharded yet
+    if notes and optimizer.state:
+        raise OrderError(
+            message(
+                f"fully_shard_optimizer({type(optimizer).__name__})",
+                expected="an optimizer before its first step",
+                got="state",
+                why="Its parameters are replaced by sharded ones",
+            )
+        )
+    sharded: dict[int, torch.Tensor] = {}
+    for note in notes:
+        before = dict(note.module.named_parameters(remove_duplicate=False))
+        _shard(note)
+        after = dict(note.module.named_parameters(remove_duplicate=False))
+        sharded |= {id(parameter): after[name] for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [sharded.get(id(parameter), parameter) for parameter in group["params"]]
+    first_fully_shard_optimizer(optimizer)
+
+
+def _shard(root: _Note) -> None:
+    """Shard a model with its units. Collective over the world."""
+    found = {name: m.__dict__[_NOTED] for name, m in root.module.named_modules() if _NOTED in m.__dict__}
+    for name, note in found.items():
+        if note.settings() != root.settings():
+            raise PlacementError(
+                message(
+                    f"experimental.fully_shard: {name}",
+                    expected="the mesh, outer placements and policy of the model",
+                    got="others",
+                    fix="give all units of a model the same",
+                )
+            )
+    names = root.mesh.mesh_dim_names or ()
+    outer = names[0] if len(names) == 2 else None
+    meshes = native_meshes(root.mesh, names[-1], outer, None)
+    on_meta = any(parameter.is_meta for parameter in root.module.parameters())
+    if not on_meta:
+        root.module.to(meshes.device)
+    strategies = {name: note.strategy for name, note in found.items()}
+    options = {"outer_strategy": root.outer, "precision": root.policy.native()}
+    native_fully_shard(root.module, meshes, units=[], strategy=strategies, **options)  # type: ignore[arg-type]
+    for note in found.values():
+        note.guard.remove()
+        del note.module.__dict__[_NOTED]
+    if on_meta:
+        materialize(root.module)
+
+
+@contextlib.contextmanager
+def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`.
+
+    Args:
+        module: The model, or a module that holds several.
+        is_last: Whether an optimizer step follows.
+
+    Raises:
+        OrderError: No sharded model.
+    """
+    roots = [inner for inner in module.modules() if sharding_state(inner) is not None]
+    with contextlib.ExitStack() as stack:
+        for root in roots or [module]:
+            stack.enter_context(native_microbatch(root, is_last=is_last))
+        yield
