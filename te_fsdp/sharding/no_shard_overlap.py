@@ -114,6 +114,11 @@ class Reduction:
         dtypes, comm = {bucket.parts[0].dtype for _, bucket in self.early}, self.comm
         self._is_wide = comm is not None and any(comm.wire(d).itemsize > d.itemsize for d in dtypes)
 
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether buckets begin during backward, so that an exception in it finds some under way."""
+        return bool(self.early) and not self._is_wide
+
     def start(self, is_complete: Callable[[str], bool]) -> None:
         """Begin the early buckets, in order, as far as their units are complete. Collective; nothing is waited for."""
         while not self._is_wide and len(self._travelling) < len(self.early):
@@ -141,11 +146,9 @@ class Reduction:
         """After an exception in backward: begin what has not begun, wait, and drop the results.
 
         Ranks may have begun different buckets, so that all complete the set, with NaN: a rank that has seen no
-        exception must not take what it gets for gradients. Collective over data parallel if anything may have begun
-        early.
+        exception must not take what it gets for gradients. Collective over data parallel; only where
+        :attr:`may_begin_early`.
         """
-        if self._is_wide or not self.early:
-            return
         quiet = None if self.comm is None else replace(self.comm, look=None)
         for _, bucket in self.early[len(self._travelling) :]:
             self._travelling.append(bucket.start_spoilt(quiet))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
@@ -116,6 +117,9 @@ class ReplicatedGradients:
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
         self._streams: list[torch.Stream] = []
+        self._words = _words(meshes) if self._units and dist.is_gloo_available() else None
+        self._said: tuple[Any, torch.Tensor] | None = None
+        self._gave_up = False
         self.attach()
         model.register_forward_pre_hook(_torch.untraced(self._before_forward))
         model.register_forward_hook(_torch.untraced(self._after_forward))
@@ -155,13 +159,39 @@ class ReplicatedGradients:
     def recover(self) -> None:
         """Drop what a backward that has raised gave; ``.grad`` is what it was before.
 
-        Collective over data parallel if reductions may have begun in that backward: on all ranks alike.
+        Collective over data parallel if reductions may have begun in that backward; it completes them together with
+        the next backward of ranks that raised before theirs had begun, which learn of it (:meth:`settle`).
         """
         if self.interrupted:
             started, self._reduction = self._reduction, None
             self._leave()
-            if started is not None:
+            if started is not None and started.may_begin_early:
                 started.abandon()
+                self._say(True)
+                self.settle()  # this rank knows
+
+    def settle(self) -> bool:
+        """Whether a rank has given up one of the reductions since the last answer, so that this one got NaN from it.
+
+        Waits for the word of all ranks, which each gives after its reduction. Local operation otherwise.
+        """
+        if self._said is not None:
+            work, gave_up = self._said
+            work.wait()
+            self._said, self._gave_up = None, self._gave_up or bool(gave_up)
+        gave_up_, self._gave_up = self._gave_up, False
+        return gave_up_
+
+    def _say(self, gave_up: bool) -> None:
+        """Tell all ranks whether this one gives the reduction up that has just been completed; nothing waits for it.
+
+        Collective over all ranks that hold this model: one all-reduce of one integer, on the CPU.
+        """
+        if self._words is not None:
+            self._gave_up = self.settle()
+            word = torch.tensor(gave_up, dtype=torch.int32)
+            work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
+            self._said = work, word
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
@@ -347,6 +377,8 @@ class ReplicatedGradients:
     def _finish(self, reduction: Reduction) -> None:
         for slot, value in reduction.finish():
             _add(slot.exempt.parameter, value)
+        if reduction.may_begin_early:
+            self._say(False)
 
     def _take(self, slot: _Slot) -> torch.Tensor | None:
         """A slot's gradient, for a bucket: it is nobody's else from now on."""
@@ -365,6 +397,17 @@ class ReplicatedGradients:
                 now.wait_stream(stream)
                 local.record_stream(now)
         return local
+
+
+def _words(meshes: Meshes) -> dist.ProcessGroup:
+    """A process group of all ranks that hold the model, over the CPU, so that no word waits for the device.
+
+    Collective over these ranks, and not over the world, in which stages of a pipeline hold other models.
+    """
+    ranks = sorted(meshes.device_mesh.mesh.flatten().tolist())
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
 
 
 def _holders(parameter: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:

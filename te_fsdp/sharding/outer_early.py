@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _torch
+from te_fsdp.sharding.agree import maximum
 from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
 from te_fsdp.sharding.no_shard_overlap import UnitOrder
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
@@ -291,14 +292,14 @@ class EarlyAverages:
         """Whether the loops of all ranks have told their last backward since the last step; the same on all ranks.
 
         Ranks that have not told cannot know that others have, so that all ask: in the first steps, and then less and
-        less often, as most loops that have not told by then never will. Collective over the world.
+        less often, as most loops that have not told by then never will. Collective over all ranks that hold this model.
         """
         plan.steps += 1
         if plan.steps > _ASKED_ALWAYS and plan.steps & (plan.steps - 1):
             return False
         told = int(plan.state.told != self._settled)
         seen = torch.tensor([told, -told], dtype=torch.int32, device=plan.state.meshes.device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        maximum(seen, plan.state.meshes.device_mesh)
         some, not_all = bool(seen[0]), bool(seen[1] + 1)
         if some and not_all:
             _say_told_by_some()

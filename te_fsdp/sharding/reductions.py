@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "finish_grad_reduce",
+    "has_failed",
     "require_reduced",
     "scale_gradients",
     "start_grad_reduce",
@@ -123,24 +124,30 @@ def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tenso
 
 
 def require_sound(state: ShardingState, where: str) -> None:
-    """Raise if a backward or a step has failed since gradients were last cleared.
+    """Raise if a backward or a step has failed since gradients were last cleared, on this rank or on another.
 
     Raises:
         OrderError: Names what to do.
     """
-    if not state.failed:
-        return
-    if all(p.grad is None for p in state.parameters().values()):
-        state.failed = False
+    if state.replicated is not None and state.replicated.settle():
+        state.failed = True
+    if not has_failed(state):
         return
     raise OrderError(
         message(
-            f"{where}: a backward or a step has raised since gradients were cleared",
+            f"{where}: a backward or a step has raised since gradients were cleared, here or on another rank",
             expected="gradients of whole microbatches",
             got="those of some units with the failed microbatch and those of others without, or those of another step",
             fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
         )
     )
+
+
+def has_failed(state: ShardingState) -> bool:
+    """Whether there are gradients of a backward or a step that has failed; not after they were cleared."""
+    if state.failed and all(p.grad is None for p in state.parameters().values()):
+        state.failed = False
+    return state.failed
 
 
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
@@ -162,6 +169,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     for unit in state.modules.values():
         _fsdp2.forget_unreduced(unit)
     if state.replicated is not None:
+        state.replicated.settle()  # what another rank has given up is forgotten as well
         state.replicated.zero_grad(set_to_none)
     for parameter in state.parameters().values():
         forget_average(parameter)

@@ -84,6 +84,10 @@ class Replicated(Protocol):
         """Drop what such a backward gave. Collective over data parallel if reductions may have begun in it."""
         ...
 
+    def settle(self) -> bool:
+        """Whether another rank has given up a backward that this one took for complete. Waits for all ranks' word."""
+        ...
+
     def attach(self) -> None:
         """Watch the gradients of the parameters there are now, before a forward."""
         ...

@@ -31,7 +31,7 @@ from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
 from te_fsdp.sharding.precision_plan import OTHER, gradient_dtype
-from te_fsdp.sharding.reductions import require_reduced
+from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
     ShardingState,
     mark,
@@ -139,6 +139,11 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
         _check_initialised(state)
     if not _torch.in_backward() and not state.methods:
         recover(state)
+        has_failed(state)  # gradients that were cleared since are forgotten before there are new ones
+        if state.replicated is not None and state.replicated.settle():
+            # Now and not at the step: this rank's reductions would meet those of another microbatch.
+            state.failed = True
+            require_sound(state, "forward")
         for root in state.roots() if state.unfinished else ():
             _fsdp2.forget_forward_order(root)
         if not _is_marked(state):

@@ -69,6 +69,26 @@ def test_interrupted(pool):
     assert alone["calls"] == other["calls"] == 3
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["te_fsdp.zero_grad", "optimizer.zero_grad"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        [{0: 0, 1: "loss"}, {0: "forward", 1: 2}],
+        [{0: 2, 1: "loss"}, {0: "loss", 1: "forward"}],
+        [{0: 0, 1: 2}, {0: 1}],
+        [{0: "forward", 1: "loss"}, {0: 1, 1: 1}],
+    ],
+    ids=str,
+)
+def test_ranks_that_raise_at_different_points(pool, where, plain):
+    """All run their microbatches again; none takes another microbatch of others for its own, and none waits for ever.
+
+    A rank whose reductions had not begun meets with its next attempt those that another rank completes, and is told.
+    """
+    for found in pool.run(overlap.out_of_step, 2, where=where, plain=plain):
+        assert found[0] == found[-1] == 1 and max(found) <= 4, found
+
+
 def test_memory(pool):
     """One bucket on top of the gradients, a third of them: at the end of the first backward, and early later."""
     for first, later in pool.run(overlap.memory, 2):

@@ -149,16 +149,16 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
     """
     from te_fsdp.sharding import no_shard_overlap
 
-    stock = no_shard_overlap.dist.all_reduce
+    stock = no_shard_overlap.maximum
     pair = Pair(blocks=4)
     agree = no_shard_overlap.UnitOrder.agree
 
-    def spoilt(self: Any, device: torch.device) -> None:
-        no_shard_overlap.dist.all_reduce = lambda *args, **kwargs: None
+    def spoilt(self: Any, meshes: Any) -> None:
+        no_shard_overlap.maximum = lambda *args, **kwargs: None
         try:
-            agree(self, device)
+            agree(self, meshes)
         finally:
-            no_shard_overlap.dist.all_reduce = stock
+            no_shard_overlap.maximum = stock
 
     if alone:
         no_shard_overlap.UnitOrder.agree = spoilt

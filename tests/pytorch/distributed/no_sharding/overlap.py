@@ -88,7 +88,8 @@ def order(
 
 
 def _sums(calls: list[Any]) -> list[int]:
-    return [call.whole for call in calls if call.kind == "all_reduce"]
+    """Of gradients, and of the order of units; not the word after each reduction."""
+    return [call.whole for call in calls if call.kind == "all_reduce" and call.dtype != "int32"]
 
 
 @contextlib.contextmanager
@@ -98,10 +99,10 @@ def _spoilt(what: str) -> Iterator[None]:
 
     agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
 
-    def alone(self: UnitOrder, device: torch.device) -> None:
-        stock, no_shard_overlap.dist.all_reduce = no_shard_overlap.dist.all_reduce, lambda *a, **k: None
-        agree(self, device)
-        no_shard_overlap.dist.all_reduce = stock
+    def alone(self: UnitOrder, meshes: Any) -> None:
+        stock, no_shard_overlap.maximum = no_shard_overlap.maximum, lambda *a, **k: None
+        agree(self, meshes)
+        no_shard_overlap.maximum = stock
 
     if what == "order":
         UnitOrder.agree = alone
@@ -180,7 +181,7 @@ def beside_fsdp2() -> dict[str, Any]:
     for name, orders in {"all": [[0, 1, 2, 3]] * 2, "one": [[0, 1, 2, 3], [0, 1, 2]]}.items():
         with recorded() as calls:
             step(model, reference, 2, orders)
-        found[name] = [call.kind for call in calls if call.kind != "all_gather"]
+        found[name] = [c.kind for c in calls if c.kind != "all_gather" and c.dtype != "int32"]
     return found
 
 
@@ -243,6 +244,73 @@ def interrupted(where: dict[int, int]) -> dict[str, Any]:
     return {"raised": raised, "spoilt": spoilt, "calls": len(_sums(calls))}
 
 
+def out_of_step(where: list[dict[int, int | str]], plain: bool = False) -> list[int]:
+    """Ranks raise at different points of a backward, or of a forward; each runs its microbatches again until it steps.
+
+    Args:
+        where: for each step, rank -> block whose gradient raises, "loss" (before any gradient reaches the model) or
+            "forward". Ranks that are left out see no exception.
+        plain: clear gradients with the optimizer, and not with te_fsdp.
+
+    Returns:
+        For each step how often this rank ran it.
+    """
+    import te_fsdp
+
+    model, reference = chain()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    rank, checks, found = dist.get_rank(), harness.Comparisons(), []
+    for number, places in enumerate([{}, *where, {}]):
+        place: int | str | None = places.get(rank)
+        attempts, stepped = 0, False
+        while not stepped:
+            attempts += 1
+            assert attempts < 10, "runs its microbatches again and again"
+            try:
+                for microbatch in range(2):
+                    x = inputs(2 * number + microbatch)[rank]
+                    with _raising(model, place if microbatch else None):
+                        loss = model(x).square().mean()
+                        if place == "loss" and microbatch:
+                            loss.register_hook(_fail)
+                        loss.backward()
+                optimizers[0].step()
+                stepped = True
+            except (RuntimeError, te_fsdp.OrderError) as error:
+                assert "half way" in str(error) or "on another rank" in str(error), error
+                place = None
+                optimizers[0].zero_grad() if plain else te_fsdp.zero_grad(model)
+        found.append(attempts)
+        for microbatch in range(2):
+            for part in inputs(2 * number + microbatch).detach():
+                (reference(part).square().mean() / dist.get_world_size()).backward()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for name, parameter in reference.named_parameters():
+            ours = harness.full(model.get_parameter(name))
+            checks.close(f"step {number} {name}", ours, parameter, 1e-5, WHY)
+    checks.require(6 * len(found))
+    return found
+
+
+@contextlib.contextmanager
+def _raising(model: Chain, place: int | str | None) -> Iterator[None]:
+    if place is None or place == "loss":
+        yield
+        return
+    block = model.blocks[1 if place == "forward" else int(place)]
+    handle = (
+        block.register_forward_pre_hook(_fail)
+        if place == "forward"
+        else block.register_full_backward_hook(_fail)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _fail(*unused: Any) -> None:
     raise RuntimeError("half way")
 
@@ -268,10 +336,11 @@ def same_bits(options: dict[str, Any]) -> dict[str, Any]:
             te_fsdp.zero_grad(model)
             model(x[dist.get_rank()]).square().mean().backward()
             found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-            kinds = [call.kind for call in calls]
+            gradients = [call for call in calls if call.dtype != "int32"]
+            kinds = [call.kind for call in gradients]
     for name, gradient in found[0].items():
         harness.assert_same_bits(name, found[1][name], gradient)
-    return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in calls]}
+    return {"early": early, "kinds": kinds, "dtypes": [call.dtype for call in gradients]}
 
 
 def memory() -> list[float]:
