@@ -46,6 +46,12 @@ def test_not_finite_is_an_error_on_all_ranks(pool):
     assert all("norm" in error.message and "nan" in error.message for error in errors)
 
 
+@pytest.mark.ranks(2)
+def test_parts_that_are_not_added_up_have_no_norm(pool):
+    for error in pool.run_expect_error(clipping.unreduced, 2, axes={"dp_shard": 2}):
+        assert error.type_name == "PlacementError" and "Partial" in error.message
+
+
 @pytest.mark.ranks(4)
 def test_one_rank_alone_is_wrong(pool):
     """Negative control: the norm of a rank's own shards is not the model's."""

@@ -134,8 +134,10 @@ def test_precision_policy(pool):
 
 
 @pytest.mark.ranks(2)
-def test_holders_without_gradients(pool):
-    pool.run(bodies.some_lack_gradients, 2, env=ENVIRONMENT)
+@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
+def test_holders_without_gradients(pool, told):
+    """What no holder has a gradient of stays as it is, under weight decay too."""
+    pool.run(bodies.some_lack_gradients, 2, env=ENVIRONMENT, told=told)
 
 
 @pytest.mark.ranks(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from precision import bodies, memory, quantized, steps
+from precision import bodies, memory, quantized, steps, wire
 from precision.bodies import HIDDEN, MICROBATCHES, MIDDLE
 
 #: One microbatch brings 256 of the small gradients at once, where only the dtype of the sum is in question.
@@ -97,6 +97,19 @@ def test_values_and_bytes(pool, cases, axes, ranks):
                 padding = found["bytes"].pop("all_reduce bfloat16") - expected.pop("all_reduce bfloat16")
                 assert 0 <= padding <= MICROBATCHES * 128, padding
             assert found["bytes"] == expected, name
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4, 8)])
+def test_fp16_averages(pool, ranks):
+    """Exact: powers of two have few bits, and a sum near the largest fp16, 65504, is halved before it overflows."""
+    expected = [[32000.0], [(2**ranks - 1) / ranks]]
+    for found in pool.run(wire.fp16_averages, ranks, large=32000.0):
+        assert found == {"all_reduce": expected, "reduce_scatter": expected}
+
+
+@pytest.mark.ranks(2)
+def test_main_gradients_outlive_a_step(pool):
+    pool.run(bodies.gradients_after_a_step, 2)
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from typing import Any
 
@@ -149,8 +150,12 @@ def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
 # --- gradients that not all holders have
 
 
-def some_lack_gradients() -> int:
-    """Forward reaches a parameter on the first holder alone, and another one nowhere: as one process with zeros."""
+#: So that a parameter without gradient differs from one whose gradient is zero.
+DECAY = 0.1
+
+
+def some_lack_gradients(told: bool = False) -> int:
+    """Forward reaches a unit on the first holder alone, and another one nowhere: as in one process."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
@@ -160,22 +165,24 @@ def some_lack_gradients() -> int:
     model.add_module("third", nn.Linear(3, 7, device=device))
     model = Wrapped(model)
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
-    optimizer = te_fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    te_fsdp.fully_shard(model, meshes, units=["parts.first", "parts.third"], outer_strategy="optim")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=DECAY)
+    optimizer = te_fsdp.shard_optimizer(sgd)
     first = meshes.device_mesh.get_local_rank("dp_replicate") == 0
     checks = harness.Comparisons()
     momentum = {name: torch.zeros_like(value) for name, value in plain.items()}
-    for step in range(2):
+    for step in range(3):
         inputs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step)).to(device)
-        model(inputs[0 if first else 1], first).sum().backward()
-        if step:
+        with te_fsdp.microbatch(model, is_last=True) if told else contextlib.nullcontext():
+            model(inputs[0 if first else 1], first).sum().backward()
+        if step == 1:
             te_fsdp.clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
         optimizer.zero_grad()
         gradients = {"both": inputs.sum((0, 1)) / 2, "first": inputs[0].sum(0) / 2}
         for name in ("both", "first"):
             key = f"parts.{name}.weight"
-            momentum[key].mul_(0.9).add_(gradients[name].expand(5, 6))
+            momentum[key].mul_(0.9).add_(gradients[name].expand(5, 6) + DECAY * plain[key])
             plain[key] -= 0.5 * momentum[key]
         for name, parameter in model.named_parameters():
             checks.close(f"step {step} {name}", parameter, plain[name], **CLOSE)

@@ -78,6 +78,19 @@ def local_norm(model: torch.nn.Module, norm_type: float) -> float:
     return float(torch.linalg.vector_norm(flat, norm_type))
 
 
+def unreduced(axes: dict[str, int]) -> None:
+    """A gradient of which each rank has a part that has to be added up."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    import te_fsdp
+
+    mesh = te_fsdp.Meshes.build(**axes, device_type=harness.device_type()).device_mesh["dp_shard"]
+    value = torch.ones(4, 3, device=harness.device())
+    parameter = torch.nn.Parameter(DTensor.from_local(value, mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(value, mesh, [Partial()])
+    te_fsdp.clip_grad_norm_([parameter], MAX_NORM)
+
+
 def non_finite(axes: dict[str, int]) -> None:
     """One rank holds a NaN: every rank raises."""
     import te_fsdp

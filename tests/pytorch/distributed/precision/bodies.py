@@ -306,3 +306,23 @@ def temporarily(dtype: str) -> dict[str, Any]:
     seen["ranges"] = sorted(name for name in found if name.startswith("te_fsdp::reduce_scatter"))
     seen["gradients"] = sorted({str(p.grad.dtype) for p in subject.parameters()})
     return seen
+
+
+def gradients_after_a_step() -> int:
+    """fp32 gradients of bf16 weights, which AdamW gets in bf16 for the step, are the same bits after it."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    model = sharded({"main_params_dtype": None}, meshes, meta=False, params_dtype=BF16)
+    optimizer, checks, rounded = torch.optim.AdamW(model.parameters()), harness.Comparisons(), 0
+    x = torch.randn((TOKENS, HIDDEN), device=harness.device()).to(BF16)
+    for scale in (1.0, 1 / 3):  # thirds, so that fp32 holds what bf16 does not
+        model(x).backward(torch.full((TOKENS, HIDDEN), scale, dtype=BF16, device=harness.device()))
+    te_fsdp.scale_gradients(model, 1 / 3)
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        checks.same_bits(name, parameter.grad.to_local(), before[name])
+        rounded += int((before[name] != before[name].to(BF16).float()).sum())
+    assert rounded, "bf16 holds these gradients: nothing would show"
+    return checks.require(4)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
+import harness
 import torch
+import torch.distributed as dist
 from harness.collectives import Collective
 
 
@@ -25,3 +27,25 @@ def padded(model: torch.nn.Module, unit: str, ranks: int) -> int:
         rows, rest = parameter.shape[0], parameter.shape[1:].numel()
         total += -(-rows // ranks) * ranks * rest
     return total
+
+
+def fp16_averages(large: float) -> dict[str, list[list[float]]]:
+    """Averages over all ranks by way of fp16: of one value that all have, and of powers of two, one for each rank.
+
+    Args:
+        large: The value.
+
+    Returns:
+        By collective, what each average is.
+    """
+    from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients, start_all_reduce
+
+    comm, group, ranks = GradComm(torch.float16), dist.group.WORLD, dist.get_world_size()
+    found: dict[str, list[list[float]]] = {"all_reduce": [], "reduce_scatter": []}
+    for value in (large, 2.0 ** dist.get_rank()):
+        whole = torch.full((2 * ranks,), value, device=harness.device())
+        found["all_reduce"].append(start_all_reduce(whole.clone(), group, comm)().unique().tolist())
+        part = torch.empty(2, device=harness.device())
+        reduce_scatter_gradients(part, whole, group, comm)
+        found["reduce_scatter"].append(part.unique().tolist())
+    return found
