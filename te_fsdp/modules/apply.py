@@ -13,6 +13,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.modules.assigned import watch_assignments
 from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
@@ -87,6 +88,7 @@ def set_device_mesh(
         own = {"ep_mesh": ep_mesh, "expert_weight_mesh": expert_weight_mesh, "experts": experts}
         planned = check_device_mesh(model, tp_mesh, weight_mesh, **own)
         _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
+    watch_assignments(model)
     if tp_mesh is not None:
         watch_copies()
     if _te.is_loaded():
