@@ -41,8 +41,9 @@ __all__ = [
     "base_module_class",
     "delayed_states",
     "describe_delayed_recipe",
-    "format_of",
     "follow_scale",
+    "format_of",
+    "fsdp_group_of",
     "forget_high_precision_value",
     "forget_transpose",
     "gathering_tensor_classes",
@@ -54,6 +55,7 @@ __all__ = [
     "is_fused_adam",
     "is_loaded",
     "is_quantized",
+    "keep_columnwise",
     "kind_of",
     "make_delayed_states",
     "module_class",
@@ -387,6 +389,35 @@ def gathering_tensor_classes() -> list[type[torch.Tensor]]:
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors that hold a quantized tensor's data: bytes, scales, transposes."""
     return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
+
+
+def fsdp_group_of(module: nn.Module) -> Any:
+    """The parameter group that TE's all-gather hooks ask about a module's weights (``_get_module_fsdp_state``)."""
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    return distributed._get_module_fsdp_state(module)._fsdp_param_group
+
+
+def keep_columnwise(keeps: Callable[[Any], bool]) -> None:
+    """Keep TE's modules from taking the column-wise bytes out of some weights after their backward; once.
+
+    They do so with every quantized weight under FSDP2, as if it had computed these bytes from the others
+    (``clear_columnwise_cache`` of ``tensor.utils``).
+
+    Args:
+        keeps: Says of a weight whether it stays as it is.
+    """
+    for name in ("linear", "layernorm_linear", "layernorm_mlp"):
+        module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
+        stock = getattr(module, "clear_columnwise_cache", None)
+        if stock is not None and not hasattr(stock, "__wrapped__"):
+            module.clear_columnwise_cache = functools.wraps(stock)(  # type: ignore[attr-defined]
+                functools.partial(_clear_columnwise, stock, keeps)
+            )
+
+
+def _clear_columnwise(stock: Callable[[Any], None], keeps: Callable[[Any], bool], weight: Any) -> None:
+    if not keeps(weight):
+        stock(weight)
 
 
 def has_delayed_scale(tensor: torch.Tensor) -> bool:

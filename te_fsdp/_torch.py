@@ -65,6 +65,7 @@ __all__ = [
     "version_of",
     "with_local",
     "without_data",
+    "without_modes",
 ]
 
 
@@ -206,6 +207,16 @@ def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return torch.compiler.disable(plain)
+
+
+def without_modes() -> Any:
+    """A context in which no dispatch mode sees operations (``torch.utils._python_dispatch``).
+
+    Selective checkpointing is one: it counts operations, and those of a recomputation must be those of the forward.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

@@ -73,6 +73,7 @@ class Binding:
             experts.
         sharded: Names of own parameters that FSDP2 has replaced by shards.
         on_meta: Whether parameters may still be on meta.
+        recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
@@ -94,6 +95,7 @@ class Binding:
     cut_within: bool = False
     sharded: set[str] = field(default_factory=set)
     on_meta: bool = True
+    recomputed: bool = False
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

@@ -18,7 +18,7 @@ from te_fsdp.modules.replaced import note_replaced, replacing
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
 from te_fsdp.quantized.history import follow_history
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
-from te_fsdp.quantized.recompute import check_recomputation
+from te_fsdp.quantized.recompute import gather_missing
 from te_fsdp.quantized.support import check_recipe
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
@@ -54,7 +54,7 @@ class MeshModule(torch.nn.Module):
             binding.on_meta = False
         check_recipe(self, binding)
         if binding.under_fsdp and _torch.in_backward():
-            check_recomputation(self, binding)
+            gather_missing(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
             own = local or tuple(p for p in self._parameters.values() if p is not None)

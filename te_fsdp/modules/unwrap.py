@@ -115,10 +115,11 @@ def local_parameters(
         for name, parameter, tensor in zip(names, parameters, local, strict=True):
             if own.get(name) is tensor:
                 own[name] = parameter
-            if tensor.requires_grad and not is_foreign:
+            if not tensor.is_leaf and not is_foreign:
                 # The graph has its edges; left on the tensor, the autograd node would tie parameter and local
-                # tensor into a cycle that outlives the model.
-                tensor.detach_()
+                # tensor into a cycle that outlives the model. What backward reads again (TE's recomputation) asks
+                # the tensor itself whether to compute a gradient.
+                tensor.detach_().requires_grad_()
 
 
 @functools.cache
@@ -138,8 +139,9 @@ def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -
     if not isinstance(output, tuple):
         return output
     inside = {id(tensor) for tensor in local}
+    # Without gradients no view: it would require one as soon as its base does.
     return tuple(
-        (item.clone() if copy else item.view_as(item))
+        (item.clone() if copy else item.view_as(item) if torch.is_grad_enabled() else item.detach())
         if isinstance(item, torch.Tensor) and id(item) in inside
         else item
         for item in output

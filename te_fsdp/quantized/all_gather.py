@@ -18,22 +18,26 @@ different scales.
    (:mod:`te_fsdp.quantized.columns`).
 7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
    would be read with the old one.
+8. TE's modules take the column-wise bytes out of a weight when they have used them once in backward, as if they had
+   been computed from the row-wise ones. MXFP8's were gathered, and a weight may be used twice.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2_gathers, _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
 from te_fsdp.quantized.empty import mend_empty, share_scale
 from te_fsdp.quantized.flat import Piece, keep_no_flat_shard, pack_flat, unpack_flat
-from te_fsdp.quantized.recompute import keep_rowwise
+from te_fsdp.quantized.installed import is_gathered
+from te_fsdp.quantized.recompute import keep_rowwise, reads_again
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ class _Rows(NamedTuple):
 def mend_hooks() -> None:
     """Wrap the hooks of every quantized tensor class that has them; once per class, later calls do nothing."""
     mend_empty()
+    _te.keep_columnwise(_comes_gathered)
     for cls in _te.gathering_tensor_classes():
         if _MARK not in cls.__dict__:
             cls.fsdp_pre_all_gather = _wrap_pre(cls.fsdp_pre_all_gather)  # type: ignore[attr-defined]
@@ -82,27 +87,49 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         module: nn.Module | None = None,
         mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         # Called by hand, as TE's own tests do, it may have no module: then it is TE's, as of any unbound tensor.
         binding = None if module is None else binding_of(module)
         if binding is None or module is None:
-            return inputs, metadata
+            return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+        group = _te.fsdp_group_of(module) if reads_again(self, module, binding) else None
+        both = group is not None and _torch.in_backward()
+        with _fsdp2_gathers.as_if_kept(group) if both else nullcontext():
+            inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         agree_on_weight_mesh(binding, module, self)
         attach_group(self, binding)
         if _SETTLED not in self.__dict__:
             self.__dict__[_SETTLED] = True
             keep_no_flat_shard(module, self)
-        ranks = mesh.size()
-        if ranks == 1:
-            return _pack(inputs, metadata) if len(inputs) > 1 else (inputs, metadata)
-        if tuple(self.shape[1:]) != tuple(orig_size[1:]):
-            return pack_columns(self, inputs, metadata, ranks)
-        if orig_size[0] % ranks:
-            share_scale(self, mesh, orig_size[0])
-            return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
+        inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
+        if group is not None:
+            _fsdp2_gathers.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
 
     return fsdp_pre_all_gather
+
+
+def _arrange(
+    shard: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    mesh: DeviceMesh,
+    orig_size: torch.Size,
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The buffers that TE would gather, as FSDP2 can gather them."""
+    ranks = mesh.size()
+    if ranks == 1:
+        return _pack(inputs, metadata) if len(inputs) > 1 else (inputs, metadata)
+    if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
+        return pack_columns(shard, inputs, metadata, ranks)
+    if orig_size[0] % ranks:
+        share_scale(shard, mesh, orig_size[0])
+        return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
+    return inputs, metadata
+
+
+def _comes_gathered(weight: Any) -> bool:
+    """Whether a weight's column-wise bytes were gathered: TE cannot compute them from the row-wise ones."""
+    return _te.format_of(weight) == "mxfp8" and is_gathered(weight)
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
     from te_fsdp.binding import Binding
 
-__all__ = ["check_cut", "give_back_halves", "mend_new_zeros", "note_gathered", "release_gathered"]
+__all__ = ["check_cut", "is_gathered", "mend_new_zeros", "note_gathered", "release_gathered"]
 
 _MARK = "_te_fsdp_gathered"
-_HALVES = "_te_fsdp_halves"
-#: The half that backward reads, where it is gathered like the other one and cannot be computed from it.
-_SECOND_HALF = {"mxfp8": ("_columnwise_data", "_columnwise_scale_inv")}
 # Buffers that TE derives from gathered ones and that FSDP2 therefore does not free (TE 2.20.2
 # ``fsdp_post_all_gather`` of each class): transposes, and scales padded into new tensors.
 _DERIVED = {
@@ -52,23 +49,11 @@ def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding)
         local = _torch.local_of(new)
         if _te.is_quantized(local):
             local.__dict__[_MARK] = True
-            halves = () if is_grouped_weight(local) else _SECOND_HALF.get(_te.format_of(local) or "", ())
-            local.__dict__[_HALVES] = {name: getattr(local, name) for name in halves}
 
 
-def give_back_halves(parameter: torch.Tensor) -> None:
-    """Make a gathered weight that was kept after a backward fit for the next one. Local operation.
-
-    TE's backward takes the second half out of a gathered weight (TE 2.20.2 ``clear_columnwise_cache``), as if it had
-    been computed from the first. FSDP2's buffers still hold it.
-
-    Args:
-        parameter: Gathered; any that is not quantized is left as it is.
-    """
-    local = _torch.local_of(parameter)
-    for name, half in local.__dict__.get(_HALVES, {}).items():
-        if half is not None and getattr(local, name) is None:
-            setattr(local, name, half)
+def is_gathered(local: torch.Tensor) -> bool:
+    """Whether a quantized (local) tensor is a gathered weight, or was one. Local operation."""
+    return _MARK in local.__dict__
 
 
 def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding) -> bool:
@@ -86,12 +71,11 @@ def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding)
         Whether ``old`` was a gathered quantized weight.
     """
     local = None if old is None else _torch.local_of(old)
-    if local is None or _MARK not in local.__dict__:
+    if local is None or not is_gathered(local):
         return False
     if is_grouped_weight(local):
         local.release()  # type: ignore[missing-attribute]
         return True
-    local.__dict__.pop(_HALVES, None)
     _te.forget_transpose(local)
     for name in _DERIVED.get(_te.format_of(local) or "", ()):
         setattr(local, name, None)

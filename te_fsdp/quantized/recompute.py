@@ -1,9 +1,10 @@
-"""Quantized weights under activation checkpointing, which runs a forward in the middle of a backward.
+"""Quantized weights that a backward reads as forward does: activation checkpointing runs a forward in its middle.
 
 Before a backward FSDP2 gathers a resharded unit again, and TE 2.18 to 2.20 then keeps of a weight only what backward
 GEMMs read. When the forward is run again for its activations, what forward GEMMs read is missing (TE raises from deep
 inside). Float8 and float8-block weights travel in the bytes that forward reads, so that te_fsdp hands these back at no
-cost. Of MXFP8 weights TE gathers one of two independent halves: te_fsdp raises before anything is computed.
+cost. Of MXFP8 weights TE gathers one of two independent halves. Where one is missed, both are gathered, then and there;
+later backwards gather both at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp import _te, _torch
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp import _fsdp2_gathers, _te, _torch
+from te_fsdp.quantized.grouped_weight import is_grouped_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.binding import Binding
 
-__all__ = ["check_recomputation", "keep_rowwise"]
+__all__ = ["gather_missing", "keep_rowwise", "reads_again"]
 
 #: Buffers that forward GEMMs read, in the order in which they are gathered (TE 2.20.2 ``fsdp_pre_all_gather``).
 _ROWWISE = {"float8": ("_data",), "float8-block": ("_rowwise_data", "_rowwise_scale_inv")}
@@ -48,31 +49,38 @@ def keep_rowwise(stock: Callable[..., Any]) -> Callable[..., Any]:
     return fsdp_post_all_gather
 
 
-def check_recomputation(module: nn.Module, binding: Binding) -> None:
-    """Raise if a forward that runs inside a backward finds gathered weights of which a half is missing.
+def reads_again(shard: torch.Tensor, module: nn.Module, binding: Binding) -> bool:
+    """Whether gathers of a weight for backward must bring both halves: its module runs its forward again there.
 
-    Local operation; every rank gathers the same halves and raises the same.
+    Local operation.
+
+    Args:
+        shard: A quantized shard.
+        module: Its owner.
+        binding: The owner's.
+    """
+    # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+    again = binding.recomputed or module.__dict__.get("checkpoint") is True
+    return again and _te.format_of(shard) == "mxfp8"
+
+
+def gather_missing(module: nn.Module, binding: Binding) -> None:
+    """Complete gathered weights of which a half is missing, before a forward that runs inside a backward.
+
+    Collective over ``dp_shard`` when a half is missing, at most in a module's first such forward: one all-gather.
+    Every rank gathers the same halves and misses the same.
 
     Args:
         module: A bound module under FSDP2, whose forward is about to run in a backward.
         binding: Its binding.
-
-    Raises:
-        PrecisionError: Names the weight and what to change.
     """
+    missing = []
     for name, parameter in module._parameters.items():
         local = None if parameter is None else _torch.local_of(parameter)
-        if local is None or _te.format_of(local) != "mxfp8":
-            continue
-        usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
-        if all(usages.values()):
-            continue
-        raise PrecisionError(
-            message(
-                f"{binding.label(name)}: activation checkpointing with a resharded mxfp8 weight",
-                expected="row-wise and column-wise bytes for the recomputed forward and the backward",
-                got=", ".join(way for way, there in usages.items() if there) + " bytes alone",
-                why="TransformerEngine gathers one of the two, and they cannot be had from each other",
-                fix="pass reshard_after_forward=False, or keep these weights in high precision",
-            )
-        )
+        if local is not None and _te.format_of(local) == "mxfp8" and not is_grouped_weight(local):
+            usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
+            if not all(usages.values()):
+                missing.append(name)
+    if missing:
+        binding.recomputed = True
+        _fsdp2_gathers.gather_again(_te.fsdp_group_of(module), module, missing)

@@ -185,6 +185,8 @@ class ShardingState:
         waiting = self.replicated.pending if self.replicated is not None else ()
         if not records and not waiting:
             return {}
+        for _, unit in self.gathered():
+            mark_gathered(unit)
         names = {id(parameter): name for name, parameter in self.parameters().items()}
         found = {id(record.sharded_param): names[id(record.sharded_param)] for record in records}
         return found | {key: name for key, name in names.items() if name in waiting}

@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2, _fsdp2_gathers, _torch
 from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.replaced import replacing
-from te_fsdp.quantized.installed import give_back_halves
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
 from te_fsdp.sharding.precision_plan import OTHER, gradient_dtype
@@ -165,6 +164,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
         _check_initialised(state)
     state.arrivals.before_forward(name, unit)
     if _torch.in_backward():  # recomputed activations
+        _fsdp2_gathers.begin_again(unit)
         return
     started = state.gathers.pop(name, None) is not None  # this forward waits for it
     if not started and not _fsdp2.is_gathered(unit):
@@ -174,8 +174,6 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
         else:
             state.versions[name] = versions_of(unit)
         return
-    for parameter, _ in _fsdp2.gathered_parameters(unit):
-        give_back_halves(parameter)
     gathered_at = state.versions.get(name)
     if gathered_at is None:
         return
@@ -201,9 +199,6 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
         if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
             mark_gathered(unit)
             state.recognised.add(name)
-            for parameter, _ in _fsdp2.gathered_parameters(unit):
-                if parameter.requires_grad:  # a leaf: one that was frozen since is seen to before forward
-                    parameter.register_post_accumulate_grad_hook(give_back_halves)
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

@@ -49,6 +49,7 @@ CASES = {
         {"activation": "geglu", "bias": False, "normalization": "RMSNorm"},
         {},
     ),
+    "mlp_checkpoint": ("layer_norm_mlp", {"checkpoint": True}, {}),
     "grouped": ("grouped_linear", {}, {}),
     "layer_norm": ("layer_norm", {}, {}),
     "rms_norm": ("rms_norm", {}, {}),
@@ -68,6 +69,7 @@ CASES = {
         {**STACKED, "qk_norm_type": "LayerNorm", "input_layernorm": True},
         {},
     ),
+    "self_recomputed": ("attention", {**FUSED, "softmax_type": "learnable", "recompute": True}, {}),
     "cross_split": ("attention", {"attention_type": "cross", "groups": 4}, ON_DEVICE),
     "cross_stacked": ("attention", {"attention_type": "cross", **STACKED, "input_layernorm": True}, {}),
     "layer": (
@@ -91,7 +93,7 @@ def _first_of_kind() -> list[str]:
     seen: dict[str, str] = {}
     for name, (kind, _, _) in CASES.items():
         seen.setdefault(kind, name)
-    return [*seen.values(), "row", "self_qk_layer_norm"]
+    return [*seen.values(), "row", "mlp_checkpoint", "self_qk_layer_norm"]
 
 
 def _runs(full: bool) -> list:

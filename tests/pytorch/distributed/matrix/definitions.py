@@ -64,7 +64,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "accumulation": tuple(ACCUMULATION),
     "reshard": (True, False),
-    "checkpointing": ("off", "te", "torch"),
+    "checkpointing": ("off", "te", "torch", "own"),
 }
 
 
@@ -140,23 +140,21 @@ NO_SEQUENCE = Refusal(
     "sequence_parallel=True is not supported",
     "GroupedLinear with `sequence_parallel=True`: it communicates nothing over tp, so that the option would do nothing",
 )
-ONE_HALF = Refusal(
-    "PrecisionError",
-    "activation checkpointing with a resharded mxfp8 weight",
-    "activation checkpointing with `reshard_after_forward=True`: TE gathers one of a weight's two independent halves",
-)
+#: Modules that can run a part of their forward again themselves: LayerNormMLP all of it, others the core attention.
+CHECKPOINTS_ITSELF = ("mlp_gelu", "mlp_swiglu", "attention", "transformer")
 
 
 def exists(case: Case) -> bool:
     """Whether the words mean something together."""
     split = MESHES[case.mesh].tp > 1
-    return (case.recipe, case.weights) in FORMATS and (split or not case.sequence_parallel)
+    own = case.checkpointing != "own" or case.module in CHECKPOINTS_ITSELF
+    return (case.recipe, case.weights) in FORMATS and own and (split or not case.sequence_parallel)
 
 
 def refusal(case: Case) -> Refusal | None:
     """What a combination raises, `None` where it trains; in the order in which the steps of a job find out."""
     quantized, split = case.weights == "quantized", MESHES[case.mesh].tp > 1
-    grouped, resharded = case.module == "grouped", case.reshard and case.checkpointing != "off"
+    grouped = case.module == "grouped"
     missing = case.arch == "9.0" and case.recipe in ("mxfp8", "nvfp4")
     rules = (
         (NO_CONSTRUCTOR, grouped and case.recipe == "current" and quantized and split),
@@ -165,7 +163,6 @@ def refusal(case: Case) -> Refusal | None:
         (NO_NVFP4, missing and not quantized),
         (NO_FORMAT, missing),
         (NO_COMMON_SCALE, grouped and case.recipe == "current" and split),
-        (ONE_HALF, case.recipe == "mxfp8" and quantized and resharded),
     )
     return next((found for found, holds in rules if holds), None)
 

@@ -152,6 +152,8 @@ class Trunk(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         with autocast(self.recipe, self.group):  # torch's checkpoint knows nothing of TE's autocast
+            if self.checkpointing == "own" and not hasattr(self.inner, "checkpoint"):
+                return self.inner(x, checkpoint_core_attention=True)
             return self.inner(x)
 
 
@@ -178,7 +180,7 @@ def build(
         recipe_name: of RECIPES.
         weights: of WEIGHTS.
         device: of the parameters, "meta" included.
-        checkpointing: "off", "te" or "torch".
+        checkpointing: "off", "te", "torch", or "own": what the module itself can run again.
         group: for the reduction of delayed scaling's amaxes; None is the world.
         **kwargs: tp_group, tp_size, sequence_parallel.
     """
@@ -191,5 +193,7 @@ def build(
         if module == "grouped":
             inner = Experts(hidden, device=device, **kwargs)
         else:
+            if checkpointing == "own" and module.startswith("mlp_"):
+                kwargs["checkpoint"] = True
             inner = shared.build(module, hidden, device, **kwargs)
     return Trunk(inner, recipe, checkpointing, group)

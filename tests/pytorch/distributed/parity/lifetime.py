@@ -8,6 +8,7 @@ import weakref
 
 import harness
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,7 +23,10 @@ def freed(axes: dict[str, int], wrap: str) -> int:
 
     meshes = _meshes(axes)
     build = Build(harness.device(), **meshes.te_kwargs(), sequence_parallel=True)
-    model = KINDS["transformer_layer"](build, qk_norm_type="LayerNorm", softmax_type="learnable").module
+    model = nn.Sequential(
+        KINDS["transformer_layer"](build, qk_norm_type="LayerNorm", softmax_type="learnable").module,
+        KINDS["layer_norm_mlp"](build, checkpoint=True).module,
+    )
     if wrap == "tp":
         te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp)
     else:

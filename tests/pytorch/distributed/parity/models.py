@@ -98,11 +98,20 @@ def layer_norm_linear(build: Build, bias: bool = True, normalization: str = "Lay
 
 
 def layer_norm_mlp(
-    build: Build, activation: str = "gelu", bias: bool = True, normalization: str = "LayerNorm"
+    build: Build,
+    activation: str = "gelu",
+    bias: bool = True,
+    normalization: str = "LayerNorm",
+    checkpoint: bool = False,
 ) -> Subject:
     import transformer_engine.pytorch as te
 
-    options = {"activation": activation, "bias": bias, "normalization": normalization}
+    options = {
+        "activation": activation,
+        "bias": bias,
+        "normalization": normalization,
+        "checkpoint": checkpoint,
+    }
     module = te.LayerNormMLP(HIDDEN, FFN, set_parallel_mode=True, **options, **build.kwargs)
     return Subject(module, {"x": _activation(build.cut)}, build.cut)
 
@@ -181,9 +190,13 @@ def attention(
     groups: int = HEADS,
     qk_norm_type: str | None = None,
     softmax_type: str = "vanilla",
+    recompute: bool = False,
     **options: Any,
 ) -> Subject:
-    """MultiheadAttention; options as TE's: input_layernorm, fuse_qkv_params, qkv_weight_interleaved, bias."""
+    """MultiheadAttention; options as TE's: input_layernorm, fuse_qkv_params, qkv_weight_interleaved, bias.
+
+    With `recompute` the core attention is run again in backward.
+    """
     import transformer_engine.pytorch as te
 
     cross = attention_type == "cross"
@@ -206,7 +219,7 @@ def attention(
     quiet = _without_gradient(qk_norm_type, softmax_type)
 
     def call(module: nn.Module, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        output = module(x, encoder_output=memory)
+        output = module(x, encoder_output=memory, checkpoint_core_attention=recompute)
         return output[0] if isinstance(output, tuple) else output
 
     return Subject(module, inputs, build.cut, call, quiet)

@@ -1,0 +1,1 @@
+"""Models and bodies of test_recomputation: what reads parameters again in backward."""

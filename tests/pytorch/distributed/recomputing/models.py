@@ -1,0 +1,110 @@
+"""A model whose forward is run again in backward, or whose modules are used several times, in every way there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from matrix.models import autocast
+from quantization import models as shared
+from torch import nn
+from torch.utils import checkpoint as of_torch
+
+#: Width: whole blocks of every format in the shards of two ranks.
+HIDDEN = 256
+BLOCKS = 2
+SEQUENCE, BATCH = 16, 4
+
+#: Where a checkpoint lies: around each unit, around modules in it, around both units at once, one in another, or with
+#: torch's selection of what is kept; "own" is TE's LayerNormMLP(checkpoint=True).
+PLACES = ("own", "unit", "inside", "units", "nested", "selective")
+#: What is used twice in one forward: a module within a unit, or a unit.
+TWICE = ("module", "unit")
+#: Whose checkpoint, and of which kind.
+KINDS = ("torch", "torch_reentrant", "te", "te_reentrant")
+
+
+class Block(nn.Module):
+    """A unit: TE modules, called by a module that has a parameter of its own."""
+
+    def __init__(self, way: Way, recipe: Any, group: Any, **kwargs: Any) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.way, self.recipe, self.group = way, recipe, group
+        self.mlp = te.LayerNormMLP(
+            HIDDEN, 2 * HIDDEN, set_parallel_mode=True, checkpoint=way.place == "own", **kwargs
+        )
+        self.pair = shared.LinearPair(HIDDEN, with_norm=True, **kwargs)
+        self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=kwargs["params_dtype"], device=kwargs["device"]))
+
+    def reset_parameters(self) -> None:
+        """For `materialize`."""
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations (sequence, batch, hidden) in and out."""
+        call = self.way.run if self.way.place in ("inside", "nested") else _plainly
+        x = x + call(partial(self._with_recipe, self.mlp), x)
+        for _ in range(2 if self.way.twice == "module" else 1):
+            x = x + self.scale * call(partial(self._with_recipe, self.pair), x)
+        return x
+
+    def _with_recipe(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with autocast(self.recipe, self.group):  # torch's checkpoint knows nothing of TE's autocast
+            return module(x)
+
+
+class Net(nn.Module):
+    """Two units."""
+
+    def __init__(self, way: Way, recipe: Any, group: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(Block(way, recipe, group, **kwargs) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations in and out."""
+        if self.way.place == "units":
+            return self.way.run(self._all, x)
+        return self._all(x)
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        around = self.way.place in ("unit", "nested", "selective") or self.way.twice == "unit"
+        for block in self.blocks:
+            for _ in range(2 if self.way.twice == "unit" else 1):
+                x = self.way.run(block, x) if around else block(x)
+        return x
+
+
+class Way:
+    """How forward is run."""
+
+    def __init__(self, place: str = "", kind: str = "", twice: str = "") -> None:
+        self.place, self.kind, self.twice = place, kind, twice
+
+    def run(self, call: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Through a checkpoint, or without."""
+        import transformer_engine.pytorch as te
+
+        if not self.kind:
+            return call(x)
+        if self.kind.startswith("te"):
+            return te.checkpoint(call, x, use_reentrant=self.kind == "te_reentrant")
+        options: dict[str, Any] = {"use_reentrant": self.kind == "torch_reentrant"}
+        if self.place == "selective":
+            options["context_fn"] = partial(of_torch.create_selective_checkpoint_contexts, _keep)
+        return of_torch.checkpoint(call, x, **options)
+
+
+def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Products of matrices that are no part of TE's own functions are kept."""
+    kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor)
+    policy = of_torch.CheckpointPolicy
+    return policy.MUST_SAVE if kept else policy.PREFER_RECOMPUTE
+
+
+def _plainly(call: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return call(x)

@@ -1,0 +1,149 @@
+"""Forwards that are run again in backward, and what is used twice: by value against stock TE in one process.
+
+Every combination of strategy, format and way (place of the checkpoint, its kind, what is used twice) trains; the
+cases here are those in which something different happens.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import BodyFailed
+from recomputing import bodies
+
+DP2, TP2, DP2_TP2 = {"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 2, "tp": 2}
+OWN = {"place": "own"}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+#: name -> way: TE's own, around a unit, in it, around several, one in another, torch's selection.
+WAYS = {
+    "own": OWN,
+    "unit": {"place": "unit", "kind": "torch"},
+    "unit_te": {"place": "unit", "kind": "te"},
+    "unit_reentrant": {"place": "unit", "kind": "te_reentrant"},
+    "inside": {"place": "inside", "kind": "torch"},
+    "inside_reentrant": {"place": "inside", "kind": "torch_reentrant"},
+    "units": {"place": "units", "kind": "torch"},
+    "units_reentrant": {"place": "units", "kind": "te_reentrant"},
+    "nested": {"place": "nested", "kind": "torch"},
+    "nested_reentrant": {"place": "nested", "kind": "torch_reentrant"},
+    "selective": {"place": "selective", "kind": "torch"},
+}
+#: The same for what is used twice.
+TWICE = {
+    "module": {"twice": "module"},
+    "module_in_checkpoint": {"twice": "module", "place": "inside", "kind": "te_reentrant"},
+    "unit": {"twice": "unit"},
+    "unit_in_checkpoint": {"twice": "unit", "place": "unit", "kind": "torch"},
+    "unit_in_checkpoint_reentrant": {"twice": "unit", "place": "unit", "kind": "torch_reentrant"},
+    "unit_in_one_checkpoint": {"twice": "unit", "place": "units", "kind": "te"},
+    "unit_in_one_checkpoint_reentrant": {"twice": "unit", "place": "units", "kind": "te_reentrant"},
+}
+MXFP8 = {"recipe": "mxfp8", "weights": "quantized"}
+
+
+def _run(pool, ranks: int, **case) -> None:
+    pool.run(bodies.trained, ranks, **case)
+
+
+# --- what reads parameters again in backward ------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axes", [DP2, TP2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("frozen", ["", "first", "then"])
+def test_bound_alone(pool, axes, frozen):
+    _run(pool, 2, strategy="bound", axes=axes, frozen=frozen, **OWN)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies(pool, strategy):
+    _run(pool, 2, strategy=strategy, axes=TP2, frozen="then", **OWN)
+
+
+@pytest.mark.ranks(2)
+def test_fused_weight_gradients(pool):
+    _run(pool, 2, strategy="optim_grads_params", axes=TP2, fused=True, **OWN)
+
+
+@pytest.mark.ranks(4)
+def test_with_tensor_parallelism(pool):
+    _run(pool, 4, strategy="optim_grads_params", axes=DP2_TP2, **OWN)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [
+        ("none", "bf16"),
+        ("current", "bf16"),
+        ("block", "bf16"),
+        ("delayed", "quantized"),
+        ("current", "quantized"),
+        ("block", "quantized"),
+        ("mxfp8", "quantized"),
+    ],
+)
+def test_formats(pool, recipe, weights):
+    """Not delayed scaling of bf16 weights: under FSDP2 TE quantizes those again in backward, at the scales of then."""
+    _run(pool, 2, strategy="torch", axes=DP2, recipe=recipe, weights=weights, **OWN)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways(pool, way):
+    _run(pool, 2, strategy="optim_grads_params", axes=DP2, **WAYS[way])
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_gradient_is_found(pool):
+    """Negative control."""
+    with pytest.raises(BodyFailed, match="fc1_weight: relative error"):
+        _run(pool, 2, strategy="optim_grads_params", axes=DP2, broken="gradient", **OWN)
+
+
+# --- what is used twice ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("way", TWICE)
+def test_twice(pool, way, strategy):
+    _run(pool, 2, strategy=strategy, axes=DP2, **TWICE[way])
+
+
+# --- MXFP8 weights, whose two halves are gathered apart -------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["mxfp8"])
+@pytest.mark.parametrize("way", WAYS | TWICE)
+def test_mxfp8_weights(pool, recipe, way):
+    _run(pool, 2, strategy="optim_grads_params", axes=DP2, **MXFP8, **(WAYS | TWICE)[way])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["mxfp8"])
+@pytest.mark.parametrize(
+    ("strategy", "way"), [("optim", "module"), ("optim_grads", "own"), ("no_shard", "unit")]
+)
+def test_mxfp8_weights_that_are_kept(pool, recipe, strategy, way):
+    _run(pool, 2, strategy=strategy, axes=DP2, **MXFP8, **(WAYS | TWICE)[way])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["mxfp8"])
+def test_mxfp8_gathers(pool, recipe):
+    """One half at a time where nothing is run again; else both in backward, with one gather for each unit."""
+    for plain in pool.run(bodies.gathers, 2):
+        forward = plain[0][:2]
+        assert plain == [forward * 2] * 3 and forward[0] == forward[1]
+    for unit in pool.run(bodies.gathers, 2, place="unit", kind="torch"):
+        first, *later = unit
+        # Two units with three modules each, of which the backward of the first round gathers both halves.
+        assert first[:2] == forward and len(first) == 2 + 2 * (1 + 3)
+        for seen in later:
+            assert seen[:2] == forward and len(seen) == 4
+            assert all(1.9 * half < both < 2 * half for half, both in zip(forward, seen[2:], strict=True))
+    for own in pool.run(bodies.gathers, 2, place="own"):
+        assert all(seen[:2] == forward and len(seen) == 4 and seen[2] > forward[0] for seen in own)
