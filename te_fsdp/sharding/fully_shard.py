@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
@@ -50,18 +51,17 @@ def fully_shard(
     outer_strategy: str = "no_shard",
     precision: MixedPrecisionPolicy | None = None,
     mp_policy: Fsdp2Policy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | None = None,
     experts: Selection = None,
     average_gradients: bool = True,
 ) -> nn.Module:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
-    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the
-    model, keeps quantized weights quantized with one scale per weight, and keeps the parameters' Python
-    attributes. Build the optimizer afterwards.
+    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
+    quantized weights quantized with one scale per weight, and Python attributes. Build the optimizer afterwards.
 
-    Collective over the world: call on all ranks. Communicates checksums of parameters that live on the
-    device, and the amax of quantized ones.
+    Collective over all ranks of the meshes. Communicates checksums of parameters on the device, and amaxes.
 
     Args:
         model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
@@ -74,6 +74,7 @@ def fully_shard(
         outer_strategy: What is cut over ``dp_replicate`` too: nothing (``"no_shard"``) or optimizer state ("optim").
         precision: Dtypes of main weights, gradients and the wire. ``None``: all in the parameters' own dtype.
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
+        offload_policy: FSDP2's. One that offloads is refused, with the reason.
         reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
         experts: With expert parallelism: names or classes of the ``GroupedLinear`` modules to deal out over ``ep``, or
             of modules that hold some; by default all of them. They are units of their own.
@@ -83,14 +84,14 @@ def fully_shard(
         ``model``.
 
     Raises:
-        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches
-            nothing or has no forward, a scalar parameter, a model that is sharded already, arguments that
-            contradict each other, and quantized weights whose shards would not fit their format.
+        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches nothing or
+            has no forward, a scalar parameter, a model that is sharded already, arguments that contradict each other or
+            are not supported, and quantized weights whose shards would not fit their format.
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not.
         CollectiveError: Ranks did not make the call.
     """
-    asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy
+    asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
     meshes = as_meshes(meshes, "fully_shard")
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.modules.experts import Selection
@@ -43,6 +44,7 @@ class Request:
     outer_strategy: str
     precision: MixedPrecisionPolicy | None
     mp_policy: Fsdp2Policy | None
+    offload_policy: OffloadPolicy | None
     experts: Selection
     average_gradients: bool = True
 
@@ -79,6 +81,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         check_order(model)
         _check_policy(request.precision, request.mp_policy)
+        _check_offload(request.offload_policy)
         rows = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
         state = ShardingState(model, meshes, rows, check_outer(request.outer_strategy), request.precision)
         state.average_gradients = request.average_gradients
@@ -148,5 +151,21 @@ def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy
                 got="both",
                 why="Each says in which dtypes to compute and to reduce",
                 fix="leave mp_policy out",
+            )
+        )
+
+
+def _check_offload(policy: OffloadPolicy | None) -> None:
+    """Shards stay on the device: optimizers of TE, amaxes and the reductions over tp work on them there."""
+    if policy is not None and type(policy) is not OffloadPolicy:  # torch's base class offloads nothing
+        raise PlacementError(
+            message(
+                f"fully_shard: offload_policy={type(policy).__name__}",
+                expected="None, or OffloadPolicy(): shards, gradients and optimizer state stay on the device",
+                got=policy,
+                why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device; "
+                "TE quantizes nothing on the CPU",
+                fix="leave it out; strategy='optim_grads_params', a larger dp_shard, outer_strategy='optim' or bf16 "
+                "moments of FusedAdam save memory on the device",
             )
         )

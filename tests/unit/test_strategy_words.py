@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
+import te_fsdp
 from te_fsdp.errors import PlacementError, meant
 from te_fsdp.sharding.strategies import OUTER_STRATEGIES, STRATEGIES, check_outer, strategy_of
 from te_fsdp.sharding.units import find_units
@@ -116,3 +117,17 @@ def test_meant():
     assert meant("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
     assert meant("data", ("dp_shard", "tp")) is None
     assert meant("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
+
+
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+def test_offloading_is_refused_before_anything_changes(fake_world, policy):
+    fake_world(1)
+    meshes, model = te_fsdp.Meshes.build(device_type="cpu"), torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(PlacementError) as caught:
+        te_fsdp.fully_shard(model, meshes, offload_policy=policy)
+    assert "fully_shard: offload_policy=CPUOffloadPolicy: expected None, or OffloadPolicy()" in str(
+        caught.value
+    )
+    assert "Fix: leave it out" in str(caught.value) and type(model) is torch.nn.Linear
+    te_fsdp.fully_shard(model, meshes, offload_policy=OffloadPolicy())
+    assert type(model) is not torch.nn.Linear
