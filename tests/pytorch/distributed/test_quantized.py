@@ -141,3 +141,11 @@ def test_wrong_updates_are_caught(pool):
     results = pool.run(bodies.training, 4, learning_rate=2 * bodies.LEARNING_RATE, **options)
     with pytest.raises(AssertionError, match="losses"):
         check(results, "current", True)
+
+
+@pytest.mark.ranks(4)
+def test_a_settled_step_of_hsdp_slices_no_mesh(pool):
+    """It is the host that a small batch waits for, and FSDP2 of torch 2.11 and 2.12 slices a mesh at every gather."""
+    assert pool.run(bodies.meshes_sliced_in_a_step, 4, mended=True) == [0] * 4
+    stock = pool.run(bodies.meshes_sliced_in_a_step, 4, mended=False)
+    assert all(stock) or not any(stock)

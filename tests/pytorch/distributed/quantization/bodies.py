@@ -217,3 +217,41 @@ def _forget_weight_mesh(model: nn.Module) -> None:
         binding = binding_of(module)
         if binding is not None:
             binding.weight_mesh, binding.weight_mesh_agreed = None, False
+
+
+def meshes_sliced_in_a_step(mended: bool) -> int:
+    """HSDP with quantized weights: how often a settled step slices a mesh.
+
+    Args:
+        mended: With te_fsdp; else FSDP2 alone, which does it for each weight and gather up to torch 2.12.
+    """
+    import transformer_engine.pytorch as te
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import te_fsdp
+
+    kind, recipe = harness.device_type(), recipe_of("current")
+    with te.quantized_model_init(recipe=recipe):
+        model = te.Linear(64, 64, device=harness.device() if not mended else "meta")
+    if mended:
+        meshes = te_fsdp.Meshes.build(dp_replicate=2, device_type=kind)
+        te_fsdp.materialize(te_fsdp.fully_shard(model, meshes), seed=0)
+    else:
+        fully_shard(model, mesh=init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard")))
+    sliced, stock = [], DeviceMesh.__getitem__
+
+    def counted(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        sliced.append(names)
+        return stock(mesh, names)
+
+    x = torch.ones(32, 64, device=harness.device(), dtype=torch.float32)
+    for step in range(2):
+        if step:
+            DeviceMesh.__getitem__ = counted
+        try:
+            with te.autocast(enabled=True, recipe=recipe):
+                model(x).sum().backward()
+        finally:
+            DeviceMesh.__getitem__ = stock
+    return len(sliced)
