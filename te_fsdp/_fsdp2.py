@@ -38,7 +38,6 @@ __all__ = [
     "one_gradient_dtype",
     "reduce_outside_backward",
     "reduced_dtype",
-    "remember_shard_meshes",
     "reset_iteration",
     "sharded_parameters",
     "unreduced",
@@ -63,34 +62,6 @@ def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def remember_shard_meshes(unit: nn.Module) -> None:
-    """Keep the mesh that FSDP2 hands to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
-
-    Up to torch 2.12 it is a property that slices the mesh of HSDP anew at every gather of every quantized weight: a
-    tenth of the host's time of a step. Later ones keep it themselves and are left alone. Local operation.
-    """
-    for managed in managed_by(unit):
-        kind = type(managed)
-        if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
-            continue
-        slicing = kind.shard_mesh.fget
-        assert slicing is not None
-        # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
-        managed.__class__ = _with_shard_mesh(kind)
-        managed.__dict__[_SHARD_MESH] = slicing(managed)
-
-
-#: Attribute of a record of FSDP2's: the mesh of its shards.
-_SHARD_MESH = "_te_fsdp_shard_mesh"
-
-
-@functools.cache
-def _with_shard_mesh(kind: type) -> type:
-    """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
-    kept = property(lambda self: self.__dict__[_SHARD_MESH])
-    return type(kind.__name__, (kind,), {"shard_mesh": kept})
 
 
 def is_gathered(unit: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""FSDP2's gathers where a forward is run again in backward, by private names (2.13; read on torch 2.11 to 2.15).
+"""FSDP2's gathers by private names: where a forward is run again in backward, and cheaper (torch 2.11 to 2.15).
 
 FSDP2's public all-gather hooks choose what of a shard travels, but not when, and must bring the same buffers each time.
 """
@@ -6,16 +6,17 @@ FSDP2's public all-gather hooks choose what of a shard travels, but not when, an
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp._torch import fsdp_parameter_groups, local_of, owners_of, without_modes
+from te_fsdp._torch import fsdp_parameter_groups, local_of, managed_by, owners_of, without_modes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["as_if_kept", "begin_again", "gather_again", "make_room"]
+__all__ = ["as_if_kept", "begin_again", "gather_again", "make_room", "remember_shard_meshes"]
 
 
 def begin_again(unit: nn.Module) -> None:
@@ -83,3 +84,31 @@ def gather_again(group: Any, module: nn.Module, names: Collection[str]) -> None:
             group.wait_for_unshard()
     finally:
         group.fsdp_params = everything
+
+
+def remember_shard_meshes(unit: nn.Module) -> None:
+    """Keep the mesh that FSDP2 hands to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
+
+    Up to torch 2.12 it is a property that slices the mesh of HSDP anew at every gather of every quantized weight: a
+    tenth of the host's time of a step. Later ones keep it themselves and are left alone. Local operation.
+    """
+    for managed in managed_by(unit):
+        kind = type(managed)
+        if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
+            continue
+        slicing = kind.shard_mesh.fget
+        assert slicing is not None
+        # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
+        managed.__class__ = _with_shard_mesh(kind)
+        managed.__dict__[_SHARD_MESH] = slicing(managed)
+
+
+#: Attribute of a record of FSDP2's: the mesh of its shards.
+_SHARD_MESH = "_te_fsdp_shard_mesh"
+
+
+@functools.cache
+def _with_shard_mesh(kind: type) -> type:
+    """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
+    kept = property(lambda self: self.__dict__[_SHARD_MESH])
+    return type(kind.__name__, (kind,), {"shard_mesh": kept})

@@ -206,7 +206,12 @@ def attach_high_precision_value(tensor: torch.Tensor, value: torch.Tensor) -> No
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a (local) tensor is one of TE's quantized tensors."""
-    return is_loaded() and isinstance(tensor, te().QuantizedTensor)
+    return _is_quantized_class(type(tensor))
+
+
+@functools.cache  # a step asks some hundred times; no class becomes one of TE's when TE is imported later
+def _is_quantized_class(cls: type) -> bool:
+    return is_loaded() and issubclass(cls, te().QuantizedTensor)
 
 
 def set_quantizer(tensor: torch.Tensor, quantizer: Any) -> None:
@@ -231,7 +236,7 @@ _FORMATS = {
 
 def format_of(tensor: torch.Tensor) -> str | None:
     """Format name of a quantized tensor, ``None`` for a plain one."""
-    if not is_quantized(tensor):
+    if not _is_quantized_class(type(tensor)):
         return None
     if hasattr(tensor, "experts"):  # one tensor for all experts of a layer
         return format_of_quantizer(quantizer_of(tensor))

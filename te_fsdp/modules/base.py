@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,22 +74,35 @@ class MeshModule(torch.nn.Module):
             return
         binding = binding_of(self)
         if binding is not None:
-            binding.carry(name, value)
-            old = parameters[name]
-            if isinstance(old, DTensor):
-                _torch.share_attributes(old, value)  # those that it got after it was bound
-            if isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name):
-                if not release_gathered(old, value, binding):
-                    check_cut(self, binding, name, value)
-                    _check_still_quantized(self, binding, name, old, value)
-                if name not in binding.sharded and old is not None:
-                    binding.sharded.add(name)
-                    note_replaced(old, binding.label(name), "fully_shard")
-                adopt_shard(binding, self, name, value)
-                binding.under_fsdp = True
-            else:
-                note_gathered(old, value, binding)
+            self._take_over(binding, name, parameters[name], value)
         parameters[name] = value
+
+    def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
+        """What happens when ``value`` replaces an own parameter, before it does."""
+        seen = binding.installed.setdefault(name, [])
+        is_known = any(reference() is value for reference in seen)
+        if not is_known:
+            binding.carry(name, value)
+        if isinstance(old, DTensor):
+            _torch.share_attributes(old, value)  # those that it got after it was bound
+        if isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name):
+            was_gathered = release_gathered(old, value, binding)
+            if is_known:
+                return
+            if not was_gathered:
+                check_cut(self, binding, name, value)
+                _check_still_quantized(self, binding, name, old, value)
+            if name not in binding.sharded and old is not None:
+                binding.sharded.add(name)
+                note_replaced(old, binding.label(name), "fully_shard")
+            adopt_shard(binding, self, name, value)
+            binding.under_fsdp = True
+        elif not is_known:
+            note_gathered(old, value, binding)
+        else:
+            return
+        seen[:] = [reference for reference in seen if reference() is not None][-1:]
+        seen.append(weakref.ref(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything but process groups, which the copy shares (they cannot be copied)."""

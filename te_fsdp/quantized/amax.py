@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.quantized.amax_mark import drop_group, mark, reduce_newest_amax
+from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.grouped_weight import is_grouped_weight, quantize_experts
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
         group = experts_group(binding)
         drop_group(local) if group is None else mark(local, group)
         return
+    if is_marked(local, binding.weight_group):
+        return  # what every gather after the first finds
     if not _te.is_quantized(local) or not _te.one_scale_quantizers(_te.quantizer_of(local)):
         return
     group = binding.weight_group

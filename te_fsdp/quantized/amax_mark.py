@@ -23,7 +23,7 @@ from te_fsdp import _te, _torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["drop_group", "make_marks_stick", "mark", "marked_group", "reduce_newest_amax"]
+__all__ = ["drop_group", "is_marked", "make_marks_stick", "mark", "marked_group", "reduce_newest_amax"]
 
 _MARK = "_te_fsdp_amax_group"
 _ATTRIBUTE = "amax_reduction_group"
@@ -39,7 +39,7 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
         tensor: One of TE's quantized tensors.
         group_name: ``group.group_name`` of a process group of this process.
     """
-    if _has_mark(tensor, group_name):
+    if is_marked(tensor, group_name):
         return
     make_marks_stick()
     drop_group(tensor)
@@ -47,11 +47,13 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
         quantizer.__dict__[_MARK] = group_name
 
 
-def _has_mark(tensor: torch.Tensor, group_name: str) -> bool:
-    """Whether nothing has changed since a tensor was marked: asked at every gather. Of hybrids it is not known."""
-    quantizer = _te.quantizer_of(tensor)
+def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
+    """Whether nothing has changed since a tensor was marked so: asked at every gather. Of hybrids it is not known."""
+    quantizer = getattr(tensor, "_quantizer", None)
     return (
-        quantizer.__dict__.get(_MARK) == group_name
+        group_name is not None
+        and quantizer is not None
+        and quantizer.__dict__.get(_MARK) == group_name
         and _ATTRIBUTE not in tensor.__dict__
         and not getattr(quantizer, "with_amax_reduction", False)
     )

@@ -57,7 +57,12 @@ _FIELDS = {
 
 def is_grouped_weight(tensor: torch.Tensor) -> bool:
     """Whether a (local) tensor is a quantized weight of all experts."""
-    return _te.is_loaded() and isinstance(tensor, grouped_weight_class())
+    return _is_grouped_class(type(tensor))
+
+
+@functools.cache
+def _is_grouped_class(cls: type) -> bool:
+    return _te.is_loaded() and issubclass(cls, grouped_weight_class())
 
 
 @functools.cache

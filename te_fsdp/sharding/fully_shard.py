@@ -11,7 +11,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2_gathers, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
@@ -183,7 +183,7 @@ def _finish(plan: Plan) -> None:
     state = plan.state
     _drop_flat_shards(state.model, plan.cuts)
     for unit in state.modules.values():
-        _fsdp2.remember_shard_meshes(unit)
+        _fsdp2_gathers.remember_shard_meshes(unit)
     for module in state.model.modules():
         binding = binding_of(module)
         if binding is None:
