@@ -10,13 +10,15 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _torch
-from te_fsdp.all_ranks import collective_call
+from te_fsdp.all_ranks import collective_call, raised_on_all_ranks
 from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
 from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
+from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.modules.single import adopt_single, single_names
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["set_device_mesh"]
+__all__ = ["bind", "set_device_mesh"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -55,9 +57,10 @@ def set_device_mesh(
     if each tp rank computes only its part of that parameter's gradient. Calling again with the same meshes
     changes nothing.
 
-    Local for high-precision parameters and meta ones. For quantized weights on the device with one scale per
-    tensor it is collective over ``weight_mesh``: they are requantized with the scale of the whole weight. With an
-    ``ep_mesh`` it is collective over that too: the ranks tell each other how many experts they hold.
+    Local for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and ``weight_mesh``:
+    a few bytes per parameter tell whether ranks of tp hold equal parts, and quantized weights with one scale per tensor
+    are requantized with the scale of the whole weight. With an ``ep_mesh`` it is collective over that too: the ranks
+    tell each other how many experts they hold.
 
     Args:
         model: A TE module, or any tree that contains some.
@@ -78,16 +81,45 @@ def set_device_mesh(
         OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
         PlacementError: A module or option for which there is no right placement, or a quantized weight of which no
             cut consists of whole blocks of its format.
+        InitError: Ranks of tp hold equal parts of a weight, or ranks of ep equal experts, as equal seeds draw them.
         CollectiveError: Where it communicates: some ranks did not make the call.
 
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
-    mesh = _communicates_over(model, weight_mesh, ep_mesh)
+    mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
+    meshings = Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
     with together, replacing(model, "set_device_mesh"):
-        own = {"ep_mesh": ep_mesh, "expert_weight_mesh": expert_weight_mesh, "experts": experts}
-        planned = check_device_mesh(model, tp_mesh, weight_mesh, **own)
-        _bind_all(planned, Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh))
+        bind(model, *meshings, experts, check=True, agree_over=mesh)
+
+
+def bind(
+    model: nn.Module,
+    dense: Meshing,
+    of_experts: Meshing,
+    experts: Selection = None,
+    *,
+    check: bool = False,
+    agree_over: DeviceMesh | None = None,
+) -> None:
+    """:func:`set_device_mesh` on ranks that have met.
+
+    Args:
+        model: The root.
+        dense: Meshes of all modules but experts.
+        of_experts: Those of experts.
+        experts: Which modules are experts.
+        check: Whether to look for equal parts; :func:`te_fsdp.fully_shard` has done so.
+        agree_over: The ranks that hear of an error of one of them.
+    """
+    tp_mesh, ep_mesh = dense.tp_mesh, of_experts.ep_mesh
+    own = {"ep_mesh": ep_mesh, "expert_weight_mesh": of_experts.weight_mesh, "experts": experts}
+    with raised_on_all_ranks(agree_over, "set_device_mesh"):
+        planned = check_device_mesh(model, tp_mesh, dense.weight_mesh, **own)
+    if check and on_device(planned):
+        with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
+            refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
+    _bind_all(planned, dense, of_experts)
     watch_assignments(model)
     if tp_mesh is not None:
         watch_copies()
@@ -97,13 +129,17 @@ def set_device_mesh(
 
 
 def _communicates_over(
-    model: nn.Module, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+    model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """The ranks that must come first, if the call communicates; ``None`` if it is local. Local operation."""
+    for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
+        check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
     if ep_mesh is not None:
         return ep_mesh
-    on_device = any(_te.is_quantized(p) and not p.is_meta for p in model.parameters())
-    return weight_mesh if on_device else None
+    device = [p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
+    if device and tp_mesh is not None:
+        return tp_mesh if weight_mesh is None else weight_mesh
+    return weight_mesh if any(map(_te.is_quantized, device)) else None
 
 
 def _bind_all(planned: list[Planned], dense: Meshing, experts: Meshing) -> None:

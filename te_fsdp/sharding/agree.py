@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch, errors
+from te_fsdp import _torch
+from te_fsdp.all_ranks import dist_rank, raised_on_all_ranks
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import InitError, MeshError, TeFsdpError, message
+from te_fsdp.errors import InitError, MeshError, message
+from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,62 +23,10 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["check_replicas", "check_same_model", "check_whole", "maximum", "raised_on_all_ranks"]
+__all__ = ["check_replicas", "check_same_model", "check_whole", "dist_rank", "maximum", "raised_on_all_ranks"]
 
-_log = logging.getLogger("te_fsdp")
-
-# Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
-_MULTIPLIER = 6364136223846793005
-# Words at a time: each takes 8 bytes while its checksum is computed, and embeddings have a thousand million.
-_PIECE = 1 << 24
 # Characters of settings that a message shows.
 _MOST = 1000
-
-
-@contextlib.contextmanager
-def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
-    """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
-
-    Collective over ``mesh`` (one small object gather per axis) when the context ends. The context itself may hold
-    collectives only if every rank reaches them, failing or not.
-
-    Args:
-        mesh: The ranks concerned; ``None`` for this rank alone.
-        where: Name of the operation, for the message on the ranks that did not fail themselves.
-
-    Raises:
-        TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # passed on below, on every rank
-        mine = error
-    seen: list[tuple[int, Exception]] = [] if mine is None else [(dist_rank(), mine)]
-    if mesh is not None:
-        told = [(rank, type(error).__name__, str(error)) for rank, error in seen]
-        for axis in range(mesh.ndim):
-            told = _gather(told, mesh, axis)
-        if mine is None and told:
-            rank, kind, text = min(told)
-            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise known(f"{where} failed on rank {rank}: {kind}: {text}")
-    if mine is not None:
-        raise mine
-
-
-def dist_rank() -> int:
-    """This rank's number in the world, 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _gather(items: list[tuple[int, str, str]], mesh: DeviceMesh, axis: int) -> list[tuple[int, str, str]]:
-    """Everybody's items along one axis, each once."""
-    if mesh.size(axis) == 1:
-        return items
-    boxes: list[list[tuple[int, str, str]] | None] = [None] * mesh.size(axis)
-    dist.all_gather_object(boxes, items, group=mesh.get_group(axis))
-    return list({item[0]: item for box in boxes for item in box or []}.values())
 
 
 def check_same_model(
@@ -159,12 +107,13 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
     replicated parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations
-    would be mixed in silence. Experts are compared among the ranks that hold the same ones.
+    would be mixed in silence. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
+    experts that ranks of ep, hold of their own must not be equal.
 
-    Collective over the world: max all-reduces of two integers per parameter and axis.
+    Collective over the world: max all-reduces of two integers per parameter and axis, small object gathers.
 
     Raises:
-        InitError: Names the parameters that differ.
+        InitError: Names the parameters that differ, or that do not.
     """
     planned = list(planned)
     rules = {id(item.module): item.rules for item in planned}
@@ -177,31 +126,14 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
                 rule = rules.get(id(module), {}).get(name)
                 label = f"{prefix}.{name}" if prefix else name
                 whole = rule is None or rule.shard_dim is None
-                held[id(module) in experts].append(_Held(label, _checksum(local), whole))
+                held[id(module) in experts].append(_Held(label, checksum(local), whole))
     bad = _differing(held[False], meshes.device_mesh)
     with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
         _check_none(bad, sum(map(len, held.values())))
-    if meshes.ep is not None:
-        _warn_of_equal_experts(held[True], meshes.ep)
-
-
-def _warn_of_equal_experts(held: list[_Held], ep_mesh: DeviceMesh) -> None:
-    """Warn if all ranks of ``ep`` hold the same experts, which differ among each other: equal seeds draw them so.
-
-    Collective over ``ep_mesh``: one small object gather.
-    """
-    mine = [(item.label, int(item.checksum)) for item in held if item.label.endswith("weight0")]
-    own = {item.label: int(item.checksum) for item in held}
-    drawn = [(name, value) for name, value in mine if own.get(f"{name[:-1]}1", value) != value]
-    everyone: list[list[tuple[str, int]]] = [[] for _ in range(ep_mesh.size())]
-    dist.all_gather_object(everyone, drawn, group=ep_mesh.get_group())
-    if drawn and all(other == everyone[0] for other in everyone):
-        _log.warning(
-            "%s and others hold the same experts on all ranks of ep, as equal seeds draw them. Build the model on meta "
-            "and call te_fsdp.materialize for those of one process, or load a checkpoint.",
-            drawn[0][0],
-        )
+    if (meshes.tp is not None or meshes.ep is not None) and on_device(planned):
+        with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+            refuse_equal_shards(find_equal_shards(planned, meshes.tp, meshes.ep))
 
 
 def check_whole(parameters: Iterable[tuple[str, nn.Module, str]], meshes: Meshes) -> None:
@@ -216,7 +148,7 @@ def check_whole(parameters: Iterable[tuple[str, nn.Module, str]], meshes: Meshes
         binding, local = binding_of(module), _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
         if not local.is_meta:
             rule = binding.rules.get(name) if binding is not None else None
-            item = _Held(label, _checksum(local), rule is None or rule.shard_dim is None)
+            item = _Held(label, checksum(local), rule is None or rule.shard_dim is None)
             held[binding is not None and binding.ep_mesh is not None].append(item)
     with raised_on_all_ranks(meshes.device_mesh, "materialize"):
         bad = _differing(held[False], meshes.device_mesh)
@@ -271,22 +203,3 @@ def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=axes["tp"])
         differs = seen.bool()
     return [item.label for item, flag in zip(held, differs.tolist(), strict=True) if flag]
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Position-dependent checksum of a tensor's bytes, int64 on its device, wrapping on overflow.
-
-    Halved, so that its negative exists too.
-    """
-    # Of quantized tensors the values: padding of their scale buffers is left as the kernel finds it.
-    tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
-    data = tensor.detach().contiguous().view(-1)
-    if data.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    words = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE]
-        places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
-        total += places.mul_(_MULTIPLIER).mul_(piece).sum()
-    return total // 2

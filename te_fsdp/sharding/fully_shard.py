@@ -15,7 +15,8 @@ from te_fsdp import _fsdp2_gathers, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
-from te_fsdp.modules.apply import set_device_mesh
+from te_fsdp.modules.apply import bind
+from te_fsdp.modules.checks import Meshing
 from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
@@ -88,7 +89,7 @@ def fully_shard(
             has no forward, a scalar parameter, a model that is sharded already, arguments that contradict each other or
             are not supported, and quantized weights whose shards would not fit their format.
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
-        InitError: Ranks that must hold equal values do not.
+        InitError: Ranks that must hold equal values do not, or hold equal parts of what should differ.
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
@@ -122,14 +123,8 @@ def _replace_parameters(plan: Plan) -> None:
 def _bind(plan: Plan) -> None:
     """``set_device_mesh`` on the model."""
     state, meshes = plan.state, plan.state.meshes
-    set_device_mesh(
-        state.model,
-        meshes.tp,
-        meshes.weight,
-        ep_mesh=meshes.ep,
-        expert_weight_mesh=meshes.expert_weight,
-        experts=plan.experts,
-    )
+    dense = Meshing(meshes.tp, meshes.weight)
+    bind(state.model, dense, Meshing(meshes.tp, meshes.expert_weight, meshes.ep), plan.experts)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.weight_mesh_agreed = True  # one object gives both meshes
 

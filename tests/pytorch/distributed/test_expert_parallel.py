@@ -170,12 +170,6 @@ def test_sums_of_gradients(pool, mesh, how):
     pool.run(binding.sums, 4, axes=MESHES[mesh], how=how)
 
 
-@pytest.mark.ranks(2)
-def test_equally_drawn_experts_are_told(pool):
-    for outcome in pool.run(binding.drawn_on_the_device, 2):
-        assert outcome == {"warnings": [1, 0, 0]}
-
-
 # --- names ----------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def body(sharded: bool) -> dict[str, float]:
 
     meshes = te_fsdp.Meshes.build(dp_shard=1, tp=2, device_type=harness.device_type())
     model = Model(harness.device(), **meshes.te_kwargs())
+    harness.own_parts(model, meshes.tp.get_group())
     if sharded:
         te_fsdp.fully_shard(model, meshes)
     else:

@@ -224,6 +224,7 @@ def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
                 128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True,
                 params_dtype=torch.bfloat16, device="meta" if meta else harness.device(), **group,
             )  # fmt: skip
+        harness.own_parts(model, group["tp_group"])
         units = ["transformer_engine.pytorch.TransformerLayer"]
         if bridge:
             model = megatron_fsdp.fully_shard_model(

@@ -224,33 +224,6 @@ def memory(axes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def drawn_on_the_device() -> dict[str, Any]:
-    """Experts drawn with equal seeds on all ranks, and experts of one process' initialisation: what the log says."""
-    import logging
-
-    import te_fsdp
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("te_fsdp").addHandler(handler)
-    counts = []
-    meshes = _meshes(ep=2)
-    for values in ("drawn", "own", "constant"):
-        said.clear()
-        torch.manual_seed(1)
-        model = build("none", "fp32", 4, meshes, harness.device(), bias=False)
-        with torch.no_grad():
-            for parameter in model.mixture.parameters():
-                parameter += dist.get_rank() if values == "own" else 0
-                if values == "constant":
-                    parameter.zero_()
-        te_fsdp.fully_shard(model, meshes)
-        counts.append(sum("hold the same experts" in line for line in said))
-    logging.getLogger("te_fsdp").removeHandler(handler)
-    return {"warnings": counts}
-
-
 def halves(axes: dict[str, int]) -> dict[str, Any]:
     """Gradients in fp16, which FSDP2 divides in another way than fp32: those of the same model in fp32, rounded."""
     import te_fsdp

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from matrix.models import _SumGradientOverTp, _SumOverTp, autocast, recipe_of
@@ -149,15 +150,19 @@ def build(
     *,
     bias: bool,
     single: bool = False,
+    own: bool = True,
 ) -> Model:
-    """The model for one process (`meshes` None) or for a mesh; `weights` as in the matrix."""
+    """The model for one process (`meshes` None) or for a mesh; `weights` as in the matrix.
+
+    On the device experts of other ranks are others, and parts over tp other parts, unless `own` is False.
+    """
     import transformer_engine.pytorch as te
 
     recipe, quantized = recipe_of(recipe_name), weights == "quantized"
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(weights, torch.bfloat16)
     kwargs = {} if meshes is None else meshes.te_kwargs()
     with te.quantized_model_init(enabled=True, recipe=recipe) if quantized else nullcontext():
-        return Model(
+        model = Model(
             recipe,
             width_of(recipe_name, weights),
             experts,
@@ -170,6 +175,10 @@ def build(
             device=device,
             **kwargs,
         )
+    if meshes is not None and own:
+        harness.own_parts(model, kwargs["tp_group"])
+        harness.own_parts(model.mixture, None if meshes.ep is None else meshes.ep.get_group(), experts=True)
+    return model
 
 
 def width_of(recipe_name: str, weights: str) -> int:

@@ -50,6 +50,7 @@ from __future__ import annotations
 
 from .compare import Comparisons, Difference, assert_close, assert_same_bits, full
 from .devices import backend, device, device_type, gpu_ranks
+from .parts import own_parts
 from .pool import RaisedError, WorkerPool
 from .report import BodyFailed
 
@@ -66,4 +67,5 @@ __all__ = [
     "device_type",
     "full",
     "gpu_ranks",
+    "own_parts",
 ]

@@ -83,4 +83,6 @@ def exempt(model: nn.Module, parts: tuple[str, ...] = PARTS) -> None:
 def seeded(device: Any = None, **kwargs: Any) -> Model:
     """The model from seed 5."""
     torch.manual_seed(5)
-    return Model(harness.device() if device is None else device, **kwargs)
+    model = Model(harness.device() if device is None else device, **kwargs)
+    harness.own_parts(model, kwargs.get("tp_group"))
+    return model

@@ -134,6 +134,7 @@ def te_reset(
         how |= {"tp_group": mesh.get_group(tp), "tp_size": mesh[tp].size()}
     torch.manual_seed(SEED + 1)
     model = build(kind, options, Build(**how))
+    harness.own_parts(model, how.get("tp_group"))
     tp_mesh = mesh[tp] if tp is not None else None
     te_fsdp.set_device_mesh(model, tp_mesh=tp_mesh, weight_mesh=_weight_mesh(mesh, names, tp))
     data_parallel = tuple(name for name in names if name != tp)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -288,7 +289,7 @@ def language_model(build: Build, layers: int = 2, tied: bool = False, **options:
     return Subject(module, {"x": tokens}, build.cut, no_gradient=quiet)
 
 
-KINDS: dict[str, Callable[..., Subject]] = {
+_KINDS: dict[str, Callable[..., Subject]] = {
     "linear": linear,
     "layer_norm_linear": layer_norm_linear,
     "layer_norm_mlp": layer_norm_mlp,
@@ -300,3 +301,12 @@ KINDS: dict[str, Callable[..., Subject]] = {
     "transformer_layer": transformer_layer,
     "language_model": language_model,
 }
+
+
+def _of_own_parts(builder: Callable[..., Subject], build: Build, *args: Any, **options: Any) -> Subject:
+    subject = builder(build, *args, **options)
+    harness.own_parts(subject.module, build.tp_group)
+    return subject
+
+
+KINDS = {kind: partial(_of_own_parts, builder) for kind, builder in _KINDS.items()}

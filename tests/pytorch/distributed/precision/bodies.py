@@ -74,6 +74,7 @@ def sharded(
 
     torch.manual_seed(3)
     model = Pair(device="meta" if meta else harness.device(), params_dtype=params_dtype, **meshes.te_kwargs())
+    harness.own_parts(model, meshes.te_kwargs()["tp_group"])
     policy = te_fsdp.MixedPrecisionPolicy(**dtypes(options))
     if exempt:
         te_fsdp.fsdp_no_shard(model.get_submodule(exempt))
@@ -220,6 +221,7 @@ def _accumulated(
     import te_fsdp
 
     subject = _one_linear(recipe, **meshes.te_kwargs())
+    harness.own_parts(subject, meshes.te_kwargs()["tp_group"])
     te_fsdp.fully_shard(subject, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
     rows, (middle, hidden) = 32 if recipe else 1, subject.weight.shape
     x = torch.zeros((rows, hidden), dtype=BF16, device=harness.device())

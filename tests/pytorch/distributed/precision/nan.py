@@ -43,6 +43,7 @@ def _poisoned(
 
     torch.manual_seed(3)
     model = Pair(**meshes.te_kwargs())
+    harness.own_parts(model, meshes.te_kwargs()["tp_group"])
     precision = None if policy is None else te_fsdp.MixedPrecisionPolicy(**dtypes(policy))
     te_fsdp.fully_shard(model, meshes, units=["first", "second"], precision=precision)
     if watch:
@@ -108,6 +109,7 @@ def _several(
 
     torch.manual_seed(3)
     model = Pair(**meshes.te_kwargs())
+    harness.own_parts(model, meshes.te_kwargs()["tp_group"])
     if exempt:
         te_fsdp.fsdp_no_shard(model.second)
     te_fsdp.fully_shard(model, meshes, units=["first", "second"])
