@@ -74,7 +74,7 @@ class Binding:
         sharded: Names of own parameters that FSDP2 has replaced by shards.
         on_meta: Whether parameters may still be on meta.
         installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name: the same two come in
-            turn, the shard and the gathered one.
+            turn, the shard and the gathered one. No weak references: torch swaps no tensor that has some.
         recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
@@ -98,7 +98,7 @@ class Binding:
     sharded: set[str] = field(default_factory=set)
     on_meta: bool = True
     recomputed: bool = False
-    installed: dict[str, list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)
+    installed: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +79,7 @@ class MeshModule(torch.nn.Module):
     def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
         """What happens when ``value`` replaces an own parameter, before it does."""
         seen = binding.installed.setdefault(name, [])
-        is_known = any(reference() is value for reference in seen)
+        is_known = any(known is value for known in seen)
         if not is_known:
             binding.carry(name, value)
         if isinstance(old, DTensor):
@@ -101,8 +100,7 @@ class MeshModule(torch.nn.Module):
             note_gathered(old, value, binding)
         else:
             return
-        seen[:] = [reference for reference in seen if reference() is not None][-1:]
-        seen.append(weakref.ref(value))
+        seen[:] = [*seen[-1:], value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything but process groups, which the copy shares (they cannot be copied)."""

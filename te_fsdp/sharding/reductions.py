@@ -131,6 +131,8 @@ def require_sound(state: ShardingState, where: str) -> None:
     """
     if state.replicated is not None and state.replicated.settle():
         state.failed = True
+    if all(p.grad is None for p in state.parameters().values()):
+        state.dropped = False  # there is nothing that could lack what was dropped
     if not has_failed(state):
         return
     raise OrderError(
@@ -145,7 +147,7 @@ def require_sound(state: ShardingState, where: str) -> None:
 
 def has_failed(state: ShardingState) -> bool:
     """Whether there are gradients of a backward or a step that has failed; not after they were cleared."""
-    if state.failed and all(p.grad is None for p in state.parameters().values()):
+    if state.failed and not state.dropped and all(p.grad is None for p in state.parameters().values()):
         state.failed = False
     return state.failed
 
@@ -179,7 +181,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
             parameter.grad = None
         elif parameter.grad is not None:
             parameter.grad.detach().zero_()
-    state.failed = False
+    state.failed = state.dropped = False
     if state.nan_report is not None:
         state.nan_report.forget()
 

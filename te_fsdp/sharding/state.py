@@ -127,6 +127,8 @@ class ShardingState:
         told: How often it has said so.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
+        dropped: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack
+            it, though none are there now.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
         arrivals: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
@@ -156,6 +158,7 @@ class ShardingState:
     told: int = 0
     unfinished: bool = False
     failed: bool = False
+    dropped: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
     arrivals: Arrivals = field(default_factory=Arrivals)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -308,6 +311,7 @@ def recover(state: ShardingState) -> None:
         waiting = bool(state.pending())
         for unit in state.modules.values():
             _fsdp2.forget_unreduced(unit)
+        state.dropped = state.dropped or waiting
         state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
 
 
