@@ -110,6 +110,14 @@ class Chunk:
         """Whether all holders have the same number of rows."""
         return self.rows == self.step * self.size
 
+    def has_whole(self, unit: int) -> bool:
+        """Whether every holder of every piece has equally many rows, a multiple of ``unit``.
+
+        Local operation on the parameter's global shape: all ranks find the same, whatever their own pieces are.
+        """
+        parts = self.size * _parts(self.parameter, self.copies.mesh, self.dim)
+        return self.parameter.shape[self.dim] % (unit * parts) == 0
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of this rank's rows."""

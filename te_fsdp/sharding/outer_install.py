@@ -20,6 +20,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
+from te_fsdp.quantized.empty import take_delayed_scale
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_flat import Part, start_gather
@@ -107,7 +108,8 @@ def write(local: torch.Tensor, value: torch.Tensor) -> None:
 def why_not_bytes(chunk: Chunk) -> str | None:
     """Why a quantized weight crosses the holders' axis as fp32; ``None`` for one that does so as bytes.
 
-    Local operation on shapes and the format: the same on all holders.
+    Local operation on the global shape and the format: the same on all ranks, also on those that hold other pieces.
+    They take one amax together, each way over other groups.
     """
     local = _torch.local_of(chunk.parameter)
     kind = (type(local), tuple(local.shape))
@@ -122,10 +124,9 @@ def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
     block = block_of(local)
     if block is None:
         return f"no table of the buffers of {_te.format_of(local)}"
-    if not chunk.rows or not chunk.is_even:
-        return f"{chunk.rows} rows over {chunk.size} ranks"
-    if chunk.step % block:
-        return f"{chunk.step} {'columns' if chunk.dim else 'rows'} per rank, a scale spans {block}"
+    if block > 1 and not chunk.has_whole(block):
+        what = "columns" if chunk.dim else "rows"
+        return f"{chunk.rows} {what} over {chunk.size} ranks, a scale spans {block}"
     try:
         buffers_of_parts(local, "weight")
     except PlacementError:
@@ -189,7 +190,12 @@ def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Te
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     if _te.needs_shared_amax(quantizer):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, amax_group(chunk)
-    return quantizer(rows)
+    if rows.numel() or not _te.has_delayed_scale(local):
+        return quantizer(rows)
+    quantizer.amax.zero_()  # no kernel runs for a tensor without elements: the last step's amax would stay
+    empty = quantizer(rows)
+    take_delayed_scale(empty)
+    return empty
 
 
 def _share_newest_amax(chunks: Iterable[Chunk]) -> None:

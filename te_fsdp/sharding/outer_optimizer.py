@@ -59,7 +59,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     tensor; unit by unit, during backward, where :func:`te_fsdp.microbatch` has told which one is the last), updates
     this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their dtype, quantized
     ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows hold no whole
-    blocks is gathered as fp32 and quantized afterwards, which a line of the log says. Low-precision parameters have
+    blocks is gathered as fp32 and quantized afterwards, which a warning says. Low-precision parameters have
     fp32 main weights in ``optimizer.state[parameter]["master_param"]``, begun as :func:`te_fsdp.main_weights` begins
     them; there is no need to call that. Groups, their options and schedulers keep referring to the model's parameters.
     States are DTensors of the parameters' shapes. Calling it again does nothing.
@@ -218,7 +218,7 @@ def _prepare_bytes(chunks: list[Chunk]) -> None:
             amax_group(chunk)
     if dist.get_rank() == 0:
         for why, labels in wide.items():
-            _log.info(
+            _log.warning(
                 "shard_optimizer: %d quantized weights cross their holders' axis as fp32 (%s): %s. Fix: %s",
                 len(labels),
                 why,

@@ -178,12 +178,16 @@ BYTES = {
     "e4m3/mxfp8": 1 + (1 + 1 / 32),
     "bf16/e5m2": 2 + 1,
     "block/e4m3": (1 + 4 / 128**2) + 1,
+    "e4m3/e5m2": 1 + 1,
 }
 #: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
 #: MLP of width 96 by four ranks has no whole blocks either way.
 WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "current 2x1xtp2": ("current", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "current 2x2": ("current", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),
+    "current 3x1": ("current", {"dp_replicate": 3, "dp_shard": 1}, {}),
+    "delayed 3x1": ("delayed", {"dp_replicate": 3, "dp_shard": 1}, {"optimizer": "te"}),
+    "hybrid 3x1": ("e4m3/e5m2", {"dp_replicate": 3, "dp_shard": 1}, {}),
     "delayed 2x2": ("delayed", {"dp_replicate": 2, "dp_shard": 2}, {}),
     "mxfp8 2x2": ("mxfp8", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True, "optimizer": "te"}),
     "mxfp8 4x1": ("mxfp8", {"dp_replicate": 4, "dp_shard": 1}, {"hidden": 96}),
@@ -195,13 +199,20 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("recipe", "case"), [(WIRE[case][0], case) for case in WIRE], ids=list(WIRE))
+@pytest.mark.parametrize(
+    ("recipe", "case"),
+    [
+        pytest.param(recipe, case, id=case, marks=pytest.mark.ranks(math.prod(axes.values())))
+        for case, (recipe, axes, _) in WIRE.items()
+    ],
+)
 def test_quantized_once_and_sent_as_bytes(pool, recipe, case):
+    """Of the rows of three ranks one scale for all holds equally many nowhere: the last rank sends fewer."""
     _, axes, options = WIRE[case]
-    results = pool.run(wire.quantized, 4, recipe=recipe, axes=axes, **options)
+    ranks = math.prod(axes.values())
+    results = pool.run(wire.quantized, ranks, recipe=recipe, axes=axes, **options)
     wide = options.get("hidden") == 96
-    assert [len(result["logged"]) for result in results] == [int(wide), 0, 0, 0]
+    assert [len(result["logged"]) for result in results] == [int(wide), *[0] * (ranks - 1)]
     for result in results:
         assert result["compared"] >= 2 * wire.STEPS
         as_bytes, as_fp32 = result["elements"]
@@ -226,6 +237,19 @@ def test_faults_on_the_wire_would_show(pool):
         assert sum(sent) == pytest.approx(4 * result["elements"][1], rel=0.01)
     errors = pool.run_expect_error(wire.quantized, 2, recipe="current", axes=axes, fault="amax")
     assert all("bits" in error.message for error in errors), errors
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("replicas", "shape"),
+    [(2, (3, 15)), (2, (5, 15)), (4, (3, 15))],
+    ids=["2x2 of 3", "2x2 of 5", "4x1 of 3"],
+)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_shards_of_different_rows(pool, recipe, replicas, shape):
+    """Two shards that the replicas cut evenly and unevenly go the same way, and ranks without rows take part."""
+    axes = {"dp_replicate": replicas, "dp_shard": 4 // replicas}
+    assert pool.run(wire.odd, 4, recipe=recipe, axes=axes, shape=shape, timeout=30) == [2 * wire.STEPS] * 4
 
 
 #: Where checkpoints go: HFSDP, HSDP, plain FSDP, one process.

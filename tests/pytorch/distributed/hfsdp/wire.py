@@ -77,6 +77,65 @@ def quantized(
     }
 
 
+def odd(recipe: str, axes: dict[str, int], shape: tuple[int, int], fault: str = "") -> int:
+    """Steps of one weight that divides along neither dim: each holder has its own number of rows, or none.
+
+    Gradients are given by hand: kernels that multiply take no such shape.
+
+    Args:
+        recipe: Of the weight.
+        axes: Of the mesh.
+        shape: Rows and columns of the weight.
+        fault: As of :func:`quantized`.
+
+    Returns:
+        How many buffers equal, to the byte, those of one quantization of the whole main weight.
+    """
+    import transformer_engine.pytorch as te
+    from quantization.bodies import SEED
+    from quantization.one_scale import compare, gathered, named_weights, recipe_of
+
+    import te_fsdp
+
+    def build(device: Any, **kwargs: Any) -> nn.Module:
+        torch.manual_seed(SEED)
+        with te.quantized_model_init(recipe=recipe_of(recipe), preserve_high_precision_init_val=True):
+            return nn.Sequential(te.Linear(shape[1], shape[0], bias=False, device=device, **kwargs))
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model, oracle = build("meta", **meshes.te_kwargs()), build(harness.device())
+    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
+    te_fsdp.materialize(model, seed=SEED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with logged() as lines:
+        te_fsdp.shard_optimizer(optimizer)
+    compared = 0
+    with broken(fault):
+        for number in range(STEPS):
+            [(_, module, own, parameter)] = named_weights(model)
+            # The largest values, from which one scale is taken, move from row to row; another gradient on each rank.
+            rows = torch.randn(parameter.to_local().shape, dtype=parameter.dtype) * (1 + number)
+            place = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+            parameter.grad = DTensor.from_local(
+                (rows * (1 + dist.get_rank())).to(harness.device()),
+                parameter.device_mesh,
+                parameter.placements,
+                **place,
+            )
+            with recorded() as calls:
+                optimizer.step()
+            assert fault == "no bytes" or not any(
+                c.kind == "all_gather" and c.dtype == "float32" for c in calls
+            )
+            optimizer.zero_grad()
+            main = optimizer.state[parameter]["master_param"]
+            with torch.no_grad():  # no forward has run, which would update delayed scaling's scale
+                oracle[0].weight.quantize_(gathered(module, own, over_outer(main, parameter)))
+            compared += compare(model, oracle, f"step {number + 1}")
+    assert not [line for line in lines if "as fp32" in line]
+    return compared
+
+
 def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
     from te_fsdp import _torch
