@@ -20,7 +20,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,9 +110,11 @@ class Result:
 
 
 def _exists(test: str, root: Path) -> bool:
-    """Whether a node id's file and function exist; its parameters are pytest's to judge."""
+    """Whether a node id's file and function exist; its parameters are pytest's to judge. A file is all its tests."""
     name, _, rest = test.partition("::")
     path = root / name
+    if not rest:
+        return path.is_file()
     function = rest.split("::")[-1].split("[")[0]
     return (
         path.is_file()
@@ -163,6 +167,62 @@ def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr)[-2000:]
 
 
+# Imported before the fork, since each row would spend most of its time on that. Nothing of te_fsdp, nor what it
+# patches.
+_SERVER = """
+import json, os, sys
+import pytest, hypothesis, torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.testing
+
+for line in sys.stdin:
+    tree, words, output = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for number in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = sys.path[0] = tree
+        status = int(pytest.main(words))
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Forked:
+    """A process that has imported torch and runs pytest in forks of itself: for rows whose tests need no ranks."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        words = [sys.executable, "-c", _SERVER]
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+        """As :func:`run_tests`, until the first failure."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        output = tree / "output.txt"
+        output.unlink(missing_ok=True)
+        words = ["-q", "-x", "-p", "no:cacheprovider", *tests]
+        self.process.stdin.write(json.dumps([str(tree), words, str(output)]) + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
+            self.close()
+            self.__init__()
+            return FAILED, f"no end within {TIMEOUT} s"
+        return int(self.process.stdout.readline()), output.read_text(errors="replace")[-2000:]
+
+    def close(self) -> None:
+        """End it, with the fork that it may be waiting for."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 def copy_tree(to: Path) -> Path:
     """A copy of what tests read, with the changes that are not committed."""
     for name in COPIED:
@@ -174,8 +234,8 @@ def copy_tree(to: Path) -> Path:
     return to
 
 
-def judge(mutant: Mutant, tree: Path) -> Result:
-    """Break the line in a tree, run the row's tests, mend it."""
+def judge(mutant: Mutant, tree: Path, forked: Forked | None = None) -> Result:
+    """Break the line in a tree, run the row's tests (without ranks: ``forked``, if given), mend it."""
     problem = mutant.problem()
     if problem:
         return Result(mutant, STALE, detail=problem)
@@ -183,7 +243,10 @@ def judge(mutant: Mutant, tree: Path) -> Result:
     whole = path.read_text(encoding="utf-8")
     path.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        status, output = run_tests(tree, mutant.tests, "-x")
+        if forked is None or any("pytorch/distributed" in test for test in mutant.tests):
+            status, output = run_tests(tree, mutant.tests, "-x")
+        else:
+            status, output = forked.run(tree, mutant.tests)
     finally:
         path.write_text(whole, encoding="utf-8")
     seconds = time.perf_counter() - began
@@ -251,30 +314,37 @@ def _pass_as_it_is(chosen: Sequence[Mutant], console: Console) -> bool:
 
 def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
     """All rows, so many at a time, each in one of as many copies of the tree."""
-    trees: SimpleQueue[Path] = SimpleQueue()
+    trees: SimpleQueue[tuple[Path, Forked]] = SimpleQueue()
+    servers = [Forked() for _ in range(jobs)]
     with (
         tempfile.TemporaryDirectory(prefix="te_fsdp_mutants_") as folder,
         Progress(console=console) as progress,
     ):
-        for number in range(jobs):
-            trees.put(copy_tree(Path(folder, str(number))))
+        for number, server in enumerate(servers):
+            trees.put((copy_tree(Path(folder, str(number))), server))
         task = progress.add_task("mutants", total=len(chosen))
 
         def one(mutant: Mutant) -> Result:
-            tree = trees.get()
+            tree, server = trees.get()
             try:
-                result = judge(mutant, tree)
+                result = judge(mutant, tree, server)
             finally:
-                trees.put(tree)
+                trees.put((tree, server))
             progress.advance(task)
+            if not console.is_terminal:
+                console.print(f"{result.verdict} {result.seconds:.0f} s {mutant.fault}", markup=False)
             if result.verdict in (SURVIVED, STALE):
                 progress.print(
                     f"{result.verdict}: {mutant.file}: {mutant.fault}", markup=False, highlight=False
                 )
             return result
 
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, chosen))
+        try:
+            with ThreadPoolExecutor(jobs) as pool:
+                return list(pool.map(one, chosen))
+        finally:
+            for server in servers:
+                server.close()
 
 
 def _table(results: Sequence[Result]) -> Table:

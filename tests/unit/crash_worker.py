@@ -4,6 +4,9 @@
 
 It imports torch once and forks the ranks of each trial, which is cheap. Trial N saves under DIRECTORY/N; one line of
 JSON per trial tells what was done. Even trials save synchronously, odd ones in the background.
+
+A rank is killed at what it does to files, not after some time: Python's audit events (opening, renaming and removing
+files, making and listing directories) are counted, so that the moment does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 RANKS, KEEP = 2, 2
-#: Kills come this many seconds after the first whole checkpoint, at most: several saves later.
-WINDOW = 0.12
+#: Kills come this many events after the victim's first whole checkpoint, at most: about two saves later. Rank 0 alone
+#: makes directories, commits, and removes what is old.
+EVENTS = (60, 8)
+#: Where a rank may wait for a dead one; then it is killed too, and the trial says so.
+PATIENCE = 60.0
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,10 +52,34 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def rank_main(directory: Path, rank: int, asynchronous: bool, report: int) -> None:
-    """Save until the end of the world; tell the number of each checkpoint that is known to be whole."""
+def kill_after(directory: Path, events: int) -> None:
+    """Let this process die when it has touched files of a directory so many times from now on."""
+    left, within = events, f"{directory}{os.sep}"
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if event.startswith(("open", "os.", "shutil.")) and str(next(iter(arguments), "")).startswith(within):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, events: int | None) -> None:
+    """Save until the end of the world; tell the number of each checkpoint that is known to be whole.
+
+    Args:
+        directory: Of the checkpoints.
+        rank: Of this process.
+        asynchronous: Whether to save in the background.
+        report: File descriptor of a pipe.
+        events: The rank dies so many events after its first checkpoint.
+    """
     import te_fsdp
 
+    # Nobody would come who is dead; torchrun ends the others by such a signal too.
+    signal.signal(signal.SIGUSR1, lambda *_: te_fsdp.set_collective_timeout(1e-3))
     dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=RANKS)
     model, _ = build()
     te_fsdp.fully_shard(model, te_fsdp.Meshes.build(dp_shard=RANKS, device_type="cpu"))
@@ -70,9 +100,11 @@ def rank_main(directory: Path, rank: int, asynchronous: bool, report: int) -> No
                 for parameter, value in zip(model.parameters(), before, strict=True):
                     parameter.copy_(value)
         os.write(report, number.to_bytes(4, "big"))
+        if number == 1 and events is not None:
+            kill_after(directory, events)
 
 
-def fork_rank(directory: Path, rank: int, asynchronous: bool) -> tuple[int, int]:
+def fork_rank(directory: Path, rank: int, asynchronous: bool, events: int | None) -> tuple[int, int]:
     """Process id of a new rank, and the pipe on which it reports."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -81,32 +113,40 @@ def fork_rank(directory: Path, rank: int, asynchronous: bool) -> tuple[int, int]
         return pid, reader
     status = 1
     try:
-        rank_main(directory, rank, asynchronous, writer)
+        rank_main(directory, rank, asynchronous, writer, events)
     except BaseException:  # the other rank's death, which is not of interest unless it came too early
         (directory.parent / f"{directory.name}.rank-{rank}.txt").write_text(traceback.format_exc())
     os._exit(status)
 
 
 def trial(directory: Path, chance: random.Random, asynchronous: bool) -> dict[str, object]:
-    """Start ranks, kill one at a random moment, end the others."""
-    victim, delay = chance.randrange(RANKS), chance.uniform(0, WINDOW)
-    ranks = [fork_rank(directory, rank, asynchronous) for rank in range(RANKS)]
-    # Wait for the first whole checkpoint of all ranks.
-    known = [int.from_bytes(os.read(reader, 4), "big") for _, reader in ranks]
-    time.sleep(delay)
-    os.kill(ranks[victim][0], signal.SIGKILL)
+    """Start ranks, kill one in the middle of what it does to files, end the others."""
+    victim = chance.randrange(RANKS)
+    events = chance.randrange(EVENTS[victim])
+    ranks = [
+        fork_rank(directory, rank, asynchronous, events if rank == victim else None) for rank in range(RANKS)
+    ]
+    status = os.waitpid(ranks[victim][0], 0)[1]
     others = [pid for index, (pid, _) in enumerate(ranks) if index != victim]
-    noticed = wait_for(others, 10)
+    for pid in others:
+        os.kill(pid, signal.SIGUSR1)
+    noticed = wait_for(others, PATIENCE)
     for pid in others:
         if pid not in noticed:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    os.waitpid(ranks[victim][0], 0)
+    known = [0] * RANKS
     for index, (_, reader) in enumerate(ranks):
         while data := os.read(reader, 4):
             known[index] = int.from_bytes(data, "big")
         os.close(reader)
-    return {"victim": victim, "delay": delay, "known": max(known), "noticed": len(noticed) == len(others)}
+    return {
+        "victim": victim,
+        "events": events,
+        "killed": os.WIFSIGNALED(status),
+        "known": max(known),
+        "noticed": len(noticed) == len(others),
+    }
 
 
 def wait_for(pids: list[int], seconds: float) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.writing import as_failed_save
+from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
 
 
@@ -56,6 +58,61 @@ def test_files_are_whole_when_they_are_synced(tmp_path: Path, monkeypatch: pytes
     assert len(sizes) == 3 and {name: synced[name] for name in sizes} == sizes
 
 
+@pytest.mark.parametrize("kind", ["save", "keep_last", "checkpoint", "file", "folder"])
+def test_names_appear_once_their_contents_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Files, then the entries of their directory, then the name that others see, then the directory that has it."""
+    checkpoint.save(tmp_path / "a", model())
+    events: list[tuple[str, Path]] = []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def note(event: str, path: Any) -> None:
+        events.append((event, Path(path)))
+
+    def contents(path: Path) -> list[Path]:
+        return [path, *path.rglob("*")] if path.is_dir() else [path]
+
+    def synced(number: int) -> None:
+        note("sync", os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def renamed(old: Any, new: Any, **where: Any) -> None:
+        if Path(old).name.startswith(".") and Path(new).parent == tmp_path:
+            done = {path for event, path in events if event == "sync"} | {
+                path.with_name(".metadata") for event, path in events if path.name == ".metadata.tmp"
+            }
+            assert [p for p in contents(Path(old)) if p not in done] == [], "would be lost with the power"
+            assert events[-1][1] == Path(old), "entries are synced when all are there"
+        note("rename", new)
+        rename(old, new, **where)
+
+    def removed(path: Any, **how: Any) -> None:
+        note("remove", path)
+        rmtree(path, **how)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    if kind in ("save", "keep_last"):
+        checkpoint.save(tmp_path / "b", model(), keep_last=1 if kind == "keep_last" else None)
+    else:
+        name, to = {
+            "checkpoint": ("b", "checkpoint"),
+            "file": ("b.pt", "torch"),
+            "folder": ("b", "safetensors"),
+        }[kind]
+        assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / name), "--to", to]) == 0
+    shown = [event for event in events if event[1].parent == tmp_path or event[1] == tmp_path]
+    last = [("sync", tmp_path)]
+    if kind == "keep_last":
+        # A directory whose files go must not have its old name after a crash.
+        (hidden,) = [path for event, path in shown if event == "remove"]
+        assert shown[-3:-1] == [("rename", hidden), *last]
+        shown = shown[:-3]
+    assert shown[-2][0] == "rename" and shown[-1:] == last
+
+
 def test_leftovers_of_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process id means nothing in a container that has the machine's name and its own process ids."""
     dead = 2**22 + 1
@@ -64,6 +121,32 @@ def test_leftovers_of_another_container(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(directory, "_machine", lambda: "here-1")
     checkpoint.save(tmp_path / "a", model())
     assert {p.name.partition(".te")[0] for p in tmp_path.iterdir()} == {"a", ".step-here-2"}
+
+
+def test_containers_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, real = directory._machine(), os.stat
+
+    def elsewhere(path: Any, **how: Any) -> Any:
+        found = real(path, **how)
+        if str(path) != "/proc/self/ns/pid":
+            return found
+        return os.stat_result((found.st_mode, found.st_ino + 1, *found[2:]))
+
+    assert directory._machine() == here
+    monkeypatch.setattr(os, "stat", elsewhere)
+    assert directory._machine() != here
+
+
+def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
+    """A digit that has changed leaves JSON what it was in all but its meaning."""
+    ours = model()
+    checkpoint.save(tmp_path / "a", ours, torch.optim.SGD(ours.parameters(), lr=0.125))
+    manifest = tmp_path / "a" / "te_fsdp.json"
+    text = manifest.read_text()
+    assert text.count("0.125") == 1
+    manifest.write_text(text.replace("0.125", "0.625"))
+    with pytest.raises(CheckpointError, match="unreadable manifest: expected digest"):
+        checkpoint.load(tmp_path / "a", ours)
 
 
 def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
@@ -159,6 +242,60 @@ def test_state_of_a_parameter_that_went(tmp_path: Path) -> None:
     ):
         checkpoint.save(tmp_path / "a", ours, optimizer)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [
+        ("sgd", "no step"),
+        ("sgd", "one layer"),
+        ("adamw", "no step"),
+        ("adamw", "one layer"),
+        ("fused", "no step"),  # it begins the state of all parameters at its first step
+    ],
+)
+def test_state_that_the_checkpoint_does_not_have_goes(
+    te: Any, tmp_path: Path, kind: str, before: str
+) -> None:
+    """Momentum and steps of the run that is given up would go into the weights of the one that is loaded."""
+
+    def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        ours = model()
+        if kind == "fused":
+            return ours, te.optimizers.FusedAdam(ours.parameters(), lr=0.1)
+        if kind == "adamw":
+            return ours, torch.optim.AdamW(ours.parameters(), lr=0.1)
+        return ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+
+    def partly(ours: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        """A step in which the second layer has no gradient."""
+        ours[0](torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    saved, there = build(), build()
+    if before == "one layer":
+        partly(*saved)
+    checkpoint.save(tmp_path / "a", *saved)
+    step(*there)
+    assert set(states(*there)) > set(states(*saved)), "there is something to drop"
+    checkpoint.load(tmp_path / "a", *there)
+    torch.testing.assert_close(states(*there), states(*saved), rtol=0, atol=0)
+    step(*saved)
+    step(*there)
+    torch.testing.assert_close(there[0].state_dict(), saved[0].state_dict(), rtol=0, atol=0)
+
+
+def test_entries_of_state_that_the_checkpoint_does_not_have_go(tmp_path: Path) -> None:
+    """As those of an option that was switched on in the run that is given up."""
+    saved, there = model(), model()
+    plain = torch.optim.AdamW(saved.parameters(), lr=0.1)
+    maxima = torch.optim.AdamW(there.parameters(), lr=0.1, amsgrad=True)
+    step(saved, plain)
+    step(there, maxima)
+    checkpoint.save(tmp_path / "a", saved, plain)
+    checkpoint.load(tmp_path / "a", there, maxima)
+    assert states(there, maxima).keys() == states(saved, plain).keys()
 
 
 @pytest.mark.parametrize("was_buffer", [True, False])

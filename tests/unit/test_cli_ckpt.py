@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
+from te_fsdp.cli import ckpt
 from te_fsdp.cli.main import main
 from tests.unit.commands import ROOT, start
 
@@ -195,6 +196,70 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "max abs 0.5" in capsys.readouterr().out
 
 
+def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **changes: Any) -> Path:
+    """A checkpoint that differs from that without changes in nothing but what they say; no state of an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first, second = list(model[0].parameters()), list(model[1].parameters())
+    if changes.pop("moved", False):
+        first.append(second.pop())
+    options = {"lr": 0.1, "weight_decay": 0.5, **changes.pop("options", {})}
+    groups = [{"params": first, **options}, {"params": second, **options}]
+    if changes.pop("joined", False):
+        groups = [{"params": [*first, *second], **options}]
+    groups[-1] |= changes.pop("last", {})
+    optimizer = None if changes.pop("without", False) else kind(groups, lr=0.1)
+    extra = {"step": 1, "order": {"seed": 3, "kept": [1, 2]}, **changes.pop("extra", {})}
+    assert not changes
+    checkpoint.save(path, model, optimizer, extra=extra)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "others"),
+    [
+        ({}, []),
+        ({"last": {"lr": 0.2}}, ["optimizer group 1: lr is 0.1 / 0.2"]),
+        ({"last": {"initial_lr": 0.2}}, ["optimizer group 1: initial_lr only in B"]),
+        ({"options": {"nesterov": True, "momentum": 0.5}}, None),
+        ({"moved": True}, ["optimizer group 0: other parameters", "optimizer group 1: other parameters"]),
+        ({"joined": True}, ["optimizer: 2 / 1 groups"]),
+        ({"kind": torch.optim.Adagrad}, None),
+        ({"without": True}, ["optimizer: only in A"]),
+        ({"extra": {"step": 2}}, ["extra: step is 1 / 2"]),
+        ({"extra": {"epoch": 2}}, ["extra: epoch only in B"]),
+        ({"extra": {"order": {"seed": 3, "kept": [1, 4]}}}, None),
+    ],
+    ids=[
+        "same",
+        "lr",
+        "new option",
+        "momentum",
+        "moved",
+        "joined",
+        "class",
+        "without",
+        "step",
+        "epoch",
+        "nested",
+    ],
+)
+def test_diff_of_options_and_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], others: list[str] | None
+) -> None:
+    """What is no tensor counts too, whatever the tolerance; not with --weights-only."""
+    a, b = compared(tmp_path / "a"), compared(tmp_path / "b", **changes)
+    words = ["diff", str(a), str(b), "--atol", "1e9"]
+    found = run_json(words, capsys, code=int(bool(changes)))
+    assert found["same"] is not bool(changes)
+    if others is not None:
+        assert (found["others"], found["differences"]) == (others, [])
+    assert found["others"] or not changes
+    there = run_json(["diff", str(b), str(a), "--atol", "1e9"], capsys, code=int(bool(changes)))
+    assert len(there["others"]) == len(found["others"]), "the same, whichever is named first"
+    assert run_json([*words, "--weights-only"], capsys)["others"] == []
+
+
 def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = {
         "w": torch.arange(6.0).view(2, 3),
@@ -239,3 +304,18 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.err or said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7", 7),
+        ("2kB", 2000),
+        ("1.5 GB", 1_500_000_000),
+        ("2KiB", 2048),
+        ("1MiB", 2**20),
+        ("3GiB", 3 * 2**30),
+    ],
+)
+def test_units_of_sizes(text: str, count: int) -> None:
+    assert ckpt._bytes(text) == count

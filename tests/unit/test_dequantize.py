@@ -101,6 +101,26 @@ def test_a_shifted_rectangle_is_seen(weights):
     assert not torch.equal(values, weight.dequantize(dtype=torch.float32)[:128, :128])
 
 
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_scales_at_the_ends_of_their_range(direction):
+    """E8M0 (OCP MX, 5.4.1): byte 0 is 2^-127, which float32 has as a subnormal; 254 is 2^127; 255 is no number."""
+    codes = torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8)
+    expected = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, float("nan")])
+    ones = torch.ones(1, 1).to(torch.float8_e4m3fn).view(torch.uint8)
+    zeros = torch.zeros_like(ones)
+    down = direction == "columnwise"
+    scales = (codes.reshape(1, -1) if down else codes.reshape(-1, 1)).contiguous()
+    shape = (32, len(codes)) if down else (len(codes), 32)
+    for byte, values in ((ones, expected), (zeros, expected * 0)):
+        parts = {f"{direction}_data": byte.expand(shape).contiguous(), f"{direction}_scale_inv": scales}
+        described = "mxfp8 kFloat8E4M3"
+        found = dequantize_box(
+            described, parts, needed_components(described, list(parts), "w"), (0, 0), shape
+        )
+        wanted = (values.reshape(1, -1) if down else values.reshape(-1, 1)).expand(shape)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_has_no_values():
     with pytest.raises(
         CheckpointError, match=r"w: values of a quantized weight: expected components of one of"

@@ -36,6 +36,13 @@ def test_the_template():
     assert whole == "up: wrong: expected a, got b. It matters. Fix: do this."
 
 
+def test_each_part_stands_without_the_others():
+    assert message("x", expected=1) == "x: expected 1."
+    assert message("x", got=0) == "x: got 0."
+    assert message("x", why="y") == "x. y."
+    assert message("x", fix="y") == "x. Fix: y."
+
+
 def test_the_family():
     """One root; each also the built-in that a Python user would catch."""
     caught_as = {

@@ -34,6 +34,23 @@ def test_rows_are_different():
     assert len(set(faults)) == len(faults)
 
 
+def test_every_room_is_tried():
+    rooms = {path.parent.name for path in (ROOT / "te_fsdp").glob("*/__init__.py")} - {"integrations"}
+    tried = {Path(row.file).parts[1] for row in ROWS}
+    assert not rooms - tried
+    assert len(ROWS) >= 100
+
+
+def test_forks_tell_killed_and_survived_apart(tree):
+    folder, row = tree
+    forked = mutants.Forked()
+    try:
+        verdicts = [mutants.judge(each, folder, forked).verdict for each in (row(), row(new="x + x"), row())]
+        assert verdicts == [mutants.KILLED, mutants.SURVIVED, mutants.KILLED]
+    finally:
+        forked.close()
+
+
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A tree with one module and one test of it, and a way to make a row."""

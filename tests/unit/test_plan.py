@@ -8,6 +8,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import MeshError, PlacementError
+from te_fsdp.layout import table
 from te_fsdp.layout.table import GATED_ACTIVATIONS
 from te_fsdp.modules.plan import plan_tree
 
@@ -225,6 +226,17 @@ def test_options_that_would_be_silently_wrong(build, te):
         "MultiheadAttention (MultiheadAttention): set_parallel_mode=False with tp_size=2 is not supported. TE divides "
         "the heads but not the projections. Fix: set_parallel_mode=True."
     )
+
+
+@pytest.mark.parametrize("mode", ["column", "row", None])
+def test_dims_of_all_experts_together(mode):
+    """One dim more than each expert's own, in front."""
+    each = table.grouped_linear_rules(["weight0"], ["bias0"], mode)
+    whole = table.single_grouped_rules(["weight", "bias"], mode)
+    for name, rule in whole.items():
+        dim = each[f"{name}0"].shard_dim
+        assert rule.shard_dim == (None if dim is None else dim + 1)
+        assert rule.layout.is_grouped and rule.quantizable == (name == "weight")
 
 
 def test_a_grouped_parameter(te):
