@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = {
     "README.md": ["nothing"],
     "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing"],
+    "docs/compile.md": ["built"],
     "docs/errors.md": ["training"],
-    "docs/hfsdp.md": ["copies", "hybrid", "hybrid"],
+    "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
     "docs/precision.md": ["built", "passed", "training"],
@@ -96,6 +97,11 @@ class Reader:
         te_fsdp.materialize(model)
         self.names["optimizer"] = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters()))
         self.names["loss"] = lambda output: output.float().square().mean()
+
+    def averaged(self) -> None:
+        """Under HFSDP, after a backward."""
+        self.hybrid()
+        self.names["loss"](self.names["model"](self.batch())).backward()
 
     def training(self, **options: Any) -> None:
         """A sharded model and its optimizer after a step."""
