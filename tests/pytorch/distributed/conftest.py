@@ -220,9 +220,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     files: dict[str, float] = {}
     for timing in pools.timings:
         name = Path((timing.test or "?").split("::")[0]).name
-        files[name] = files.get(name, 0.0) + timing.seconds
+        files[name] = files.get(name, 0.0) + timing.cpu_seconds
     shares = sorted(files.items(), key=lambda item: -item[1])
-    terminalreporter.line("by file: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in shares))
+    terminalreporter.line(
+        f"CPU seconds of the ranks, {sum(files.values()):.0f} in all: "
+        + ", ".join(f"{name} {seconds:.0f}" for name, seconds in shares)
+    )
 
 
 @pytest.fixture(scope="session")

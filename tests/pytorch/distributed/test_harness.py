@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BodyFailed, Comparisons, WorkerPool
+from harness import BodyFailed, Comparisons, WorkerPool, decisions
 from harness import pool as pool_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -122,6 +122,17 @@ def matmul_on_mesh(names: list, shape: list, twice: bool) -> torch.Tensor:
     checks.close("grad", right_d.grad, left.t() @ torch.ones(6, 3, device=left.device), rtol=1e-6, why="fp32")
     checks.require(2)
     return harness.full(product)
+
+
+def decisions_of_a_matmul(spoil: bool) -> int:
+    """How many shardings were decided anew; spoilt: the meshes of what an earlier run has decided stay in it."""
+    known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+    before = known.made
+    with pytest.MonkeyPatch.context() as patch:
+        if spoil:
+            patch.setattr(decisions, "_on", lambda decision, meshes: decision)
+        matmul_on_mesh(["a", "b"], [2, 2], twice=spoil)
+    return known.made - before
 
 
 def return_a_dtensor() -> DTensor:
@@ -256,6 +267,15 @@ def test_meshes_of_earlier_runs_are_forgotten(plain_pool, world_size):
             size = math.prod(shape)
             results = plain_pool.run(matmul_on_mesh, size, names=list(names), shape=list(shape), twice=twice)
             assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(4)
+def test_shardings_are_decided_once(plain_pool):
+    plain_pool.run(decisions_of_a_matmul, 4, spoil=False)
+    assert plain_pool.run(decisions_of_a_matmul, 4, spoil=False) == [0] * 4
+    with pytest.raises(BodyFailed):  # the control: a group of an earlier run
+        plain_pool.run(decisions_of_a_matmul, 4, spoil=True)
 
 
 @pytest.mark.ranks(4)

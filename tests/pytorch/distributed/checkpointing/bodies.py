@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +133,7 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
     from te_fsdp.modules.shards import shard_info
 
     found: dict[str, torch.Tensor] = {}
+    cut: list[tuple[str, torch.Tensor, Any]] = []
     names = {id(p): n for n, p in run.model.named_parameters()}
     for module in run.model.modules():
         for own, parameter in module._parameters.items():
@@ -145,25 +146,32 @@ def logical_state(run: Any) -> dict[str, torch.Tensor]:
                 if isinstance(state, torch.Tensor):
                     values[f"{name}.{key}"] = _torch.local_of(state).detach()
             for label, value in values.items():
-                whole = value.shape == torch.Size() or tuple(value.shape) != info.local_shape
-                found[label] = value.cpu().clone() if whole else together(label, value, info)
-    return found
+                if value.shape == torch.Size() or tuple(value.shape) != info.local_shape:
+                    found[label] = value.cpu().clone()
+                else:
+                    cut.append((label, value, info))
+    return found | together(cut)
 
 
-def together(name: str, local: torch.Tensor, info: Any) -> torch.Tensor:
-    pieces = [(box.original_slices(), local[box.local_slices()].cpu()) for box in info.boxes]
-    everyone: list[Any] = [pieces]
+def together(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch.Tensor]:
+    """Original tensors by label from all ranks' shards, given with their places; one collective for all of them."""
+    originals: dict[str, torch.Tensor] = {}
+    mine: dict[str, list[tuple[Any, torch.Tensor]]] = {}
+    for label, local, info in shards:
+        originals[label] = torch.empty(info.original_shape, dtype=local.dtype)
+        mine[label] = [(box.original_slices(), local[box.local_slices()].cpu()) for box in info.boxes]
+    everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, pieces)
-    original = torch.empty(info.original_shape, dtype=local.dtype)
-    written = torch.zeros(info.original_shape, dtype=torch.bool)
-    for slices, values in (piece for pieces in everyone for piece in pieces):
-        if written[slices].any():  # a replica
-            assert torch.equal(_bytes(original[slices]), _bytes(values)), f"{name}: replicas differ"
-        original[slices], written[slices] = values, True
-    assert written.all(), f"{name}: holes"
-    return original
+        dist.all_gather_object(everyone, mine)
+    for label, original in originals.items():
+        written = torch.zeros(original.shape, dtype=torch.bool)
+        for slices, values in (piece for pieces in everyone for piece in pieces[label]):
+            if written[slices].any():  # a replica
+                assert torch.equal(_bytes(original[slices]), _bytes(values)), f"{label}: replicas differ"
+            original[slices], written[slices] = values, True
+        assert written.all(), f"{label}: holes"
+    return originals
 
 
 def save_for_others(

@@ -42,7 +42,7 @@ def link(
     losses = run.steps(AFTER)
     path = f"{directory}/{recipe}-{position}"
     te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra={"position": run.position})
-    expected = {label: together(label, value, info) for label, value, info in shards(run)}
+    expected = together(shards(run))
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(expected, f"{path}.pt")
     return {"wrong": wrong, "tensors": count, "losses": losses}

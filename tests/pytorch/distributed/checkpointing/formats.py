@@ -61,7 +61,7 @@ def save_formats(
     for recipe in recipes:
         run = QuantizedTraining(recipe, axes, seed=0)
         run.steps(BEFORE)
-        expected = {label: together(label, value, info) for label, value, info in shards(run)}
+        expected = together(shards(run))
         path = f"{directory}/{name}-{recipe}"
         te_fsdp.checkpoint.save(path, run.model, run.optimizer)
         te_fsdp.checkpoint.save(f"{path}-weights", run.model)

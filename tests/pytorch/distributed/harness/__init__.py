@@ -32,7 +32,8 @@ per rank.
 
 A failing, dying or hanging rank raises `BodyFailed` (an AssertionError) with tracebacks and stacks: a hang
 is noticed 15 s after the first failure, or at `timeout`; then the workers are replaced. Between runs
-workers keep only imported modules: process groups, DTensor caches, TE's `FP8GlobalStateManager`,
+workers keep only imported modules and, on the CPU, what DTensor has decided of shardings (`harness.decisions`,
+without its meshes): process groups, DTensor caches, TE's `FP8GlobalStateManager`,
 os.environ, the working directory, seeds and torch defaults are put back. Undo monkeypatches yourself.
 
 Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_type`. Markers: `ranks(n)` (a

@@ -43,6 +43,8 @@ class Timing:
     body: str
     world_size: int
     seconds: float
+    cpu_seconds: float
+    """Of all ranks together, the reset included; 0 where a rank did not live to tell."""
 
 
 class WorkerPool:
@@ -69,6 +71,7 @@ class WorkerPool:
         self.te = te
         self.timings: list[Timing] = []
         self.starts = 0
+        self._cpu_seconds = 0.0
         self._processes = Processes(te, self.arch, self.device_type)
         self._workers: dict[int, Worker] = {}
         self._number = 0
@@ -168,7 +171,7 @@ class WorkerPool:
             "store": str(store_file) if init_group else None,
             "generation": self._number,
         }
-        clean, answers = False, {}
+        clean, answers, self._cpu_seconds = False, {}, 0.0
         try:
             for worker in workers:
                 rank_env = _rank_environment(worker.rank, world_size, store)
@@ -185,7 +188,9 @@ class WorkerPool:
                 )
             store_file.unlink(missing_ok=True)
             test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
-            self.timings.append(Timing(test, _name(fn), world_size, time.monotonic() - started))
+            self.timings.append(
+                Timing(test, _name(fn), world_size, time.monotonic() - started, self._cpu_seconds)
+            )
         return answers
 
     def _ensure(self, world_size: int) -> list[Worker]:
@@ -238,6 +243,7 @@ class WorkerPool:
         failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
         if failed:
             warnings.warn(describe("the reset after a run", len(workers), failed), stacklevel=2)
+        self._cpu_seconds = sum(spent for verdict, spent in answers.values() if verdict == "ok")
         return not failed
 
     def _end_workers(self, stuck: Collection[int] = ()) -> None:

@@ -19,7 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from . import devices
+from . import decisions, devices
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """Longer than any run: the pool, which knows all ranks, is the one to notice a hang."""
@@ -47,6 +47,8 @@ def preload(te: bool, arch: str | None) -> None:
         importlib.import_module(name)
     with suppress(ImportError):
         importlib.import_module("pytest")  # test modules import it; here it is paid for once
+    if devices.device_type() == "cpu":
+        decisions.install()
     if not te:
         return
     if devices.device_type() == "cpu":

@@ -41,6 +41,7 @@ def main(rank: int, options: dict[str, Any]) -> None:
     inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, inbox), daemon=True).start()
     environment, directory = dict(os.environ), os.getcwd()
+    reported = _cpu_seconds()
     while True:
         command, number, job = inbox.get()
         if command == "exit":
@@ -52,6 +53,8 @@ def main(rank: int, options: dict[str, Any]) -> None:
             answer = _answer(state.reset)
             state.restore_environment(environment, {})
             os.chdir(directory)
+            reported, spent = _cpu_seconds(), _cpu_seconds() - reported
+            answer = ("ok", spent) if answer[0] == "ok" else answer
         wire.send(connection, (number, *answer))
     if coverage is not None:
         coverage.stop()
@@ -117,6 +120,11 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         described = traceback.TracebackException(type(error), error, inner, limit=-TRACEBACK_FRAMES)
         lines = described.format()
         return "error", {"type": type(error).__name__, "message": str(error), "traceback": "".join(lines)}
+
+
+def _cpu_seconds() -> float:
+    """What this process has used so far, on all threads, and its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def _read_commands(connection: Connection, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
