@@ -183,7 +183,11 @@ def components_from(
                 f"{label}: quantized weight without a known layout",
                 expected=f"a 2-D weight in one of {', '.join(_TABLE)}",
                 got=f"{name} of shape {shape} {odd or ''}".rstrip(),
-                fix="keep this weight in high precision",
+                fix=(
+                    "build it in high precision, without quantized_model_init; the custom recipe may stay"
+                    if name == "hybrid"
+                    else "keep this weight in high precision"
+                ),
             )
         )
     found = []

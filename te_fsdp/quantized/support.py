@@ -48,6 +48,15 @@ def check_quantizer(label: str, quantizer: Any) -> None:
                 fix="keep these weights in high precision; the recipe itself may stay",
             )
         )
+    if any(map(_te.is_delayed_quantizer, parts)):
+        raise PrecisionError(
+            message(
+                f"{label}: hybrid weight with a part in delayed scaling",
+                expected="parts in current scaling, float8-block, MXFP8 or high precision",
+                why="TransformerEngine reduces the amax history of a module, and not that of a weight's part",
+                fix="use Float8CurrentScalingQuantizer for this part, or keep these weights in high precision",
+            )
+        )
     if any(_name(part) == "IdentityQuantizer" and part.dtype is None for part in parts):
         raise PrecisionError(
             message(

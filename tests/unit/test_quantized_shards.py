@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import te_fsdp
 from te_fsdp import _te
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.boxes import Box
 from te_fsdp.layout.rules import Layout, ParameterRule
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather
 from te_fsdp.quantized import flat as flat_buffers
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit, fits, fitting_dim
-from te_fsdp.quantized.components import components_of
+from te_fsdp.quantized.components import block_of, components_of
+from te_fsdp.quantized.support import check_quantizer
 
 WORLD, ME = 16, 8
 ROWS, COLUMNS = 256, 128
@@ -265,3 +266,59 @@ def test_stacked_tensors_hold_whole_blocks():
     assert fits(weight((128, 64), "mxfp8", halves), 2, 0)
     assert not fits(weight((96, 64), "mxfp8", halves), 1, 0)  # 48 rows each
     assert fits(weight((96, 64), "mxfp8"), 1, 0)
+
+
+def part(te, name: str):
+    """A quantizer of one format, as the factory of a custom recipe makes it."""
+    import transformer_engine_torch as tex
+
+    kind = tex.DType.kFloat8E4M3
+    if name == "block":
+        return te.Float8BlockQuantizer(fp8_dtype=kind, rowwise=True, columnwise=True, block_scaling_dim=2)
+    if name == "delayed":
+        return te.Float8Quantizer(torch.ones(1), torch.zeros(1), kind)
+    return (
+        te.MXFP8Quantizer(kind) if name == "mxfp8" else te.Float8CurrentScalingQuantizer(kind, device="cpu")
+    )
+
+
+def hybrid(te, rowwise: str, columnwise: str):
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
+    return HybridQuantizer(rowwise_quantizer=part(te, rowwise), columnwise_quantizer=part(te, columnwise))
+
+
+@pytest.mark.parametrize(
+    ("formats", "block"),
+    [
+        (("block", "mxfp8"), 128),
+        (("mxfp8", "block"), 128),
+        (("current", "mxfp8"), 32),
+        (("block", "current"), 128),
+    ],
+)
+def test_a_hybrid_is_cut_into_blocks_that_hold_those_of_both_formats(world, formats, block):
+    """128 rows hold four scales of MXFP8, of 32 no scale of 128 could be made."""
+    from transformer_engine.common.recipe import CustomRecipe
+
+    def factory(role):
+        return (
+            hybrid(world, *formats)
+            if role is not None and role.tensor_type == "weight"
+            else part(world, "current")
+        )
+
+    with world.quantized_model_init(recipe=CustomRecipe(qfactory=factory)):
+        layer = world.Linear(COLUMNS, ROWS, params_dtype=torch.bfloat16, device="cpu")
+    assert block_of(layer.weight) == block
+    unfit = nn.Sequential(layer)
+    size = 2 * ROWS // block  # half a block for each
+    with pytest.raises(PlacementError, match=f"rows divisible by {size} FSDP ranks \\* {block}"):
+        te_fsdp.fully_shard(unfit, meshes_at(size // 2, size))
+
+
+@pytest.mark.parametrize("formats", [("delayed", "mxfp8"), ("block", "delayed")])
+def test_hybrids_with_delayed_scaling_are_refused(te, formats):
+    with pytest.raises(PrecisionError, match=r"w: hybrid weight with a part in delayed scaling.*Fix: "):
+        check_quantizer("w", hybrid(te, *formats))
+    check_quantizer("w", hybrid(te, "current", "mxfp8"))

@@ -159,3 +159,13 @@ def test_ranks_that_see_different_checkpoints(pool, tmp_path):
         name, text = found[kind]
         assert name == "CheckpointError" and "the ranks see different checkpoints" in text
         assert f"{names[0]} on rank 0" in text and f"{names[1]} on rank 1" in text
+
+
+def test_hybrid_weights_are_refused_with_a_way_out(pool, tmp_path):
+    for error in pool.run_expect_error(mistakes.save_hybrid_weights, 2, directory=str(tmp_path)):
+        assert error.type_name in ("CheckpointError", "PlacementError"), error
+        assert "weight: quantized weight without a known layout" in error.message
+        assert (
+            "Fix: build it in high precision, without quantized_model_init; the custom recipe may stay"
+            in (error.message)
+        )

@@ -135,8 +135,16 @@ def test_hfsdp(pool, recipe, weights, experts):
     """State cut over the replicas too, of experts that divide among the ranks, and of others."""
     axes = {"dp_replicate": 2, "dp_shard": 2}
     options = {"axes": axes, "recipe": recipe, "weights": weights, "experts": experts}
-    for outcome in pool.run(single.outer, 4, env=SINGLE, **options):
-        assert max(outcome["shares"].values()) <= 1
+    first, *others = pool.run(single.outer, 4, env=SINGLE, **options)
+    assert all(max(outcome["shares"].values()) <= 1 for outcome in (first, *others))
+    # Once for each reason, on one rank.
+    assert not any(outcome["warned"] for outcome in others)
+    assert len(first["warned"]) == (weights == "quantized")
+    for line in first["warned"]:
+        assert "mixture.up.weight" in line and "mixture.down.weight" in line
+        assert (
+            "one tensor of all experts" in line and "Fix: GroupedLinear(single_grouped_weight=False)" in line
+        )
 
 
 @pytest.mark.single_grouped

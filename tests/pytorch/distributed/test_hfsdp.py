@@ -195,7 +195,8 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "nvfp4 2x1xtp2": ("nvfp4", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "hybrid 2x1xtp2": ("e4m3/mxfp8", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "hybrid 2x2": ("bf16/e5m2", {"dp_replicate": 2, "dp_shard": 2}, {"optimizer": "te"}),
-    "hybrid blocks 2x2": ("block/e4m3", {"dp_replicate": 2, "dp_shard": 2}, {}),
+    "hybrid blocks 2x2": ("block/e4m3", {"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}),
+    "hybrid mixed 2x2": ("e4m3/mxfp8", {"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim_grads"}),
 }
 
 

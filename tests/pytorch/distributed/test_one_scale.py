@@ -107,6 +107,16 @@ def test_hybrid_weights_on_every_mesh(pool, mesh, reshard_after_forward):
 
 
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_hybrid_weights_under_every_strategy(pool, strategy, mesh):
+    """Bytes and scales of both parts, and what a forward reads, after steps by whatever holds the weights."""
+    dp_replicate, tp, ranks = mesh
+    options = {"kind": "mlp_gelu", "dp_replicate": dp_replicate, "tp": tp, "strategy": strategy}
+    results = pool.run(one_scale.trainings, ranks, recipes=["e4m3/mxfp8", "bf16/e5m2"], **options)
+    assert results == [{"e4m3/mxfp8": 8, "bf16/e5m2": 6}] * ranks
+
+
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_transformer_layer(pool, recipe, mesh):
     dp_replicate, tp, ranks = mesh

@@ -329,3 +329,19 @@ def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
         f"{directory}/{'.' * (rank + 1)}/{Path(directory).name if rank else ''}/ours-0", model
     )
     return found
+
+
+def save_hybrid_weights(directory: str) -> bool:
+    """Weights of two formats at once: what saving them raises goes on; returns whether anything lies there."""
+    from quantization.one_scale import meshes_of, sharded
+
+    import te_fsdp
+
+    model = sharded("mlp_gelu", "e4m3/mxfp8", meshes_of(1, 1))
+    te_fsdp.materialize(model)
+    try:
+        te_fsdp.checkpoint.save(Path(directory) / "step-1", model)
+    finally:
+        dist.barrier()
+        assert not list(Path(directory).iterdir()), "something was written"
+    return True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import harness
 import torch
+from hfsdp.wire import logged
 from matrix.bodies import _dense, _optimizer
 from matrix.tolerances import MANTISSA, bounds, rounding
 
@@ -26,7 +28,7 @@ def sharded(axes: dict[str, int], recipe: str, weights: str, experts: int, **how
 
 
 def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict[str, Any]:
-    """HFSDP beside HSDP: norms and updates of three clipped steps.
+    """HFSDP beside HSDP: norms and updates of three clipped steps; ``warned``: of weights that cross as fp32.
 
     The gradients are as far apart as their formats allow, and each run rounds its weights to their format at the end.
     """
@@ -34,10 +36,13 @@ def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict
 
     checks, trained, norms = harness.Comparisons(), [], []
     before: dict[str, torch.Tensor] = {}
+    warned: list[str] = []
     for strategy in ("optim", "no_shard"):
         meshes, model = sharded(axes, recipe, weights, experts, outer_strategy=strategy)
         before = {name: _dense(p).clone() for name, p in model.named_parameters() if "mixture" in name}
-        optimizer = te_fsdp.shard_optimizer(_optimizer(model))
+        with logged(logging.WARNING) as lines:
+            optimizer = te_fsdp.shard_optimizer(_optimizer(model))
+        warned += [line for line in lines if "as fp32" in line]
         optimizer.param_groups[0]["lr"] *= 256  # updates well above what the formats round away
         norms.append([])
         for step in range(STEPS):
@@ -57,7 +62,7 @@ def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict
         difference = float((trained[0][name] - trained[1][name]).norm())
         assert update > rounded, f"{name}: nothing but rounding"
         shares[name] = difference / (bound * update + rounded)
-    return {**checks.require(STEPS), "shares": shares}
+    return {**checks.require(STEPS), "shares": shares, "warned": warned}
 
 
 def held(axes: dict[str, int], recipe: str, experts: int) -> dict[str, float]:

@@ -24,6 +24,7 @@ def quantized(
     optimizer: str = "adamw",
     hidden: int = 256,
     alone: bool = False,
+    strategy: str = "optim_grads_params",
     fault: str = "",
 ) -> dict[str, Any]:
     """Each weight is one quantization, by stock TE in one process, of its whole main weight, to the byte.
@@ -34,6 +35,7 @@ def quantized(
         optimizer: "adamw", or TE's FusedAdam.
         hidden: Width of an MLP.
         alone: Each tensor that can travels by itself, however small it is.
+        strategy: Over the shard axis.
         fault: "no bytes": weights travel in fp32, as they do where no cut fits; "amax": each holder has its own scale.
 
     Returns:
@@ -49,7 +51,7 @@ def quantized(
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model, oracle = mlp(recipe, hidden, "meta", **meshes.te_kwargs()), mlp(recipe, hidden)
-    te_fsdp.fully_shard(model, meshes, outer_strategy="optim")
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy="optim")
     te_fsdp.materialize(model, seed=SEED)
     step, compared = Stepper(model, recipe_of(recipe), meshes, False), 0
     if optimizer == "adamw":
@@ -196,15 +198,15 @@ def recording(optimizer: Any) -> list[Collective]:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """Lines of te_fsdp's log."""
+def logged(at_least: int = logging.INFO) -> Iterator[list[str]]:
+    """Lines of te_fsdp's log, of this level or a higher one."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("te_fsdp")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(at_least)
     try:
         yield lines
     finally:

@@ -56,6 +56,7 @@ def sharded(
     *,
     reshard_after_forward: bool = True,
     fsdp: bool = True,
+    strategy: str | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """A model with quantized weights, sharded but still on meta; without ``fsdp`` only over tp."""
@@ -66,7 +67,8 @@ def sharded(
     if not fsdp:
         te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
         return model
-    return te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard_after_forward)
+    how = {"reshard_after_forward": reshard_after_forward} if strategy is None else {"strategy": strategy}
+    return te_fsdp.fully_shard(model, meshes, **how)
 
 
 def stock(kind: str, recipe: str, device: Any = None, **kwargs: Any) -> nn.Module:
@@ -88,6 +90,7 @@ def training(
     group: str = "weight",
     fsdp: bool = True,
     reshard_after_forward: bool = True,
+    strategy: str | None = None,
     steps: int = STEPS,
 ) -> dict[str, int]:
     """Bytes and scales at init and after each of some FusedAdam steps, against one process.
@@ -100,6 +103,7 @@ def training(
         group: ``"weight"``; or as stock TE has it, ``"fsdp"`` from the start, ``"fsdp after init"``.
         fsdp: Whether FSDP2 takes part.
         reshard_after_forward: FSDP2's option.
+        strategy: Of te_fsdp, instead.
         steps: How many.
 
     Returns:
@@ -108,7 +112,8 @@ def training(
     import te_fsdp
 
     meshes = meshes_of(dp_replicate, tp)
-    model = sharded(kind, recipe, meshes, fsdp=fsdp, reshard_after_forward=reshard_after_forward)
+    how = {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
+    model = sharded(kind, recipe, meshes, **how)
     if group == "fsdp":
         reduce_over_fsdp_only(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
