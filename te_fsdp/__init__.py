@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from te_fsdp.errors import CollectiveError as CollectiveError
     from te_fsdp.errors import GradientError as GradientError
     from te_fsdp.errors import InitError as InitError
+    from te_fsdp.errors import InputError as InputError
     from te_fsdp.errors import MeshError as MeshError
     from te_fsdp.errors import OrderError as OrderError
     from te_fsdp.errors import PlacementError as PlacementError
@@ -87,6 +88,7 @@ _HOMES = {
     "PlacementError": "te_fsdp.errors",
     "OrderError": "te_fsdp.errors",
     "InitError": "te_fsdp.errors",
+    "InputError": "te_fsdp.errors",
     "CheckpointError": "te_fsdp.errors",
     "CollectiveError": "te_fsdp.errors",
     "PrecisionError": "te_fsdp.errors",

@@ -15,6 +15,7 @@ __all__ = [
     "CollectiveError",
     "GradientError",
     "InitError",
+    "InputError",
     "MeshError",
     "OrderError",
     "PlacementError",
@@ -43,6 +44,10 @@ class OrderError(TeFsdpError, RuntimeError):
 
 class InitError(TeFsdpError, RuntimeError):
     """A parameter or buffer was left uninitialised, or ranks initialised it differently."""
+
+
+class InputError(TeFsdpError, ValueError):
+    """Ranks that compute one forward together were given different inputs."""
 
 
 class CheckpointError(TeFsdpError, RuntimeError):

@@ -256,6 +256,25 @@ class Meshes:
         return flat
 
     @property
+    def data_size(self) -> int:
+        """How many parts the data is dealt out in: ``dp_replicate`` x ``dp_shard`` x ``ep``. Local operation.
+
+        Ranks of ``tp`` see the same data, ranks of ``cp`` parts of the same sequences.
+        """
+        return self.size("dp_replicate") * self.size("dp_shard") // self.size("cp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the :attr:`data_size` parts of the data is this rank's. Local operation.
+
+        As ``DistributedSampler(..., num_replicas=meshes.data_size, rank=meshes.data_rank)`` wants it.
+        """
+        replica, shard = map(self.device_mesh.get_local_rank, ("dp_replicate", "dp_shard"))
+        cp, ep = self.size("cp"), self.size("ep")
+        outer, expert = shard // (cp * ep), shard % ep  # along dp_shard lie dp_shard, cp, ep, in this order
+        return (replica * (self.size("dp_shard") // (cp * ep)) + outer) * ep + expert
+
+    @property
     def expert_shards(self) -> int:
         """Ranks that FSDP2 shards each expert's weight over."""
         return self.size("dp_shard") // self.size("ep")

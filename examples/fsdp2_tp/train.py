@@ -297,9 +297,11 @@ class Log:
 
 def check(options: Options, meshes: te_fsdp.Meshes) -> None:
     """Refuse options that do not go together, before anything is built."""
-    data_parallel, tp = meshes.size("dp_replicate") * meshes.size("dp_shard"), meshes.size("tp")
-    if options.batch % data_parallel:
-        stop(f"--batch {options.batch} does not divide over {data_parallel} data-parallel ranks ({meshes}).")
+    tp = meshes.size("tp")
+    if options.batch % meshes.data_size:
+        stop(
+            f"--batch {options.batch} does not divide over {meshes.data_size} data-parallel ranks ({meshes})."
+        )
     if options.sequence_parallel and options.seq % tp:
         stop(f"--seq {options.seq} does not divide over --tp {tp}, which --sequence-parallel needs.")
     if options.sequence_parallel and tp == 1 and RANK == 0:
@@ -328,9 +330,9 @@ def portion(options: Options, meshes: te_fsdp.Meshes) -> tuple[int, int, torch.T
 
     Ranks of one tp group take the same sequences: whole ones, or one part each with sequence parallelism.
     """
-    replica, shard, tp_rank = map(meshes.device_mesh.get_local_rank, ("dp_replicate", "dp_shard", "tp"))
-    share = options.batch // (meshes.size("dp_replicate") * meshes.size("dp_shard"))
-    first = (replica * meshes.size("dp_shard") + shard) * share
+    tp_rank = meshes.device_mesh.get_local_rank("tp")
+    share = options.batch // meshes.data_size
+    first = meshes.data_rank * share
     parts = meshes.size("tp") if options.sequence_parallel else 1
     places = torch.arange(options.seq, device=meshes.device).chunk(parts)[tp_rank % parts]
     return first, share, places, meshes.size("tp") // parts

@@ -20,6 +20,7 @@ from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
+from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.quantized.alignment import Grid
@@ -48,6 +49,7 @@ def set_device_mesh(
     ep_mesh: DeviceMesh | None = None,
     expert_weight_mesh: DeviceMesh | None = None,
     experts: Selection = None,
+    check_inputs: bool = True,
 ) -> None:
     """Bind a tree of TE modules to meshes, in place: parameters become DTensors, rightly placed over tp.
 
@@ -73,6 +75,8 @@ def set_device_mesh(
             (``weight2``, ``weight3`` on the second of two ranks with two experts each).
         expert_weight_mesh: As ``weight_mesh``, for expert modules: without ``ep``.
         experts: Names or classes of the grouped modules to deal out, or of modules that hold some; by default all.
+        check_inputs: Compare what enters ``model`` over tp, when it comes in new shapes (:class:`te_fsdp.InputError`).
+            Not for a model that is a TE module itself, which may be part of another.
 
     Raises:
         MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
@@ -91,6 +95,8 @@ def set_device_mesh(
     meshings = Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
     with together, replacing(model, "set_device_mesh"):
         bind(model, *meshings, experts, check=True, agree_over=mesh)
+    if _te.kind_of(model) is None:
+        watch_inputs(model, tp_mesh if check_inputs else None)
 
 
 def bind(

@@ -18,6 +18,7 @@ from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Meshing
 from te_fsdp.modules.experts import Selection
+from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
 from te_fsdp.sharding.agree import check_replicas, check_same_model
@@ -56,12 +57,12 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     experts: Selection = None,
     average_gradients: bool = True,
+    check_inputs: bool = True,
 ) -> nn.Module:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
     Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
     quantized weights quantized with one scale per weight, and Python attributes. Build the optimizer afterwards.
-
     Collective over all ranks of the meshes. Communicates checksums of parameters on the device, and amaxes.
 
     Args:
@@ -77,9 +78,9 @@ def fully_shard(
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
         offload_policy: FSDP2's. One that offloads is refused, with the reason.
         reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
-        experts: With expert parallelism: names or classes of the ``GroupedLinear`` modules to deal out over ``ep``, or
-            of modules that hold some; by default all of them. They are units of their own.
+        experts: Names or classes of ``GroupedLinear`` modules (or around some) to deal out over ``ep``; default: all.
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
+        check_inputs: Compare what enters the model over ``tp``, whenever it comes in new shapes.
 
     Returns:
         ``model``.
@@ -99,7 +100,7 @@ def fully_shard(
         _check_ranks(plan, fused)
         plan.exempt.commit(meshes.device)
         _replace_parameters(plan)
-        _finish(plan)
+        _finish(plan, check_inputs)
         fuse_wgrad(plan.state, fused)
     _log.debug("fully_shard: %d units over %s", len(plan.state.units), meshes)
     return model
@@ -170,7 +171,7 @@ def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
                 _torch.keep_no_flat_shard(managed)
 
 
-def _finish(plan: Plan) -> None:
+def _finish(plan: Plan, check_inputs: bool) -> None:
     """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
 
     And what it shall not keep: flat copies of quantized shards.
@@ -202,5 +203,6 @@ def _finish(plan: Plan) -> None:
         )
     state.model.__dict__[KEY] = state
     mark(state)
+    watch_inputs(state.model, state.meshes.tp if check_inputs else None)
     watch_forward(state)
     watch_steps()

@@ -26,6 +26,7 @@ from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
 from te_fsdp.modules.initialize import check_initialised
+from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
@@ -105,11 +106,13 @@ def watch_method(unit: nn.Module, method: str) -> None:
     state, stock = found, getattr(unit, method)
     names = [name for name, own in state.modules.items() if own is unit]
     replicated = state.replicated if unit is state.model else None
+    check = _torch.untraced(check_inputs)
 
     @functools.wraps(stock)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if unit is state.model:
             _before_forward(state, unit, args)
+            check(unit, args, kwargs, method)
         if replicated is not None:
             replicated.attach()
         for name in names:

@@ -49,6 +49,7 @@ def test_the_family():
         "MeshError": "ValueError",
         "PlacementError": "ValueError",
         "PrecisionError": "ValueError",
+        "InputError": "ValueError",
         "OrderError": "RuntimeError",
         "InitError": "RuntimeError",
         "CheckpointError": "RuntimeError",

@@ -74,6 +74,22 @@ def test_who_shares_what_with_experts(fake_world, sizes):
         assert (meshes.expert_fsdp is None) == (replicate * shard * cp == 1)
 
 
+@pytest.mark.parametrize("sizes", EXPERT_SIZES)
+def test_who_sees_the_same_data(fake_world, sizes):
+    """The ranks of one tp and cp group, and nobody else; numbers from 0 on, in the order of ranks."""
+    numbers, asked = {}, dict(zip(ALL_AXES, sizes, strict=True))
+    for rank, place in placed(sizes).items():
+        fake_world(math.prod(sizes), rank)
+        meshes = build(**asked)
+        assert meshes.data_size == asked["dp_replicate"] * asked["dp_shard"] * asked["ep"]
+        numbers.setdefault(meshes.data_rank, []).append(rank)
+        replica, shard, _, expert, _ = place
+        assert meshes.data_rank == (replica * asked["dp_shard"] + shard) * asked["ep"] + expert
+    assert list(numbers) == list(range(meshes.data_size))
+    for group in numbers.values():
+        assert group == same(sizes, group[0], "cp tp")
+
+
 def test_without_ep_experts_live_on_the_dense_meshes(fake_world):
     fake_world(8)
     meshes = build(dp_replicate=2, tp=2)
