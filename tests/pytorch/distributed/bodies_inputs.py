@@ -124,7 +124,11 @@ def _error(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 def fed(door: str, what: str, dp: int, where: str = "tp", **options: Any) -> tuple[str, str]:
     """One forward; ranks of ``where`` ("tp", "dp" or all: "rank") are fed different data."""
     meshes = _meshes(dp)
-    place = {"tp": meshes.device_mesh.get_local_rank("tp"), "dp": meshes.data_rank, "rank": dist.get_rank()}
+    place = {
+        "tp": meshes.device_mesh.get_local_rank("tp"),
+        "dp": dist.get_rank() // 2,
+        "rank": dist.get_rank(),
+    }
     model = _bound(Model(meshes), meshes, door, **options)
     args, kwargs = _inputs(what, place[where])
     return _error(model, *args, **kwargs)

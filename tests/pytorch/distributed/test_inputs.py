@@ -111,7 +111,7 @@ def test_nothing_is_compared_in_backward(pool):
 
 @pytest.mark.ranks(2)
 def test_one_rank_alone_with_new_shapes(pool):
-    alone, other = pool.run(bodies.one_rank_alone, 2)
+    alone, other = pool.run(bodies.one_rank_alone, 2, timeout=40)
     assert alone[0] == "CollectiveError" and "rank 1 has not called it" in alone[1], alone
     assert "forward with inputs of new shapes" in alone[1]
     assert other == NOTHING
