@@ -36,7 +36,7 @@ from te_fsdp.errors import CollectiveError, TeFsdpError, message
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["collective_call", "dist_rank", "raised_on_all_ranks", "set_collective_timeout"]
+__all__ = ["collective_call", "is_simulated", "dist_rank", "raised_on_all_ranks", "set_collective_timeout"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -64,6 +64,11 @@ class _Process:
 @functools.cache
 def _process() -> _Process:
     return _Process()
+
+
+def is_simulated() -> bool:
+    """Whether the other ranks do not exist: torch's fake process group answers a rank with what the rank has sent."""
+    return dist.get_backend() == "fake"
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -118,7 +123,7 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
 
 def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
     """Who makes a call, in ascending order; none where there is nobody to wait for."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or is_simulated():
         return ()
     if mesh is None:
         return tuple(range(dist.get_world_size()))

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.all_ranks import collective_call
+from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
 from te_fsdp.errors import MeshError, message
 
@@ -342,8 +342,7 @@ def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    # Torch's fake process group has nobody to ask.
-    if ranks.numel() < dist.get_world_size() and dist.get_backend() != "fake":
+    if ranks.numel() < dist.get_world_size() and not is_simulated():
         everyone: list[list] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, ranks.tolist())
         each = sorted({str(stage): stage for told in everyone for stage in told}.values())

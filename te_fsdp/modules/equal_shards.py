@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.all_ranks import is_simulated
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 
@@ -61,6 +62,8 @@ def find_equal_shards(
     """
     fresh = [item for item in planned if binding_of(item.module) is None]
     found = []
+    if dist.is_initialized() and is_simulated():
+        return []
     if tp_mesh is not None and tp_mesh.size() > 1:
         found += _equal_over(tp_mesh, "tp", _drawn(_cut_by_tp(fresh)))
     if ep_mesh is not None and ep_mesh.size() > 1:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp.all_ranks import collective_call
+from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InputError, message
 from te_fsdp.modules.equal_shards import checksum
 
@@ -77,7 +77,7 @@ def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
     for module in model.modules():
         if module.__dict__.get(KEY) is not None:
             module.__dict__[KEY] = None
-    if tp_mesh is None or tp_mesh.size() == 1 or dist.get_backend(tp_mesh.get_group()) == "fake":
+    if tp_mesh is None or tp_mesh.size() == 1 or is_simulated():
         return
     if KEY not in model.__dict__:
         model.register_forward_pre_hook(_torch.untraced(check_inputs), with_kwargs=True, prepend=True)

@@ -24,6 +24,7 @@ PAGES = {
     "README.md": ["nothing"],
     "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing"],
     "docs/compile.md": ["built"],
+    "docs/data.md": ["data"],
     "docs/errors.md": ["training"],
     "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
     "docs/megatron.md": ["nothing"],
@@ -97,6 +98,11 @@ class Reader:
         te_fsdp.materialize(model)
         self.names["optimizer"] = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters()))
         self.names["loss"] = lambda output: output.float().square().mean()
+
+    def data(self) -> None:
+        """A data set of tokens."""
+        self.nothing()
+        self.names |= {"dataset": torch.arange(256).reshape(64, 4), "epochs": 2}
 
     def averaged(self) -> None:
         """Under HFSDP, after a backward."""
