@@ -211,16 +211,20 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
 def _gradients_of(group: Any) -> Callable[[], None]:
     """What a parameter group holds of gradients, reduced or not: a function that puts it back."""
     part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
-    gathered = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
-    parameters = [*(managed.sharded_param for managed in group.fsdp_params), *gathered]
-    gradients = [(p, p.grad) for p in parameters if p is not None and p.grad is not None]
+    sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
+    found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
+    gathered = [(parameter, parameter.grad) for parameter in found if parameter is not None]
 
     def put_back() -> None:
         group._partial_reduce_output = part
         if layout:
             group._partial_reduce_output_layout.update(layout)
-        for parameter, gradient in gradients:
+        for parameter, gradient in sharded:
             if parameter.grad is None:
+                # The very tensor: it carries marks, and that of HFSDP refuses to be computed with.
+                parameter.grad = gradient
+        for parameter, gradient in gathered:
+            if parameter.grad is None and gradient is not None:
                 # A backward that was interrupted leaves gathered parameters' gradients in the dtype of compute, torch
                 # 2.15 wants them in that in which they add up.
                 parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
