@@ -149,29 +149,3 @@ def _clear(how: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         te_fsdp.zero_grad(model, set_to_none=False)
     else:
         optimizer.zero_grad(set_to_none=how != "zeros")
-
-
-def seconds(hidden: int, tokens: int, count: int = 30) -> dict[str, float]:
-    """Seconds of a forward and backward with and without the watch, the shortest of many, in turns."""
-    import time
-
-    import te_fsdp
-
-    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
-    shortest: dict[str, float] = {}
-    models = {}
-    for name in ("without", "with"):
-        models[name] = te_fsdp.fully_shard(Pair(hidden, 4 * hidden), meshes, units=["first", "second"])
-    te_fsdp.report_nan(models["with"])
-    x = torch.ones((tokens, hidden), dtype=BF16, device=harness.device())
-    for _ in range(count):
-        for name, model in models.items():
-            if harness.device_type() == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            y = model(x)
-            y.backward(x)
-            if harness.device_type() == "cuda":
-                torch.cuda.synchronize()
-            shortest[name] = min(shortest.get(name, 1e9), time.perf_counter() - begin)
-    return shortest
