@@ -179,6 +179,7 @@ BYTES = {
     "bf16/e5m2": 2 + 1,
     "block/e4m3": (1 + 4 / 128**2) + 1,
     "e4m3/e5m2": 1 + 1,
+    "e4m3/block": 1 + (1 + 4 / 128**2),
 }
 #: Recipe, mesh, and options of hfsdp/wire.py. The second weight of "block" is cut along its columns; that of the mxfp8
 #: MLP of width 96 by four ranks has no whole blocks either way.
@@ -193,6 +194,7 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "mxfp8 4x1": ("mxfp8", {"dp_replicate": 4, "dp_shard": 1}, {"hidden": 96}),
     "block 2x2": ("block", {"dp_replicate": 2, "dp_shard": 2}, {"alone": True}),
     "nvfp4 2x1xtp2": ("nvfp4", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+    "hybrid hopper 2x2": ("e4m3/block", {"dp_replicate": 2, "dp_shard": 2}, {}),
     "hybrid 2x1xtp2": ("e4m3/mxfp8", {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
     "hybrid 2x2": ("bf16/e5m2", {"dp_replicate": 2, "dp_shard": 2}, {"optimizer": "te"}),
     "hybrid blocks 2x2": ("block/e4m3", {"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}),
@@ -207,8 +209,10 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         for case, (recipe, axes, _) in WIRE.items()
     ],
 )
-def test_quantized_once_and_sent_as_bytes(pool, recipe, case):
+def test_quantized_once_and_sent_as_bytes(pool, arch, recipe, case):
     """Of the rows of three ranks one scale for all holds equally many nowhere: the last rank sends fewer."""
+    if arch.startswith("9") and recipe.partition("/")[2] not in ("", "block"):
+        pytest.skip("Hopper quantizes a hybrid weight's column-wise part to blocks or not at all")
     _, axes, options = WIRE[case]
     ranks = math.prod(axes.values())
     results = pool.run(wire.quantized, ranks, recipe=recipe, axes=axes, **options)

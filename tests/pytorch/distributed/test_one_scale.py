@@ -74,7 +74,7 @@ def test_block_formats(pool, recipe, buffers, mesh):
     assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 2}] * ranks
 
 
-# Rows of a hybrid weight's two parts that the device can make: Hopper has no column-wise float8 alone (TE 2.20.2).
+# Formats of a hybrid weight's two parts that the device can make: Hopper has no column-wise float8 alone (TE 2.20.2).
 HYBRIDS = {
     "10.0": (("e4m3", "e5m2", "block", "mxfp8", "bf16"), ("e4m3", "e5m2", "block", "mxfp8", "bf16")),
     "9.0": (("e4m3", "e5m2", "block", "bf16"), ("block", "bf16")),
@@ -98,22 +98,25 @@ def test_every_pair_of_formats(pool, arch, rowwise, mesh):
 
 @pytest.mark.parametrize("mesh", meshes("dp4", "tp4", "hsdp2x2", "hsdp2x2xtp2"))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_hybrid_weights_on_every_mesh(pool, mesh, reshard_after_forward):
+def test_hybrid_weights_on_every_mesh(pool, arch, mesh, reshard_after_forward):
     dp_replicate, tp, ranks = mesh
     options = {"kind": "mlp_swiglu", "dp_replicate": dp_replicate, "tp": tp}
     options |= {"reshard_after_forward": reshard_after_forward}
-    results = pool.run(one_scale.trainings, ranks, recipes=["e4m3/bf16", "block/e4m3"], **options)
-    assert results == [{"e4m3/bf16": 6, "block/e4m3": 8}] * ranks
+    buffers = {"e4m3/bf16": 6, "e4m3/block" if arch.startswith("9") else "block/e4m3": 8}
+    results = pool.run(one_scale.trainings, ranks, recipes=list(buffers), **options)
+    assert results == [buffers] * ranks
 
 
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_hybrid_weights_under_every_strategy(pool, strategy, mesh):
+def test_hybrid_weights_under_every_strategy(pool, arch, strategy, mesh):
     """Bytes and scales of both parts, and what a forward reads, after steps by whatever holds the weights."""
     dp_replicate, tp, ranks = mesh
     options = {"kind": "mlp_gelu", "dp_replicate": dp_replicate, "tp": tp, "strategy": strategy}
-    results = pool.run(one_scale.trainings, ranks, recipes=["e4m3/mxfp8", "bf16/e5m2"], **options)
-    assert results == [{"e4m3/mxfp8": 8, "bf16/e5m2": 6}] * ranks
+    hopper = arch.startswith("9")
+    buffers = {"e4m3/block": 8, "bf16/block": 6} if hopper else {"e4m3/mxfp8": 8, "bf16/e5m2": 6}
+    results = pool.run(one_scale.trainings, ranks, recipes=list(buffers), **options)
+    assert results == [buffers] * ranks
 
 
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))

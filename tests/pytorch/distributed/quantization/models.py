@@ -51,13 +51,17 @@ def _hybrid_factory(rowwise: str, columnwise: str, role: Any) -> Any:
     if kind != "weight":
         # A GEMM takes two operands of one scaling mode, and no two of E5M2.
         rowwise, columnwise = ("e4m3" if way == "e5m2" else way for way in (rowwise, columnwise))
+    # Blocks of a weight are squares, those of its partner rows: cuBLAS takes no two operands with squares.
+    dims = 2 if kind == "weight" else 1
     if kind not in ("weight", "input"):
-        return _quantizer(columnwise)
-    return HybridQuantizer(rowwise_quantizer=_quantizer(rowwise), columnwise_quantizer=_quantizer(columnwise))
+        return _quantizer(columnwise, dims)
+    return HybridQuantizer(
+        rowwise_quantizer=_quantizer(rowwise, dims), columnwise_quantizer=_quantizer(columnwise, dims)
+    )
 
 
-def _quantizer(name: str) -> Any:
-    """A quantizer of one format, as a user's factory makes it."""
+def _quantizer(name: str, dims: int) -> Any:
+    """A quantizer of one format, as a user's factory makes it; ``dims`` of the blocks of block scaling."""
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -67,7 +71,7 @@ def _quantizer(name: str) -> Any:
     if name == "mxfp8":
         return te.MXFP8Quantizer(tex.DType.kFloat8E4M3)
     if name == "block":
-        options = {"rowwise": True, "columnwise": True, "block_scaling_dim": 2}
+        options = {"rowwise": True, "columnwise": True, "block_scaling_dim": dims}
         return te.Float8BlockQuantizer(fp8_dtype=tex.DType.kFloat8E4M3, **options)
     dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[name]
     return te.Float8CurrentScalingQuantizer(dtype, device=harness.device())
