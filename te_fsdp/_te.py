@@ -37,6 +37,7 @@ __all__ = [
     "amax_quantizer_classes",
     "amax_reduction_group",
     "amax_tensor_classes",
+    "argument_of",
     "attach_high_precision_value",
     "base_module_class",
     "delayed_states",
@@ -65,6 +66,7 @@ __all__ = [
     "parts_of",
     "quantizer_of",
     "recipes",
+    "recipes_in_use",
     "rename_parameters",
     "set_delayed_scale",
     "set_quantizer",
@@ -115,6 +117,13 @@ def recipes() -> ModuleType:
     return importlib.import_module("transformer_engine.common.recipe")
 
 
+def recipes_in_use(model: nn.Module) -> list[str]:
+    """Classes of the recipes under which the modules of a model have last run (``fp8``, ``fp8_meta``)."""
+    attributes = (module.__dict__ for module in model.modules())
+    metas = [own["fp8_meta"] for own in attributes if own.get("fp8") is True and "fp8_meta" in own]
+    return sorted({type(meta["recipe"]).__name__ for meta in metas if "recipe" in meta})
+
+
 def module_class(kind: str) -> type[nn.Module]:
     """TE's own class of one of :data:`KINDS`."""
     return getattr(te(), kind)
@@ -134,6 +143,16 @@ def kind_of(module: nn.Module) -> str | None:
             return kind
     from_te = any(c.__module__.split(".")[0] == "transformer_engine" for c in type(module).__mro__)
     return "unknown" if from_te else None
+
+
+#: Attributes that hold arguments of constructors under other names (TE 2.18 to 2.20.2: ``module``, ``ops/basic``).
+_KEPT_AS = {"bias": "use_bias", "p": "dropout_probability", "scale_bias": "_scale_bias", "shape": "_shape"}
+
+
+def argument_of(module: nn.Module, name: str, absent: Any = None) -> Any:
+    """What a module keeps of an argument of its constructor; ``absent`` where it keeps none."""
+    kept = getattr(module, _KEPT_AS.get(name, name), absent)
+    return getattr(module, name, absent) if kept is absent else kept
 
 
 # --- parameters

@@ -66,6 +66,7 @@ __all__ = [
     "with_local",
     "without_data",
     "without_modes",
+    "without_wrappers",
 ]
 
 
@@ -229,6 +230,11 @@ def is_fsdp_module(module: nn.Module) -> bool:
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a module's buffer belongs to its state dict (``Module._non_persistent_buffers_set``)."""
     return name not in module._non_persistent_buffers_set
+
+
+def without_wrappers(name: str) -> str:
+    """A module's name in the bare model, without what activation checkpointing and ``torch.compile`` add to it."""
+    return f".{name}.".replace("._checkpoint_wrapped_module.", ".").replace("._orig_mod.", ".").strip(".")
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = [
     "FILE_NAME",
     "FORMAT_VERSION",
+    "RECORDS_SEMANTICS",
     "STACKS_EXPERTS",
     "Manifest",
     "Tick",
@@ -27,9 +28,11 @@ __all__ = [
 
 FILE_NAME = "te_fsdp.json"
 #: Raised when an older te_fsdp could misread what a newer one writes.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 #: From this version on, the weights of a layer's experts are one tensor. Before, each had its own.
 STACKS_EXPERTS = 2
+#: From this version on, a save records what the modules compute.
+RECORDS_SEMANTICS = 3
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 _NO_DIGEST = "0" * 32
@@ -60,6 +63,8 @@ class Manifest:
         files: Per file of the directory: bytes and CRC-32.
         extra_states: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty.
         tied: Further names of parameters and buffers, with the first name, under which they are stored.
+        semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
+            versions before 3, and in those that were not made from a model.
         format_version: :data:`FORMAT_VERSION`.
     """
 
@@ -74,6 +79,7 @@ class Manifest:
     files: dict[str, list[int]] = field(default_factory=dict)
     extra_states: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
+    semantics: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
     def tensor(self, name: str) -> dict[str, Any]:

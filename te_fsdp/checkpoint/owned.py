@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Owned", "by_key", "clean_name", "owned_buffers", "owned_parameters"]
 
-#: What wrappers add to module names; the names in the files are those of the bare model.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
 
 @dataclass(frozen=True)
 class Owned:
@@ -106,7 +103,4 @@ def owned_buffers(model: nn.Module) -> Iterator[Owned]:
 
 def clean_name(prefix: str, name: str) -> str:
     """Full name without the parts that wrappers add."""
-    full = ".".join(part for part in (prefix, name) if part) + "."
-    for wrapper in _WRAPPERS:
-        full = full.replace(wrapper, "")
-    return full[:-1]
+    return _torch.without_wrappers(".".join(part for part in (prefix, name) if part))

@@ -41,6 +41,7 @@ from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.retention import check_keep_last, hide_old, remove
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
+from te_fsdp.modules.semantics import record
 from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class _Collected:
     extra: Any
     extra_entries: dict[str, Entry]
     own: OwnParts
+    semantics: dict[str, Any]
 
     def digests(self) -> dict[str, bytes]:
         """Digests of what must be the same on all ranks."""
@@ -160,6 +162,7 @@ class _Collected:
             "buffers": self.state.buffers,
             "optimizer": self.optimized.described if self.optimized else None,
             "delayed-scaling state": self.delayed[0],
+            "settings of modules": {**self.semantics, "recipes": None},  # a rank's experts may not have run
         }
         return {name: _digest(repr(part).encode()) for name, part in parts.items()}
 
@@ -234,6 +237,7 @@ def _describe(
         extra=collected.extra,
         extra_states=modules_with_extra_state(model),
         tied=tied_names(model),
+        semantics=collected.semantics,
     )
 
 
@@ -247,7 +251,7 @@ def _collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, 
         check_optimizer(model, optimizer)
         check_scaled_state(optimizer)
         optimized = optimizer_state(optimizer, state.owned)
-    return _Collected(state, optimized, delayed_state(model), extra_json, extra_entries, own)
+    return _Collected(state, optimized, delayed_state(model), extra_json, extra_entries, own, record(model))
 
 
 def _check_same_model(digests: list[dict[str, bytes]]) -> None:
