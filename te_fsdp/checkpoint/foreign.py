@@ -14,6 +14,7 @@ import torch
 
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
+from te_fsdp.checkpoint.compare import Differences
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest, checksum
 from te_fsdp.checkpoint.model_state import shorten, tied_names
 from te_fsdp.checkpoint.planner import readable_metadata
@@ -21,7 +22,7 @@ from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkp
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Stack
-from te_fsdp.checkpoint.portable.state_dicts import Choices, open_dcp_contents
+from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.verifying import verify_together
 from te_fsdp.errors import CheckpointError, message
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["open_source", "settle_scaling", "tell_stacked"]
+__all__ = ["compare_stacked", "open_source", "settle_scaling"]
 
 
 def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool) -> Source:
@@ -111,17 +112,29 @@ def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None
             then["format"] = now
 
 
-def tell_stacked(source: Source, described: dict[str, dict[str, Any]]) -> None:
-    """Note the stacked weights of a plain directory that are there in pieces: no file tells who cut them. Local."""
+def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
+    """Rows that are stacked for tensor parallelism, in a plain directory: whether they lie as in the unsharded module.
+
+    At tp=1 they do. Those that tensor parallelism has cut do not: a difference. Where nothing tells: a note. Local.
+    """
     if source.kind != DCP_KIND or source.tensors is None:
         return
-    stacked = [name for name, now in described.items() if str(now["layout"]).startswith("stacked")]
-    found = {name: source.tensors.get(f"model.{name}") for name in stacked}
-    torn = [name for name, tensor in found.items() if isinstance(tensor, Chunked) and len(tensor.chunks) > 1]
-    if torn:
+    cuts, asked = Cuts(source.tensors), []
+    for name, now in described.items():
+        tensor = source.tensors.get(f"model.{name}")
+        if not str(now["layout"]).startswith("stacked") or tensor is None:
+            continue
+        by_tp = cuts.by_tp(name)
+        whole = not isinstance(tensor, Chunked) or len(tensor.chunks) == 1
+        if by_tp:
+            found.add("whose rows tensor parallelism has put in another order", name)
+        elif by_tp is None and not (whole and name.rpartition(".")[0] in source.manifest.extra_states):
+            asked.append(name)
+    if asked:
         source.notes.append(
-            f"{len(torn)} fused or gated weight(s) lie there in pieces ({shorten(torn, 3)}): taken with the rows of "
-            "the unsharded module. If tp cut them without telling, as a plain Shard(0) does, these rows are scrambled"
+            f"{len(asked)} fused or gated weight(s) taken with the rows of the unsharded module ({shorten(asked, 3)}), "
+            "which nothing in the directory confirms: were they saved with tensor parallelism? Then these rows are "
+            "scrambled; load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
         )
 
 

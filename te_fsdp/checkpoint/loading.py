@@ -15,7 +15,7 @@ from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_mode
 from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed
 from te_fsdp.checkpoint.filling import Filling
-from te_fsdp.checkpoint.foreign import open_source, settle_scaling, tell_stacked
+from te_fsdp.checkpoint.foreign import compare_stacked, open_source, settle_scaling
 from te_fsdp.checkpoint.loaded import Loaded
 from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
 from te_fsdp.checkpoint.optimizer_loading import compare_optimizer
@@ -121,8 +121,8 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
         check_metadata(source.path, manifest)
     state = model_state(model, may_cut_blocks=True)
     settle_scaling(source, state.described)
-    tell_stacked(source, state.described)
     found = compare_model(manifest, state)
+    compare_stacked(found, source, state.described)
     for kind, name, detail in compare_delayed(model, manifest.delayed):
         found.add(kind, name, detail)
     for name in found.converted.keys() & state.members.keys():

@@ -11,8 +11,8 @@ not take it.
 
 Two kinds of weights cannot be resharded by plain DCP: stacked rows (a DTensor can't say that a rank holds
 several ranges) and quantized tensors (a slice of them may be a temporary, the write to it lost). The entry of a module
-with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before it reads
-anything:
+with such weights has a shape that tells the condition, unless nothing is cut: at tp=1 rows lie as in the unsharded
+module, and the entry is TE's own empty one. On another mesh DCP stops at it, by name and before it reads anything:
 
     Size mismatch between saved torch.Size([47, 2]) and current: torch.Size([24, 4]) (rows stacked for tp=4, other
     tp sizes need te_fsdp.checkpoint) for model.layers.0.fc1._extra_state
@@ -170,8 +170,10 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
 
 def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
     condition, rows, cut = _conditions(module)
+    if saved is not None and set(saved) == {1}:  # until version 0.1 uncut modules said so
+        saved = None
     # Rows that are not stacked, or not cut, are those of any module; high-precision ones fit quantized weights.
-    if saved in (condition, rows) or (saved in (None, (1,)) and not cut):
+    if saved in (condition, rows) or (saved is None and not cut):
         return
     raise CheckpointError(
         message(
@@ -207,21 +209,22 @@ def _conditions(module: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, .
     """On what loading this module's weights by plain DCP depends.
 
     Returns:
-        The marks of the condition; those of the same rows in high precision; whether rows are stacked and cut, so that
-        whole ones would not fit.
+        The marks of the condition, none where nothing is cut; those of the same rows in high precision; whether rows
+        are stacked and cut, so that whole ones would not fit.
     """
     binding = binding_of(module)
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if binding is None or not own:
         return None, None, False
     tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    stacked = any(binding.rules[n].layout.is_stacked for n in own if n in binding.rules)
-    rows = (tp_size,) if stacked else None
+    cut = tp_size > 1 and any(binding.rules[n].layout.is_stacked for n in own if n in binding.rules)
+    rows = (tp_size,) if cut else None
     quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
     if not quantized:
-        return rows, rows, stacked and tp_size > 1
+        return rows, rows, cut
     at = shard_info(module, quantized[0], own[quantized[0]], label=_label(module)).at
-    return (tp_size, at.fsdp_size), rows, stacked and tp_size > 1
+    pieces = (tp_size, at.fsdp_size)
+    return pieces if max(pieces) > 1 else None, rows, cut
 
 
 def _label(module: nn.Module) -> str:

@@ -14,12 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
-from te_fsdp.checkpoint import directory, foreign
+from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.optimizer_loading import restore_groups
 from te_fsdp.checkpoint.owned import Owned
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory
-from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.writing import as_failed_save
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
@@ -399,20 +397,3 @@ def test_numbered_optimizers_of_plain_directories(tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path / "numbered")
     with pytest.raises(CheckpointError, match="optimizer: left, it numbers its parameters without names"):
         checkpoint.load(tmp_path / "numbered", other, fresh)
-
-
-def test_stacked_weights_of_plain_directories_in_pieces(tmp_path: Path) -> None:
-    """Whether tp or data parallelism cut them no file tells: the load does."""
-    halves = [((n, 0), InMemory(torch.zeros(2, 3))) for n in (0, 2)]
-    tensors = {
-        "model.fc1": Chunked("fc1", (4, 3), torch.float32, halves),
-        "model.whole": Chunked("whole", (2, 3), torch.float32, halves[:1]),
-        "model.fc2": Chunked("fc2", (4, 3), torch.float32, halves),
-    }
-    layouts = {"fc1": "stacked(1, 1)", "whole": "stacked(1, 1)", "fc2": "plain", "absent": "stacked(1, 1)"}
-    contents = foreign.Contents(tmp_path, foreign.DCP_KIND, foreign.Manifest({}, {}, 0, {}, {}, {}, None, {}))
-    source = Source(tmp_path, contents.manifest, tensors, contents.kind)
-    foreign.tell_stacked(source, {name: {"layout": layout} for name, layout in layouts.items()})
-    assert (
-        len(source.notes) == 1 and "in pieces (fc1): taken with the rows of the unsharded" in source.notes[0]
-    )

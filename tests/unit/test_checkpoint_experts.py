@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,29 @@ def test_differences(te: Any, tmp_path: Path) -> None:
         CheckpointError, match=r"experts\.weight3 is no tensor like those of the other experts"
     ):
         checkpoint.save(tmp_path / "d", run.model)
+
+
+def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path) -> None:
+    """The block of docs/checkpoints.md as it stands, plain DCP alone; `weight3` is `[3]` of the tensor of all."""
+    run = Run(te, "none", seed=0).step()
+    checkpoint.save(tmp_path / "a", run.model, run.optimizer)
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    (block,) = (
+        b for b in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "FileSystemReader" in b
+    )
+    names: dict[str, Any] = {"path": tmp_path / "a", "torch": torch}
+    exec(block, names)
+    weights, want = names["weights"], {n: p.detach() for n, p in run.model.named_parameters()}
+    for kind in ("weight", "bias"):
+        for expert in range(EXPERTS):
+            value = weights[f"model.experts.{kind}"][expert]
+            assert torch.equal(value, want[f"experts.{kind}{expert}"]), (kind, expert)
+    # The rest, and optimizer states, by the names of the model.
+    own = {
+        "model": {"out.weight": torch.zeros(32, FFN)},
+        "optimizer": {"state": {"out.weight": {"exp_avg": torch.zeros(32, FFN)}}},
+    }
+    dcp.load(own, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(own["model"]["out.weight"], want["out.weight"])
+    moment = run.optimizer.state[run.model.out.weight]["exp_avg"]
+    assert torch.equal(own["optimizer"]["state"]["out.weight"]["exp_avg"], moment) and moment.any()

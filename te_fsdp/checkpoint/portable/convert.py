@@ -27,7 +27,12 @@ from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy
 from te_fsdp.checkpoint.portable.main_weights import best_value
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
 from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
-from te_fsdp.checkpoint.portable.state_dicts import Choices, open_dcp_contents, open_torch_contents
+from te_fsdp.checkpoint.portable.state_dicts import (
+    Choices,
+    open_dcp_contents,
+    open_torch_contents,
+    refuse_scrambled,
+)
 from te_fsdp.checkpoint.portable.torch_files import write_torch
 
 __all__ = [
@@ -59,7 +64,9 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     if kind == "safetensors":
         return open_safetensors_contents(where)
     if kind == "DCP":
-        return open_dcp_contents(where, choices or Choices())
+        contents = open_dcp_contents(where, choices or Choices())
+        refuse_scrambled(contents)
+        return contents
     return open_torch_contents(where, choices or Choices())
 
 

@@ -7,6 +7,7 @@ entry, and are refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.model_state import dtype_name, shorten
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -35,7 +36,7 @@ from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 
-__all__ = ["Choices", "open_dcp_contents", "open_torch_contents"]
+__all__ = ["Choices", "Cuts", "open_dcp_contents", "open_torch_contents", "refuse_scrambled"]
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -372,3 +373,90 @@ def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: st
     contents.manifest.delayed[module] = dict(recipe)
     for name, tensor in state.items():
         contents.tensors[f"delayed.{module}:{name}"] = tensor
+
+
+def refuse_scrambled(contents: Contents) -> None:
+    """Raise where tensor parallelism has cut a gated fc1, whose rows then lie rank by rank; note what may be the same.
+
+    Raises:
+        CheckpointError: Names the weights.
+    """
+    cuts = Cuts(contents.tensors)
+    cut = [name for name in contents.manifest.parameters if cuts.by_tp(name)]
+    gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
+    if gated:
+        raise CheckpointError(
+            message(
+                f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
+                expected="rows as in the unsharded module",
+                got="each rank's gate and up one under the other, as TransformerEngine has them",
+                fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+            )
+        )
+    if cut:
+        contents.notes.append(
+            f"{len(cut)} weight(s) lie in pieces of tensor parallelism ({shorten(cut, 3)}): if one of them is a fused, "
+            "non-interleaved QKV, its rows are scrambled"
+        )
+
+
+def _is_gated(parameters: Mapping[str, dict[str, Any]], name: str) -> bool:
+    """Whether these are the rows of a gate and of what it gates, in one of TE's modules."""
+    module, _, own = name.rpartition("fc1_")
+    columns = parameters.get(f"{module}fc2_weight", {"shape": ()})["shape"][1:]
+    return own in ("weight", "bias") and parameters[name]["shape"][:1] == [2 * n for n in columns]
+
+
+class Cuts:
+    """What the pieces of a plain DCP directory tell of the mesh that cut them.
+
+    FSDP cuts all parameters of a unit into as many pieces. Tensor parallelism cuts norms never, and weights further.
+    """
+
+    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
+        """Takes the directory's tensors by key."""
+        self._tensors = tensors
+        self._norms: dict[str, list[tuple[int, float]]] = {}
+        self._columns = False
+        for key, tensor in tensors.items():
+            shards = _shards(tensor)
+            if key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1 and shards:
+                # Pieces of one row are those of any greater number of shards.
+                for unit in _units(key) if 0 < shards[1] < math.inf else ():
+                    self._norms.setdefault(unit, []).append(shards)
+            elif isinstance(tensor, Chunked):
+                self._columns = self._columns or any(any(offsets[1:]) for offsets, _ in tensor.chunks)
+
+    def by_tp(self, name: str) -> bool | None:
+        """Whether tensor parallelism has cut the rows of a parameter; ``None`` where its pieces do not tell."""
+        own = _shards(self._tensors.get(f"model.{name}"))
+        if own is None or own[0] == 1:
+            return None
+        module, *above = _units(f"model.{name}")
+        near = next((unit for unit in (module, *above) if unit in self._norms), None)
+        if near is None:
+            return None
+        all_of = [own, *self._norms[near]]
+        if max(least for least, _ in all_of) <= min(most for _, most in all_of):
+            return False
+        # A norm of another module may lie in another unit of FSDP's. Only tensor parallelism cuts columns besides.
+        return True if near == module or self._columns else None
+
+
+def _units(key: str) -> list[str]:
+    """The module of a tensor and all modules around it, from the inside."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _shards(tensor: Lazy | None) -> tuple[int, float] | None:
+    """Least and largest number of FSDP shards that give a tensor's pieces along dim 0, the latter 0 if none does."""
+    if not isinstance(tensor, Chunked) or not tensor.shape:
+        return None
+    firsts = sorted({offsets[0] for offsets, piece in tensor.chunks if math.prod(piece.shape)})
+    if len(firsts) <= 1:
+        return 1, 1
+    rows, each = tensor.height, firsts[1]
+    if firsts != list(range(0, rows, each)):
+        return len(firsts), 0
+    return len(firsts), math.inf if each == 1 else -(-rows // (each - 1)) - 1

@@ -101,3 +101,33 @@ def test_plain_dcp_directories_that_are_refused(pool, tmp_path):
     for name, word in words.items():
         kind, text = results[0][name]
         assert kind == "CheckpointError" and word in text, name
+
+
+@pytest.mark.ranks(2)
+def test_stock_fsdp2_and_te_exchange_with_a_mesh_without_tp(pool, tmp_path):
+    """Gated fc1 and fused QKV: nothing is stacked for tensor parallelism, so that every directory fits every reader."""
+    case = Case(stacked=True, unused=False)
+    found = pool.run(foreign.exchange_plain, 2, case=case, axes={"dp_shard": 2}, directory=str(tmp_path))
+    for outcome in found:
+        assert outcome.pop("control") > 20
+        assert {name: wrong for name, wrong in outcome.items() if wrong} == {}
+        assert len(outcome) == 8
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("saved", [DP2_TP2, {"tp": 4}], ids=["dp2 tp2", "tp4"])
+def test_rows_scrambled_by_tp_are_told_by_their_pieces(pool, tmp_path, capsys, saved):
+    where = {"case": Case(stacked=True, unused=False), "axes": {"dp_shard": 4}, "directory": str(tmp_path)}
+    results = pool.run(foreign.refuse_scrambled, 4, saved=saved, env=ENVIRONMENT, **where)
+    for outcome in results:
+        kind, text = outcome["refused"]
+        assert kind == "CheckpointError" and outcome["refused"] == results[0]["refused"]
+        assert "whose rows tensor parallelism has put in another order" in text and "fc1_weight" in text
+        stacked = {name for name in outcome["left"] if not name.startswith("optimizer.")}
+        assert {name.rpartition(".")[2] for name in stacked} >= {"fc1_weight", "weight"} and len(stacked) >= 3
+        assert outcome["unchanged"] and {name for name in outcome["wrong"] if name in stacked} == stacked
+        assert not [name for name in outcome["wrong"] if not name.startswith(tuple(stacked))], (
+            "the rest is there"
+        )
+    assert main(["ckpt", "export", str(tmp_path / "scrambled"), str(tmp_path / "weights")]) == 1
+    assert "gated weight(s) in pieces of tensor parallelism" in capsys.readouterr().err

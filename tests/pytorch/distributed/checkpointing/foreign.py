@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from checkpointing.bodies import AFTER, BEFORE, differing, local_state, logical_state
 from checkpointing.mistakes import error_of, warnings_of_te_fsdp
@@ -130,3 +132,66 @@ def refuse_plain_dcp(case: Case, axes: dict[str, int], directory: str) -> dict[s
     run.model.to(torch.float32)
     assert not differing(before, local_state(run)), "a refused load changes nothing"
     return found
+
+
+def _stock(case: Case, seed: int) -> Run:
+    """Stock TE on stock FSDP2, without te_fsdp."""
+    from torch.distributed.fsdp import fully_shard
+
+    run = Run(case, None, seed)
+    mesh = init_device_mesh(harness.device_type(), (dist.get_world_size(),))
+    for module in (run.model.layer, run.model):
+        fully_shard(module, mesh=mesh)
+    run.optimizer = run._optimizer()
+    return run
+
+
+def _save_plain(run: Run, path: str, *, entries: bool = True) -> dict[str, torch.Tensor]:
+    """Train a step, save by torch alone, with TE's entries or without; logical values."""
+    run.steps(1)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    kept = {name: value for name, value in model.items() if entries or not name.endswith("_extra_state")}
+    dcp.save({"model": kept, "optimizer": optimizer}, checkpoint_id=path)
+    return logical_state(run)
+
+
+def exchange_plain(case: Case, axes: dict[str, int], directory: str) -> dict[str, Any]:
+    """Stock FSDP2 with stock TE, and te_fsdp on a mesh without tp: directories of plain DCP both ways, both loads."""
+    import te_fsdp
+
+    outcome: dict[str, Any] = {}
+    stock = _save_plain(_stock(case, 0), f"{directory}/stock")
+    ours = _save_plain(Run(case, axes, seed=1), f"{directory}/ours")
+    _save_plain(Run(case, axes, seed=1), f"{directory}/ours-stripped", entries=False)
+    outcome["control"] = len(differing(stock, ours))
+    for source, expected in {"stock": stock, "ours": ours, "ours-stripped": ours}.items():
+        run = Run(case, axes, seed=2)
+        loaded = te_fsdp.checkpoint.load(f"{directory}/{source}", run.model, run.optimizer)
+        outcome[f"{source} by te_fsdp"] = differing(expected, logical_state(run))
+        outcome[f"{source} notes"] = [note for note in loaded.notes if "tensor parallelism" in note]
+    for source, run, expected in (
+        ("stock", Run(case, axes, seed=2), stock),
+        ("ours", _stock(case, 2), ours),
+    ):
+        model, optimizer = get_state_dict(run.model, run.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{directory}/{source}")
+        set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        outcome[f"{source} by DCP"] = differing(expected, logical_state(run))
+    return outcome
+
+
+def refuse_scrambled(
+    case: Case, saved: dict[str, int], axes: dict[str, int], directory: str
+) -> dict[str, Any]:
+    """A script has dropped the entries of modules that tp has cut: refused by the pieces, and nothing changes."""
+    import te_fsdp
+
+    stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/scrambled", entries=False)
+    run = Run(case, axes, seed=1)
+    before = local_state(run)
+    path = f"{directory}/scrambled"
+    refused = error_of(lambda: te_fsdp.checkpoint.load(path, run.model, run.optimizer))
+    unchanged = not differing(before, local_state(run))
+    loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer, strict=False)
+    wrong = differing(stacked, logical_state(run))
+    return {"refused": refused, "unchanged": unchanged, "left": sorted(loaded.left), "wrong": wrong}
