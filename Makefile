@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test mutants te-versions torch-versions lint format docs coverage clean clean-venv
+.PHONY: help train train-moe test mutants same-bits te-versions torch-versions lint format docs coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,10 @@ test:  ## set up, then run every test that this machine can run
 mutants:  ## break one line after the other and see whether its test notices (some 25 minutes; ARGS="sharding --k wire")
 	@scripts/setup.sh test
 	$(RUN) scripts/mutants.py $(ARGS)
+
+same-bits:  ## do this tree and another commit train alike, bit for bit? (some 10 minutes; ARGS="--before COMMIT")
+	@scripts/setup.sh test
+	$(PY) scripts/same_bits $(ARGS)
 
 te-versions:  ## the emulation's tests and a short sharded training with the other supported versions of TransformerEngine
 	@scripts/setup.sh test

@@ -1,0 +1,124 @@
+"""Do two commits train alike, bit for bit? `python scripts/same_bits --before COMMIT`.
+
+Every case (see `cases.py`) is trained by both trees on this machine, on emulated TransformerEngine; losses, gradients,
+norms, parameters after each step and an evaluation are compared as digests of every rank's bytes. Bits depend on the
+processor and on torch, so nothing is kept in the repository: both trees run now. Exit status 1 on a difference that
+`--expected` does not name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from cases import Case, cases
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+CHUNK = 16  # cases a process group trains before it is replaced
+
+
+def main(
+    before: str = "HEAD",
+    only: Annotated[str, tyro.conf.arg(aliases=["-k"])] = "",
+    expected: str = "",
+    jobs: int = 1,
+    out: Path | None = None,
+) -> None:
+    """Compare this working tree with another commit.
+
+    Args:
+        before: Commit to compare with.
+        only: Regular expression; cases whose names it does not match are left out.
+        expected: Regular expression of cases that may differ, for faults that were mended in between.
+        jobs: Process groups at a time.
+        out: Where to write all digests, as JSON.
+    """
+    wanted = [case for case in cases() if re.search(only, str(case))]
+    with tempfile.TemporaryDirectory(prefix="same_bits_") as scratch:
+        tree = Path(scratch) / "before"
+        _run("git", "worktree", "add", "--detach", "--quiet", str(tree), before)
+        try:
+            found = {name: train(where, wanted, jobs) for name, where in (("before", tree), ("now", ROOT))}
+        finally:
+            _run("git", "worktree", "remove", "--force", str(tree))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1))
+    different = {name: difference(found["before"][name], found["now"][name]) for name in found["now"]}
+    sys.exit(show({name: what for name, what in different.items() if what}, expected, found["now"]))
+
+
+def train(tree: Path, wanted: list[Case], jobs: int) -> dict[str, list[dict[str, str]]]:
+    """Digests of every case: a dictionary per rank."""
+    by_ranks: dict[int, list[Case]] = defaultdict(list)
+    for case in wanted:
+        by_ranks[case.ranks].append(case)
+    chunks = [group[i : i + CHUNK] for group in by_ranks.values() for i in range(0, len(group), CHUNK)]
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda chunk: _train_chunk(tree, chunk), chunks))
+    return {name: digests for result in results for name, digests in result.items()}
+
+
+def _train_chunk(tree: Path, chunk: list[Case]) -> dict[str, Any]:
+    """Train cases of one number of ranks in a process of its own, which forks the ranks."""
+    with tempfile.TemporaryDirectory(prefix="same_bits_") as scratch:
+        given, result = Path(scratch) / "cases.json", Path(scratch) / "digests.json"
+        given.write_text(json.dumps([asdict(case) for case in chunk]))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        _run(sys.executable, str(HERE / "group.py"), str(given), str(result), env=environment)
+        return json.loads(result.read_text())
+
+
+def difference(before: list[dict[str, str]], now: list[dict[str, str]]) -> str:
+    """The first value that differs, or nothing."""
+    for rank, (old, new) in enumerate(zip(before, now, strict=True)):
+        for name in dict.fromkeys([*old, *new]):
+            if old.get(name) != new.get(name):
+                return f"rank {rank}: {name}: {old.get(name)} before, {new.get(name)} now"
+    return ""
+
+
+def show(different: dict[str, str], expected: str, found: dict[str, list[dict[str, str]]]) -> int:
+    """Print what differs; the exit status."""
+    console = Console()
+    if different:
+        table = Table("case", "first difference", title="trained otherwise", show_lines=True)
+        for name, what in different.items():
+            table.add_row(name, what)
+        console.print(table)
+    unexpected = [name for name in different if not expected or not re.search(expected, name)]
+    raised = sum("error" in ranks[0] for ranks in found.values())
+    values = sum(len(ranks[0]) for ranks in found.values())
+    console.print(
+        f"{len(found)} trainings ({raised} of them refused), {values} values on rank 0 alone: "
+        f"{len(different)} differ, {len(unexpected)} of them unexpected"
+    )
+    return int(bool(unexpected))
+
+
+def _run(*command: str, env: dict[str, str] | None = None) -> None:
+    """Run a command; its output is shown where it fails."""
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

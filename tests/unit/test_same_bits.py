@@ -1,0 +1,66 @@
+"""The trainings that `make same-bits` compares, and how it tells a difference."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "same_bits"
+
+
+def _load(name: str, file: str):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("cases", "cases.py")
+same_bits = _load("same_bits_main", "__main__.py")
+
+
+def test_names_are_different():
+    names = [str(case) for case in cases.cases()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("module", cases.MODULES),
+        ("strategy", cases.STRATEGIES),
+        ("loop", cases.LOOPS),
+        ("optimizer", cases.OPTIMIZERS),
+        ("mesh", cases.MESHES),
+        ("outer", ("no_shard", "optim")),
+        ("sequence_parallel", (True, False)),
+    ],
+)
+def test_every_value_is_trained(field, values):
+    assert {getattr(case, field) for case in cases.cases()} == set(values)
+
+
+def test_every_module_is_trained_in_every_format():
+    trained = {(case.module, case.recipe, case.weights) for case in cases.cases()}
+    assert {(module, *how) for module in cases.MODULES for how in cases.FORMATS} <= trained
+
+
+def test_a_difference_is_told_by_rank_and_name():
+    before = [{"loss 0.0": "a", "gradient 0 x": "b"}, {"loss 0.0": "a", "gradient 0 x": "b"}]
+    assert same_bits.difference(before, [dict(seen) for seen in before]) == ""
+    changed = [dict(before[0]), {**before[1], "gradient 0 x": "c"}]
+    assert same_bits.difference(before, changed) == "rank 1: gradient 0 x: b before, c now"
+    fewer = [dict(before[0]), {"loss 0.0": "a"}]
+    assert same_bits.difference(before, fewer) == "rank 1: gradient 0 x: b before, None now"
+
+
+def test_the_exit_status_knows_what_was_expected(capsys):
+    found = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
+    assert same_bits.show({}, "", found) == 0
+    assert same_bits.show({"linear": "rank 0: loss"}, "", found) == 1
+    assert same_bits.show({"linear": "rank 0: loss"}, "line", found) == 0
+    assert "1 of them refused" in capsys.readouterr().out
