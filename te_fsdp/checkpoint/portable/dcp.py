@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from te_fsdp import _torch
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
@@ -34,6 +35,16 @@ from te_fsdp.checkpoint.reading import Reader
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
+
+#: What ``torch.save`` files of a directory hold, by their length and their first member, the pickle: all that comes
+#: before the data, and the objects. To read one without its data takes torch 2 ms, ten times as long as with a small
+#: tensor, and most differ in the data alone.
+Known = dict[tuple[int, bytes], tuple[bytes, Any]]
+
+#: Begins each member of a zip file.
+_MEMBER = b"PK\x03\x04"
+#: The pickle of one tensor lies in so many bytes.
+_HEAD = 1024
 
 
 @dataclass
@@ -47,6 +58,7 @@ class Piece(Lazy):
         length: Its bytes.
         shape: According to DCP's metadata.
         dtype: According to DCP's metadata.
+        known: Of the directory, see :data:`Known`.
     """
 
     key: str
@@ -55,6 +67,7 @@ class Piece(Lazy):
     length: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    known: Known = field(default_factory=dict, repr=False)
     found: Lazy | None = field(default=None, repr=False)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
@@ -92,7 +105,7 @@ class Piece(Lazy):
 
     def window(self) -> Window:
         """The ``torch.save`` file."""
-        return Window(self.file, self.offset, self.length, self.key)
+        return Window(self.file, self.offset, self.length, self.key, self.known)
 
     def objects(self) -> Any:
         """What was stored, tensors without data.
@@ -110,8 +123,9 @@ class Piece(Lazy):
 class Window(io.RawIOBase):
     """A part of a file as a file: one of the ``torch.save`` files that DCP strings together."""
 
-    def __init__(self, file: Path, offset: int, length: int, key: str) -> None:
+    def __init__(self, file: Path, offset: int, length: int, key: str, known: Known | None = None) -> None:
         self.file, self.offset, self.length, self.key, self.at = file, offset, length, key, 0
+        self.known: Known = {} if known is None else known
 
     def objects(self) -> Any:
         """What was stored, tensors without data.
@@ -119,6 +133,17 @@ class Window(io.RawIOBase):
         Raises:
             CheckpointError: It cannot be read, or not weights-only.
         """
+        head = bytes(read_bytes(self.file, self.offset, min(self.length, _HEAD), self.key))
+        end = head.find(_MEMBER, len(_MEMBER))
+        begin, objects = self.known.get((self.length, head[:end]), (b"", None))
+        if not begin or not head.startswith(begin):
+            objects = self._objects()
+            if end > 0 and isinstance(objects, torch.Tensor | int | float | None):  # what nobody changes
+                until = _torch.storage_offset(objects) if isinstance(objects, torch.Tensor) else end
+                self.known[self.length, head[:end]] = head[:until], objects
+        return objects
+
+    def _objects(self) -> Any:
         self.seek(0)
         return read_objects(io.BufferedReader(self), f"{self.key} in {self.file}")
 
@@ -202,16 +227,16 @@ def open_dcp(path: Path) -> Opened:
             )
         ) from error
     _check_files(path, places.values())
-    opened = Opened({}, {}, dict(metadata.planner_data or {}))
+    opened, known = Opened({}, {}, dict(metadata.planner_data or {})), {}
     for index, place in places.items():
         file = path / place.relative_path
-        opened.windows.append(Window(file, place.offset, place.length, index.fqn))
+        opened.windows.append(Window(file, place.offset, place.length, index.fqn, known))
     for key, meta in described.items():
         if isinstance(meta, TensorStorageMetadata):
-            opened.tensors[key] = _tensor(path, key, meta, by_key.get(key, []))
+            opened.tensors[key] = _tensor(path, key, meta, by_key.get(key, []), known)
         elif isinstance(meta, BytesStorageMetadata):
             (_, place), *_ = by_key[key]
-            opened.others[key] = Window(path / place.relative_path, place.offset, place.length, key)
+            opened.others[key] = Window(path / place.relative_path, place.offset, place.length, key, known)
     return opened
 
 
@@ -236,7 +261,7 @@ def _check_files(path: Path, places: Iterable[Any]) -> None:
 
 
 def _tensor(
-    path: Path, key: str, meta: TensorStorageMetadata, places: list[tuple[MetadataIndex, Any]]
+    path: Path, key: str, meta: TensorStorageMetadata, places: list[tuple[MetadataIndex, Any]], known: Known
 ) -> Lazy:
     dtype, sizes = meta.properties.dtype, {tuple(c.offsets): tuple(c.sizes) for c in meta.chunks}
     chunks = []
@@ -247,7 +272,7 @@ def _tensor(
             )
         offsets = tuple(index.offset or (0,) * len(meta.size))
         shape = sizes.get(offsets, tuple(meta.size))
-        piece = Piece(key, path / place.relative_path, place.offset, place.length, shape, dtype)
+        piece = Piece(key, path / place.relative_path, place.offset, place.length, shape, dtype, known)
         chunks.append((offsets, piece))
     return Chunked(key, tuple(meta.size), dtype, chunks)
 

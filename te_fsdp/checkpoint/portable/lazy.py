@@ -29,6 +29,8 @@ __all__ = [
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
+#: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.
+_SMALL = 1 << 16
 
 
 class Lazy:
@@ -150,15 +152,15 @@ class Stored(Lazy):
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
-def pages(count: int) -> mmap.mmap:
+def pages(count: int) -> mmap.mmap | bytearray:
     """Memory for so many bytes (one at least) that goes back to the system when it is let go.
 
-    The C library keeps freed blocks of this size, and with small objects in between takes new memory for each.
+    The C library keeps freed blocks of large sizes, and with small objects in between takes new memory for each.
     """
-    return mmap.mmap(-1, max(1, count))
+    return mmap.mmap(-1, count) if count > _SMALL else bytearray(max(1, count))
 
 
-def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap:
+def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:
     """Bytes of a file.
 
     Raises:
@@ -167,7 +169,7 @@ def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap:
     return _read_places(file, [(offset, count)], key)
 
 
-def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mmap.mmap:
+def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mmap.mmap | bytearray:
     """Bytes of several places of a file, given by offset and count, one after the other."""
     data = pages(sum(count for _, count in places))
     view, filled = memoryview(data), 0
