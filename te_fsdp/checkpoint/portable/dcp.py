@@ -286,7 +286,7 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         )
         self.tensors, self.tick = tensors, tick
         self.blocks: dict[MetadataIndex, tuple[int, int]] = {}
-        self.memory: mmap.mmap | None = None
+        self.memory: mmap.mmap | bytearray | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
