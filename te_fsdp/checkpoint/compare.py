@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp.checkpoint.collective import gather
 from te_fsdp.checkpoint.experts import GROUPED
+from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, dtype_name, shorten
-from te_fsdp.checkpoint.planner import read_metadata
+from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["GROUPS", "WHOLE_OPTIMIZER", "Differences", "check_metadata", "compare_model"]
@@ -187,20 +189,22 @@ def _text(value: Any) -> str:
     return str(tuple(value)) if isinstance(value, list) else str(value)
 
 
-def check_metadata(source: Path, manifest: Manifest) -> None:
-    """Every tensor that the manifest lists is in DCP's metadata, with its shape and dtype. Local operation.
+def check_metadata(source: Path, manifest: Manifest) -> Metadata:
+    """Every tensor that the manifest lists is in DCP's metadata, which is returned, with its shape and dtype. Local.
 
     Raises:
         CheckpointError: The two disagree: the directory was put together from several, or damaged.
     """
-    have = read_metadata(source)
-    wrong = []
+    metadata = read_metadata(source, manifest)
+    have, wrong = metadata.state_dict_metadata, []
     for key, shape, dtype in _stored(manifest):
         saved = have.get(key)
-        if saved is None:
+        if not isinstance(saved, TensorStorageMetadata):
             wrong.append(f"{key} is missing")
-        elif shape is not None and (saved[0] != tuple(shape) or dtype_name(saved[1]) != dtype):
-            wrong.append(f"{key} is {saved[0]} {dtype_name(saved[1])} instead of {tuple(shape)} {dtype}")
+            continue
+        there = tuple(saved.size), dtype_name(saved.properties.dtype)
+        if shape is not None and there != (tuple(shape), dtype):
+            wrong.append(f"{key} is {there[0]} {there[1]} instead of {tuple(shape)} {dtype}")
     if wrong:
         raise CheckpointError(
             message(
@@ -209,6 +213,7 @@ def check_metadata(source: Path, manifest: Manifest) -> None:
                 fix="load an earlier checkpoint, or copy this one again",
             )
         )
+    return metadata
 
 
 def _stored(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | None]]:
@@ -229,3 +234,6 @@ def _stored(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | N
         for key, described in states.items():
             if "dtype" in described and math.prod(described["shape"]):
                 yield f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]
+    for described in references(manifest.extra):
+        if math.prod(described["shape"]):
+            yield described["key"], described["shape"], described["dtype"].removeprefix("torch.")

@@ -64,11 +64,12 @@ class Conversion:
     _value: torch.Tensor | None = None
     _parts: dict[str, dict[_Start, torch.Tensor]] = field(default_factory=dict)
 
-    def entries(self) -> dict[str, Entry]:
-        """New memory for what must be read, as entries. Local operation."""
+    def entries(self, device: torch.device | str | None = None) -> dict[str, Entry]:
+        """New memory for what must be read, as entries; on the weight's device, or another. Local operation."""
         local = self.owned.local
+        device = device or local.device
         if self.key:
-            self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
+            self._value = torch.empty(local.shape, dtype=torch.float32, device=device)
             return {self.key: self.owned.entry(cut_entry(self._value, self.original, self.boxes))}
         entries: dict[str, Entry] = {}
         for name, block in self.needed.items():
@@ -79,7 +80,7 @@ class Conversion:
                 sizes[place, start] = tuple(map(max, sizes.get((place, start), size), size))
             dtype = _component_dtype(self.described["format"], name)
             self._parts[name] = {
-                at: torch.empty(size, dtype=dtype, device=local.device) for at, size in sizes.items()
+                at: torch.empty(size, dtype=dtype, device=device) for at, size in sizes.items()
             }
             key = f"model.{self.owned.key}:{name}"
             for (place, start), part in self._parts[name].items():

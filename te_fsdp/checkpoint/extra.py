@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from te_fsdp import _te
 from te_fsdp.checkpoint.entries import Entry, whole_entry
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["OwnParts", "PerRank", "decode", "encode", "for_rank", "join_ranks", "tensor_slots"]
+__all__ = ["OwnParts", "PerRank", "decode", "encode", "for_rank", "join_ranks", "references", "tensor_slots"]
 
 # Single-key objects stand for what JSON lacks.
 _TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
@@ -158,6 +159,14 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
         if not isinstance(node, dict):
             return node
         if set(node) == {_PER_RANK}:
+            if len(node[_PER_RANK]) != saved.get("ranks", 1):
+                raise CheckpointError(
+                    message(
+                        f"{where}: values of {len(node[_PER_RANK])} ranks",
+                        expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
+                        fix="the checkpoint is damaged, load an earlier one",
+                    )
+                )
             if not same:
                 lost.append(where)
             return node[_PER_RANK][rank] if same else None
@@ -166,19 +175,22 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
     return pick(encoded, "extra"), lost
 
 
+def references(encoded: Any) -> Iterator[dict[str, Any]]:
+    """What an encoded value says of each tensor in it: ``key``, ``shape``, ``dtype``."""
+    if isinstance(encoded, dict) and set(encoded) == {_TENSOR}:
+        yield encoded[_TENSOR]
+    elif isinstance(encoded, list | dict):
+        for item in encoded.values() if isinstance(encoded, dict) else encoded:
+            yield from references(item)
+
+
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
     """New CPU tensors to load the tensors of an encoded value into, by key."""
-    if isinstance(encoded, list):
-        parts = [tensor_slots(item) for item in encoded]
-    elif isinstance(encoded, dict) and set(encoded) == {_TENSOR}:
-        described = encoded[_TENSOR]
+    slots = {}
+    for described in references(encoded):
         dtype = getattr(torch, described["dtype"].removeprefix("torch."))
-        return {described["key"]: whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))}
-    elif isinstance(encoded, dict):
-        parts = [tensor_slots(item) for item in encoded.values()]
-    else:
-        return {}
-    return {key: entry for part in parts for key, entry in part.items()}
+        slots[described["key"]] = whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
+    return slots
 
 
 def decode(encoded: Any, slots: dict[str, Entry]) -> Any:

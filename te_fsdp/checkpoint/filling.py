@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,20 +64,29 @@ class Filling:
         self.main_loaded: set[str] = set()
 
     def run(self) -> dict[str, Any]:
-        """Read everything. Collective over the world.
+        """Read everything, then change the model and its optimizer. Collective over the world.
 
         Returns:
             The user's ``extra``.
+
+        Raises:
+            CheckpointError: Something cannot be read, on any rank. Nothing has changed.
         """
         self._check_shared_numbers()
         conversions = self._conversions()
         direct = [name for name in self.names if name not in conversions]
         delayed = self._delayed()
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
-        slots = tensor_slots(extra)
-        # A rank may lack the memory for what the optimizer is to get.
-        entries = all_agree(lambda: self._direct_entries(direct, delayed))
-        self.source.read({**entries, **slots})
+        slots = {**tensor_slots(extra), **self._delayed_slots(delayed)}
+        with self._taken_back_on_error():
+            # A rank may lack the memory for what the optimizer is to get.
+            entries = all_agree(lambda: self._direct_entries(direct))
+            wanted = {**entries, **slots}
+            all_agree(lambda: self._add_conversions(conversions, wanted))
+            self.source.stage(wanted)
+        # All has been read and is right. From here on the model changes.
+        self.source.staged.fill({**entries, **slots})
+        _fill_delayed(make_delayed(self.model, delayed), slots)
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
         sizes = {name: math.prod(self.manifest.tensor(name)["shape"]) for name in conversions}
@@ -120,10 +131,31 @@ class Filling:
                 self.sources[name] = found[name][0].source
         return found
 
-    def _direct_entries(self, direct: list[str], delayed: dict[str, Any]) -> dict[str, Entry]:
-        """What is read into its place at once."""
+    def _direct_entries(self, direct: list[str]) -> dict[str, Entry]:
+        """What goes into its place as it is; state that the optimizer lacks is made."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        return entries | self._optimizer_entries() | make_delayed(self.model, delayed)
+        return entries | self._optimizer_entries()
+
+    def _add_conversions(self, conversions: dict[str, list[Conversion]], wanted: dict[str, Entry]) -> None:
+        """Add what will be converted, without memory of the device for it yet."""
+        _, more = self._sources([c for named in conversions.values() for c in named], "meta")
+        for key, entry in more.items():
+            add_entry(wanted, key, entry)
+
+    @contextmanager
+    def _taken_back_on_error(self) -> Iterator[None]:
+        """The optimizer's state as it was, if reading fails: state was made or dropped, but none was written to."""
+        states = {} if self.optimizer is None else self.optimizer.state
+        before = [(parameter, state, dict(state)) for parameter, state in states.items()]
+        try:
+            yield
+        except BaseException:
+            states.clear()
+            for parameter, state, values in before:
+                state.clear()
+                state.update(values)
+                states[parameter] = state
+            raise
 
     def _optimizer_entries(self) -> dict[str, Entry]:
         if self.optimizer is None or self.saved_optimizer is None:
@@ -168,6 +200,27 @@ class Filling:
             )
         return {name: d for name, d in fitting.items() if name not in foreign}
 
+    def _delayed_slots(self, described: dict[str, Any]) -> dict[str, Entry]:
+        """Memory on the host for delayed-scaling state, whole: it is small, and modules get theirs after reading."""
+        have, slots = self.source.described(), {}
+        for name, recipe in described.items():
+            for key in (key for key in have if key.startswith(f"delayed.{name}:")):
+                shape, dtype = have[key]
+                if key.endswith("amax_history") and (
+                    len(shape) != 2 or shape[0] != recipe["amax_history_len"]
+                ):
+                    raise CheckpointError(
+                        message(
+                            f"{self.source.path}: {key}",
+                            expected=f"a history of {recipe['amax_history_len']} steps",
+                            got=f"shape {shape}",
+                            why="Nothing was loaded",
+                            fix="the checkpoint is damaged, load an earlier one",
+                        )
+                    )
+                slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+        return slots
+
     def _restart_delayed(self, loaded: set[str], direct: list[str]) -> None:
         """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
         restarted = reset_delayed(self.model, keep=loaded | self.found.names())
@@ -183,17 +236,19 @@ class Filling:
                 _te.follow_scale(owned.module, owned.name, owned.local)
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
-        """Read and store a few weights. Collective over the world."""
+        """Convert and store a few weights. Collective over the world."""
         live, wanted = all_agree(lambda: self._sources(batch))
-        self.source.read(wanted)
+        self.source.staged.fill(wanted)
         for conversion in batch:
             owned = conversion.owned
             value = live[owned.fqn] if owned.fqn in live else conversion.value()
             conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
             self._refresh_main_weight(owned, value)
 
-    def _sources(self, batch: list[Conversion]) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-        """Main weights that have been read and give the values, by parameter; and what is to be read for the others."""
+    def _sources(
+        self, batch: list[Conversion], device: str | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+        """Main weights that are read and give the values, by parameter; and memory for what the others are made of."""
         live: dict[str, torch.Tensor] = {}
         wanted: dict[str, Entry] = {}
         for conversion in batch:
@@ -204,7 +259,7 @@ class Filling:
             if main is not None and main.dtype == torch.float32 and is_main and whole:
                 live[owned.fqn] = main
             else:
-                for key, entry in conversion.entries().items():
+                for key, entry in conversion.entries(device).items():
                     add_entry(wanted, key, entry)
         return live, wanted
 
@@ -224,3 +279,14 @@ class Filling:
             value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
         chunk = chunk_in(self.optimizer, owned.parameter)
         main.copy_(value if chunk is None else chunk.of(value))
+
+
+def _fill_delayed(entries: dict[str, Entry], slots: dict[str, Entry]) -> None:
+    """Copy delayed-scaling state from the whole tensors into the modules' own, which may be some experts'."""
+    for key, entry in entries.items():
+        whole = slots[key].pieces[0].tensor
+        for piece in entry.pieces:
+            part = tuple(
+                slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            )
+            piece.tensor.copy_(whole[part])

@@ -7,6 +7,7 @@ a checkpoint of te_fsdp that has lost its manifest, and is refused.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,21 @@ import torch
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
 from te_fsdp.checkpoint.compare import Differences
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, STACKS_EXPERTS, Manifest, checksum
+from te_fsdp.checkpoint.manifest import (
+    DCP_METADATA,
+    FILE_NAME,
+    STACKS_EXPERTS,
+    SUMS_PIECES,
+    Manifest,
+    checksum,
+)
 from te_fsdp.checkpoint.model_state import shorten, tied_names
-from te_fsdp.checkpoint.planner import readable_metadata
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Stack
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
+from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.verifying import verify_together
 from te_fsdp.errors import CheckpointError, message
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["compare_stacked", "open_source", "settle_scaling"]
+
+_log = logging.getLogger("te_fsdp")
 
 
 def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool) -> Source:
@@ -51,6 +61,9 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     if manifest is not None:
         if verify:
             verify_together(path, manifest)
+        elif manifest.format_version < SUMS_PIECES and rank() == 0:
+            text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
+            _log.info(text, path)
         if manifest.format_version < STACKS_EXPERTS:
             return all_agree(lambda: _older(path, manifest))
         return Source(path, manifest)
@@ -142,7 +155,7 @@ def _is_foreign(path: Path) -> bool:
     """Whether a directory was surely not written by te_fsdp. Local operation."""
     if (path / FILE_NAME).exists() or not (path / DCP_METADATA).is_file():
         return False
-    metadata = readable_metadata(path)
+    metadata = read_metadata(path)
     keys = set(metadata.state_dict_metadata)
     return bool(keys) and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()
 

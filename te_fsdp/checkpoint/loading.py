@@ -68,8 +68,8 @@ def load(
             A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
         verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
-            the manifest, DCP's metadata and the sizes of the files are checked. A plain directory has the
-            checksums that ``torch.save`` wrote.
+            manifest, DCP's metadata, sizes of the files and what is read are checked; of checkpoints before
+            format 3 not the latter. A plain directory has the checksums that ``torch.save`` wrote.
 
     Returns:
         What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on
@@ -118,7 +118,7 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     """Everything that one rank can find out; changes nothing."""
     manifest = source.manifest
     if source.tensors is None:
-        check_metadata(source.path, manifest)
+        source.metadata = check_metadata(source.path, manifest)
     state = model_state(model, may_cut_blocks=True)
     settle_scaling(source, state.described)
     found = compare_model(manifest, state)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from te_fsdp.checkpoint.collective import Ranks, mesh_sizes, own_ranks, rank
 from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, write_manifest
+from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
     model_state,
@@ -39,6 +40,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 )
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.retention import check_keep_last, hide_old, remove
+from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 from te_fsdp.modules.semantics import record
@@ -195,16 +197,16 @@ def _prepare(
         optimized = found[0].optimized
         return found[0].digests(), found[0].own.encoded, optimized.experts if optimized else {}
 
-    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, Any]]]:
+    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, Any], str]]:
         _check_same_model([digests for digests, _, _ in seen])
         found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded, _ in seen])
         experts = join_ranks_experts([own for _, _, own in seen])
-        return [(directories.begin(target), experts)] * len(seen)
+        return [(directories.begin(target), experts, secrets.token_hex(16))] * len(seen)
 
-    temporary, experts = ranks.round(mine, begin)
+    temporary, experts, save_id = ranks.round(mine, begin)
     try:
-        manifest = _describe(model, ranks, found[0], experts)
-        return plan_writing(ranks, temporary, found[0].entries(ranks.rank)), manifest
+        manifest = replace(_describe(model, ranks, found[0], experts), save_id=save_id)
+        return plan_writing(ranks, temporary, found[0].entries(ranks.rank), save_id), manifest
     except BaseException:
         if ranks.rank == 0:
             directories.discard(temporary)
@@ -295,14 +297,14 @@ def _complete(
     """
     ranks, hidden = writing.ranks, []
 
-    def mine() -> tuple[Any, dict[str, list[int]]]:
+    def mine() -> tuple[Any, dict[str, Listed]]:
         if problem is not None:
             raise problem
         draw = bool(progress) and ranks.rank == 0
         with bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick:
             return writing.write(tick, alone=alone)
 
-    def commit(written: list[tuple[Any, dict[str, list[int]]]]) -> list[None]:
+    def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
         manifest.files = {name: values for _, files in written for name, values in files.items()}
         absent = [name for name in manifest.files if not (writing.path / name).is_file()]
         if absent:
@@ -313,7 +315,7 @@ def _complete(
                     fix="save onto a file system that all nodes mount",
                 )
             )
-        manifest.files[DCP_METADATA] = writing.finish([results for results, _ in written])
+        writing.finish([results for results, _ in written], manifest)
         write_manifest(writing.path, manifest)
         directories.commit(writing.path, target)
         hidden.extend(hide_old(target, keep_last))

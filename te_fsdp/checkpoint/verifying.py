@@ -17,8 +17,7 @@ __all__ = ["verify", "verify_together"]
 def verify(path: str | os.PathLike[str]) -> None:
     """Check a checkpoint against its checksums. Local operation; needs no model, reads all files once.
 
-    ``load(..., verify=True)`` does the same on all ranks together. Without it, ``load`` compares the sizes of
-    the files, and reads no more than the manifest and DCP's metadata.
+    ``load(..., verify=True)`` does the same on all ranks together. Without it, ``load`` checks what it reads.
 
     Raises:
         CheckpointError: No checkpoint there, or a damaged one; names the files.
@@ -39,7 +38,7 @@ def verify_together(source: Path, manifest: Manifest) -> None:
     # The largest first, each to the rank that has the least to read.
     shares: list[list[str]] = [[] for _ in range(world_size())]
     load = [0] * world_size()
-    for name, (size, _) in sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0])):
+    for name, (size, *_) in sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0])):
         least = load.index(min(load))
         shares[least].append(name)
         load[least] += size

@@ -8,19 +8,15 @@ does not, and between the two the tensors to write, and no others, can be copied
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,8 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.manifest import FILE_NAME, Tick, checksum
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
 from te_fsdp.checkpoint.replicas import check_replicas
+from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
 __all__ = ["Writing", "plan_writing"]
@@ -87,6 +84,7 @@ class Writing:
         plan: This rank's part.
         metadata: DCP's description of all tensors; rank 0 alone has it.
         writer: DCP's.
+        save_id: Of this save.
     """
 
     ranks: Ranks
@@ -94,8 +92,8 @@ class Writing:
     planner: SavePlanner
     plan: SavePlan
     metadata: Metadata | None
-    writer: dcp.FileSystemWriter
-    files: dict[str, list[int]] = field(default_factory=dict)
+    writer: SummingWriter
+    save_id: str
 
     @property
     def tensors(self) -> dict[MetadataIndex, torch.Tensor]:
@@ -113,7 +111,7 @@ class Writing:
         # Nothing to copy ahead. Doing so would synchronize with kernels of training.
         self.writer.per_thread_copy_ahead = 0
 
-    def write(self, tick: Tick, *, alone: bool) -> tuple[list[WriteResult], dict[str, list[int]]]:
+    def write(self, tick: Tick, *, alone: bool) -> tuple[list[WriteResult], dict[str, Listed]]:
         """Write this rank's part, synced to disk. Local operation.
 
         Args:
@@ -121,25 +119,27 @@ class Writing:
             alone: Whether the program waits meanwhile.
 
         Returns:
-            DCP's results, and bytes and CRC-32 of each file.
+            DCP's results, and what the manifest lists of each file.
         """
         self.planner.tick = tick
-        files = _SummedFiles()
-        self.writer.fs = files
         with _without_zip_checksums() if alone else nullcontext():
             results = self.writer.write_data(self.plan, self.planner)
         results.wait()
-        return results.value(), files.sums()
+        written = results.value()
+        return written, self.writer.finish_files(self.save_id, [result.storage_data for result in written])
 
-    def finish(self, results: list[list[WriteResult]]) -> list[int]:
-        """Write DCP's metadata, given the results of all ranks; its bytes and CRC-32. Rank 0 alone calls this."""
+    def finish(self, results: list[list[WriteResult]], manifest: Manifest) -> None:
+        """Write DCP's metadata, given the results of all ranks, and list it. Rank 0 alone calls this.
+
+        The metadata is marked with what the manifest says: from now on nothing may change there but ``files``.
+        """
         assert self.metadata is not None
+        self.writer.mark = manifest.identity
         self.writer.finish(self.metadata, results)
-        path = self.path / ".metadata"
-        return [path.stat().st_size, checksum(path)]
+        manifest.files[DCP_METADATA] = self.writer.list_metadata()
 
 
-def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry]) -> Writing:
+def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry], save_id: str) -> Writing:
     """Decide who writes what, and check that what several ranks hold is equal on all of them.
 
     Collective over the ranks: two rounds of small messages.
@@ -148,11 +148,12 @@ def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry]) -> Writing
         ranks: The world.
         path: An empty directory.
         entries: This rank's.
+        save_id: Of this save, the same on all ranks.
 
     Raises:
         CheckpointError: Replicas differ, or the pieces of all ranks do not fit together. All ranks raise it.
     """
-    planner, writer = SavePlanner(entries), dcp.FileSystemWriter(path)
+    planner, writer = SavePlanner(entries), SummingWriter(path)
     metadata: list[Metadata] = []
 
     def local() -> SavePlan:
@@ -170,7 +171,7 @@ def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry]) -> Writing
     plan, shared = ranks.round(local, together)
     check_replicas(ranks, {index: planner.tensors[index] for index in shared})
     plan = planner.finish_plan(plan)
-    return Writing(ranks, path, planner, plan, metadata[0] if metadata else None, writer)
+    return Writing(ranks, path, planner, plan, metadata[0] if metadata else None, writer, save_id)
 
 
 def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
@@ -199,49 +200,3 @@ def _without_zip_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-class _SummedFiles(FileSystem):
-    """DCP's files, with the checksum of what goes into each."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[Path, _Summed]] = []
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file; of those that are written the checksum is kept."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with _Summed(io.FileIO(path, "w")) as stream:
-            self.written.append((Path(path), stream))
-            yield stream
-
-    def sums(self) -> dict[str, list[int]]:
-        """Bytes and CRC-32 of the files that were written."""
-        sums = {}
-        for path, stream in self.written:
-            size = path.stat().st_size
-            # Streams are written front to back. If one was not, what is on disk counts.
-            sums[path.name] = [size, stream.crc if stream.count == size else checksum(path)]
-        return sums
-
-
-class _Summed(io.BufferedWriter):
-    """A file that sums up what is written to it."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        super().__init__(raw)
-        self.crc, self.count = 0, 0
-
-    def fileno(self) -> int:
-        """The file's number, all that was written behind it: DCP syncs by this number, without flushing before."""
-        self.flush()
-        return super().fileno()
-
-    def write(self, data: Any) -> int:
-        """Write and sum up."""
-        self.crc = zlib.crc32(data, self.crc)
-        self.count += memoryview(data).nbytes
-        return super().write(data)

@@ -131,7 +131,7 @@ def _open(source: Path, chosen: Choices, checksums: bool, as_json: bool) -> Cont
     if contents.kind != CHECKPOINT or not checksums:
         return contents
     manifest = contents.manifest
-    total = sum(size for size, _ in manifest.files.values())
+    total = sum(listed[0] for listed in manifest.files.values())
     with bytes_bar(f"verifying {contents.source.name}", total, show_bar(as_json)) as tick:
         problems = file_problems(contents.source, manifest, tick)
     if problems:

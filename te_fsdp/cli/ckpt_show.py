@@ -48,7 +48,7 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
     groups = ("model", "optimizer", "delayed", "extra")
     sizes = {g: sum(t.bytes for k, t in contents.tensors.items() if k.startswith(f"{g}.")) for g in groups}
     sizes["extra"] = sum(t.bytes for k, t in contents.tensors.items() if k.startswith("extra"))
-    sizes |= {"total": contents.bytes, "files": sum(size for size, _ in manifest.files.values())}
+    sizes |= {"total": contents.bytes, "files": sum(listed[0] for listed in manifest.files.values())}
     return {
         "ok": True,
         "path": str(contents.source),
@@ -173,7 +173,7 @@ def verify(path: Path, *, as_json: bool) -> int:
             )
         )
     files = read_manifest(where).files
-    total = sum(size for size, _ in files.values())
+    total = sum(listed[0] for listed in files.values())
     with bytes_bar(f"verifying {where.name}", total, show_bar(as_json)) as tick:
         problems = problems_of(where, tick)
     if as_json:

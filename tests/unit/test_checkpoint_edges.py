@@ -52,7 +52,6 @@ def test_files_are_whole_when_they_are_synced(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", fsync)
     checkpoint.save(tmp_path / "a", model())
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}
-    sizes[".metadata.tmp"] = sizes.pop(".metadata")
     assert len(sizes) == 3 and {name: synced[name] for name in sizes} == sizes
 
 
@@ -143,7 +142,7 @@ def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
     text = manifest.read_text()
     assert text.count("0.125") == 1
     manifest.write_text(text.replace("0.125", "0.625"))
-    with pytest.raises(CheckpointError, match="unreadable manifest: expected digest"):
+    with pytest.raises(CheckpointError, match=r"unreadable manifest \(expected digest"):
         checkpoint.load(tmp_path / "a", ours)
 
 

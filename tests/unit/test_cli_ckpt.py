@@ -61,7 +61,8 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     data.write_bytes(raw)
     bad = start("te_fsdp.cli", ["ckpt", "verify", "step-100", "--json"], tmp_path)
     assert bad.returncode == 1
-    assert json.loads(bad.stdout)["problems"] == [f"{data.name}: its contents have changed (CRC-32)"]
+    (problem,) = json.loads(bad.stdout)["problems"]
+    assert problem.startswith(f"{data.name}: its contents have changed (CRC-32 of bytes ")
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:

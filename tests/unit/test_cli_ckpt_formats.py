@@ -61,7 +61,7 @@ def differing(a: Contents, b: Contents) -> list[str]:
             wrong.append(key)
     one, other = (dataclasses.asdict(c.manifest) for c in (a, b))
     for described in (one, other):
-        del described["files"]
+        del described["files"], described["save_id"]
     return wrong + [field for field in one if one[field] != other[field]]
 
 

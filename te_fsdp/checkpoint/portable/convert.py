@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.manifest import FORMAT_VERSION, STACKS_EXPERTS, Tick, checksum, write_manifest
+from te_fsdp.checkpoint.manifest import STACKS_EXPERTS, Tick, write_manifest
 from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
@@ -142,11 +142,9 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
     with new_directory(target, force=force) as folder:
-        write_dcp(folder, contents.tensors, tick)
-        names = sorted(path.name for path in folder.iterdir())
-        files = {name: [(folder / name).stat().st_size, checksum(folder / name)] for name in names}
-        write_manifest(folder, replace(contents.manifest, files=files, format_version=FORMAT_VERSION))
-    return names
+        manifest = write_dcp(folder, contents.tensors, tick, contents.manifest)
+        write_manifest(folder, manifest)
+    return sorted(manifest.files)
 
 
 def write_safetensors(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import mmap
+import secrets
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from te_fsdp import _torch
-from te_fsdp.checkpoint.manifest import Tick
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
-from te_fsdp.checkpoint.reading import Reader
+from te_fsdp.checkpoint.reading import read_metadata
+from te_fsdp.checkpoint.sums import SummingWriter, Tick
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
@@ -213,8 +215,8 @@ def open_dcp(path: Path) -> Opened:
     Raises:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
+    metadata = read_metadata(path)
     try:
-        metadata = Reader(path).read_metadata()
         described, places = metadata.state_dict_metadata, metadata.storage_data
         by_key: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, place in places.items():
@@ -318,24 +320,30 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
         return block.view(rows.shape).copy_(rows)
 
 
-def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:
-    """Write tensors into a DCP directory, files synced to disk. Local operation: one process, no process group.
+def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
+    """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
 
     Args:
         path: The directory.
         tensors: By key; empty ones are left out, as in every checkpoint of te_fsdp.
         tick: Told the bytes of each block.
+        manifest: Of what is written.
+
+    Returns:
+        The manifest as of a save of its own, with the files.
 
     Raises:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
     planner = _BlockPlanner({k: t for k, t in tensors.items() if t.bytes}, tick)
     # One thread, one file, nothing read ahead (where there are GPUs): a block is in memory at a time.
-    writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+    writer = SummingWriter(path, thread_count=1, per_thread_copy_ahead=0)
+    manifest = replace(manifest, save_id=secrets.token_hex(16), format_version=FORMAT_VERSION, files={})
+    writer.mark = manifest.identity
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+            metadata = dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.api.CheckpointException as error:
         first = error.failures[min(error.failures)][0]
         if isinstance(first, CheckpointError):
@@ -345,3 +353,5 @@ def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick) -> None:
                 f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
             )
         ) from first
+    files = writer.finish_files(manifest.save_id, metadata.storage_data.values())
+    return replace(manifest, files={**files, DCP_METADATA: writer.list_metadata()})

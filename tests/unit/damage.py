@@ -1,0 +1,119 @@
+"""A small training, saves of it, and manifests that are edited: for tests of damage."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import sums
+from te_fsdp.errors import CheckpointError
+
+MANIFEST, METADATA, DATA = "te_fsdp.json", ".metadata", "__0_0.distcp"
+EXTRA = {
+    "step": 7,
+    "order": torch.arange(300),
+    "own": checkpoint.PerRank([1, (2, torch.ones(2))]),
+    "note": "a",
+}
+
+
+def training(seed: int, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+    for _ in range(steps):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Every bit of both, the options included."""
+    text = io.StringIO()
+
+    def add(where: str, value: Any) -> None:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            add(f"{where}/{key}", item)
+        if isinstance(value, torch.Tensor):
+            text.write(
+                f"{where}: {value.dtype} {tuple(value.shape)} {value.detach().numpy().tobytes().hex()}\n"
+            )
+        elif not isinstance(value, dict):
+            text.write(f"{where}: {value!r}\n")
+
+    add("model", model.state_dict())
+    add("optimizer", optimizer.state_dict())
+    return text.getvalue()
+
+
+def two_saves(folder: Path) -> tuple[Path, Path]:
+    """Two saves of one model, a step apart: files of the same names and sizes."""
+    model, optimizer = training(0)
+    checkpoint.save(folder / "a", model, optimizer, extra=EXTRA)
+    model, optimizer = training(0, steps=2)
+    checkpoint.save(folder / "b", model, optimizer, extra=EXTRA)
+    sizes = [{p.name: p.stat().st_size for p in (folder / name).iterdir()} for name in "ab"]
+    assert sizes[0].keys() == {MANIFEST, METADATA, DATA} and sizes[0][DATA] == sizes[1][DATA]
+    return folder / "a", folder / "b"
+
+
+def sealed(body: Any) -> bytes:
+    """A manifest's text with the digest that it should have."""
+    body = {"digest": "0" * 32, **body} if isinstance(body, dict) else body
+    text = json.dumps(body).encode()
+    return text.replace(b"0" * 32, manifests._digest(text).encode(), 1)
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every value in nested JSON, by the way to it."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, item in items:
+        yield (*at, key)
+        yield from places(item, (*at, key))
+
+
+def put(node: Any, way: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    """A copy in which something has been done to the holder of a value."""
+    node = copy.deepcopy(node)
+    holder = node
+    for key in way[:-1]:
+        holder = holder[key]
+    change(holder, way[-1])
+    return node
+
+
+def loaded_or_error(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    try:
+        checkpoint.load(path, model, optimizer)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def as_format_2(path: Path) -> dict[str, Any]:
+    """Make a save what te_fsdp wrote before pieces had checksums; its manifest."""
+    body = json.loads((path / MANIFEST).read_text())
+    begin = body["files"][DATA][2]
+    with (path / DATA).open("r+b") as file:
+        file.truncate(begin)
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    metadata.storage_meta.save_id = "0d5d1bd6-5b0e-4b0f-9c5e-3c5b6f0a8d6e"
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    for name in (DATA, METADATA):
+        body["files"][name] = [(path / name).stat().st_size, sums.checksum(path / name)]
+    for field in ("digest", "save_id", "semantics"):
+        body.pop(field)
+    body["format_version"] = 2
+    (path / MANIFEST).write_bytes(sealed(body))
+    return body

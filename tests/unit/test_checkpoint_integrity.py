@@ -1,0 +1,303 @@
+"""Damage is found while reading, before anything changes: corruptions of all kinds, manifests that say nonsense."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from damage import (
+    DATA,
+    MANIFEST,
+    METADATA,
+    as_format_2,
+    digest,
+    loaded_or_error,
+    places,
+    put,
+    sealed,
+    training,
+    two_saves,
+)
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import reading, sums
+from te_fsdp.errors import CheckpointError
+
+# --------------------------------------------------------------------------------------------------- corruptions
+
+
+def other(value: Any, chance: random.Random) -> Any:
+    if type(value) is bool:
+        return not value
+    if isinstance(value, int | float):
+        return value + chance.choice((1, -1, 64))
+    if isinstance(value, str):
+        return chance.choice((value + "x", value[1:] + "0", "float64"))
+    return chance.choice((None, [value], 0)) if value is not None else 1
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return two_saves(tmp_path_factory.mktemp("saves"))
+
+
+class Corruption:
+    KINDS = ("flip", "truncate", "extend", "swap", "foreign", "zero", "repeat", "edit", "downgrade")
+
+    def __init__(self, chance: random.Random, files: dict[str, bytes], foreign: dict[str, bytes]) -> None:
+        self.kind, self.name = chance.choice(self.KINDS), chance.choice(sorted(files))
+        self.files, data = dict(files), bytearray(files[self.name])
+        at, length = chance.randrange(len(data)), chance.randrange(1, 200)
+        if self.kind == "flip":
+            data[at] ^= 1 << chance.randrange(8)
+        elif self.kind == "truncate":
+            del data[at:]
+        elif self.kind == "extend":
+            data += bytes(length)
+        elif self.kind == "swap":
+            second = chance.choice([name for name in files if name != self.name])
+            self.files[second], data = bytes(data), bytearray(files[second])
+        elif self.kind == "foreign":
+            data = bytearray(foreign[self.name])
+        elif self.kind == "zero":
+            data[at : at + length] = bytes(len(data[at : at + length]))
+        elif self.kind == "repeat":  # one part of a file where another was
+            source = chance.randrange(len(data))
+            part = data[source : source + length]
+            data[at : at + len(part)] = part[: len(data) - at]
+        else:
+            self.name = MANIFEST
+            body = json.loads(files[MANIFEST])
+            del body["digest"]
+            if self.kind == "downgrade":
+                body |= {"format_version": 2, "save_id": ""}
+            way = chance.choice([w for w in places(body) if w[0] != "files" or self.kind == "edit"])
+            drop = chance.random() < 0.2
+            body = put(body, way, lambda h, k: h.pop(k) if drop else h.__setitem__(k, other(h[k], chance)))
+            data = bytearray(sealed(body))
+        self.files[self.name] = bytes(data)
+
+
+def test_200_corruptions(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whatever byte of whatever file: each is found by a plain load, and no bit of model and optimizer has changed.
+
+    None is exempt: tables cover the files of tensors from the first byte to the last, and are covered by the manifest.
+    """
+    files, foreign = ({p.name: p.read_bytes() for p in path.iterdir()} for path in saves)
+    path, chance = tmp_path / "a", random.Random(13)
+    shutil.copytree(saves[0], path)
+    victims = [training(1), training(1, steps=0)]
+    before = [digest(*victim) for victim in victims]
+    missed, kinds = [], dict.fromkeys(Corruption.KINDS, 0)
+    while sum(kinds.values()) < 200:
+        corruption = Corruption(chance, files, foreign)
+        if corruption.files == files:
+            continue  # zeros where zeros were
+        kinds[corruption.kind] += 1
+        for name, data in corruption.files.items():
+            (path / name).write_bytes(data)
+        victim = victims[sum(kinds.values()) % 2]
+        if not loaded_or_error(path, *victim):
+            missed.append(f"{corruption.kind} {corruption.name}")
+        assert [digest(*v) for v in victims] == before, f"{corruption.kind} {corruption.name}"
+    assert missed == [] and min(kinds.values()) > 10, kinds
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    assert loaded_or_error(path, *victims[1]) == "", "put back, it loads"
+    assert digest(*victims[1]) != before[1], "the digest sees what a load changes"
+
+
+def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    model, optimizer = training(1)
+    stored = dcp.FileSystemReader(path).read_metadata().storage_data
+    place = next(s for i, s in stored.items() if i.fqn == "model.2.weight")
+    good = bytearray((path / DATA).read_bytes())
+    good[place.offset + place.length // 2] ^= 1
+    (path / DATA).write_bytes(good)
+    span = f"bytes {place.offset} to {place.offset + place.length}"
+    error = loaded_or_error(path, model, optimizer)
+    assert f"{DATA}: its contents have changed (CRC-32 of {span})" in error and "Nothing was loaded" in error
+    shutil.copy(saves[1] / DATA, path / DATA)
+    assert f"{DATA}: a file of another save" in loaded_or_error(path, model, optimizer)
+    shutil.copy(saves[0] / DATA, path / DATA)
+    shutil.copy(saves[1] / METADATA, path / METADATA)
+    listed = json.loads((path / MANIFEST).read_text())
+    del listed["digest"]
+    raw = (path / METADATA).read_bytes()
+    listed["files"][METADATA] = [len(raw), sums.checksum(path / METADATA)]
+    (path / MANIFEST).write_bytes(sealed(listed))
+    assert "not of one save" in loaded_or_error(path, model, optimizer)
+
+
+def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of what is not asked for, such as the optimizer."""
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda f, b, at: read.append(preadv(f, b, at)) or read[-1])
+    model, optimizer = training(1)
+    stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
+    for what, prefixes in ((optimizer, ("model.", "optimizer.", "extra/")), (None, ("model.", "extra/"))):
+        read.clear()
+        checkpoint.load(saves[0], model, what)
+        assert sum(read) == sum(s.length for i, s in stored.items() if i.fqn.startswith(prefixes))
+
+
+def test_a_table_is_small(saves: tuple[Path, Path]) -> None:
+    stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
+    size, _, begin = manifests.read_manifest(saves[0]).files[DATA]
+    assert size - begin == 12 * len(stored) + 42 + len(DATA)
+
+
+def test_a_dcp_that_does_not_flush_after_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then what is on disk is summed up."""
+    monkeypatch.setattr(sums._Summed, "flush", lambda self: super(sums._Summed, self).flush())
+    model, optimizer = training(0)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    fresh, fresh_optimizer = training(1)
+    checkpoint.load(tmp_path / "a", fresh, fresh_optimizer)
+    assert digest(fresh, fresh_optimizer) == digest(model, optimizer)
+
+
+# ----------------------------------------------------------------------------------------------- older checkpoints
+
+
+def test_checkpoints_without_sums_of_pieces(
+    saves: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They load as before, with what they have; the log says how to get more."""
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    as_format_2(path)
+    checkpoint.verify(path)
+    model, optimizer = training(1)
+    with caplog.at_level("INFO", "te_fsdp"):
+        checkpoint.load(path, model, optimizer)
+    assert [r.message for r in caplog.records].count(
+        f"{path}: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
+    ) == 1
+    want, want_optimizer = training(0)
+    assert digest(model, optimizer) == digest(want, want_optimizer)
+    data = bytearray((path / DATA).read_bytes())
+    at = data.index(next(want.parameters()).detach().numpy().tobytes())
+    data[at] ^= 1
+    (path / DATA).write_bytes(data)
+    assert loaded_or_error(path, model, optimizer) == "", "why pieces have checksums"
+    with pytest.raises(CheckpointError, match="have changed"):
+        checkpoint.load(path, model, optimizer, verify=True)
+
+
+# -------------------------------------------------------------------------------------------------- pieces of tensors
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (300, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "transposed", "low", "eight"])
+def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+    """Of any dtype and strides, side by side in one file."""
+    dtype = {"low": torch.bfloat16, "eight": torch.uint8}.get(kind, torch.float32)
+    holder = nn.Module()
+    for index in range(3):
+        value = torch.arange(index, index + int(torch.tensor(shape).prod()) if shape else index + 1).to(dtype)
+        value = value.reshape(shape)
+        if kind == "transposed" and len(shape) > 1:
+            value = value.reshape(shape[::-1]).permute(*reversed(range(len(shape))))
+        holder.register_buffer(f"b{index}", value)
+    checkpoint.save(tmp_path / "a", holder)
+    fresh = copy.deepcopy(holder)
+    for buffer in fresh.buffers():
+        buffer.zero_()
+    checkpoint.load(tmp_path / "a", fresh)
+    torch.testing.assert_close(dict(fresh.named_buffers()), dict(holder.named_buffers()), rtol=0, atol=0)
+
+
+def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
+    """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
+    holder, fresh = nn.Module(), nn.Module()
+    for index, value in enumerate((torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t())):
+        holder.register_buffer(f"b{index}", value)
+        fresh.register_buffer(f"b{index}", torch.zeros(4, 4))
+    checkpoint.save(tmp_path / "a", holder)
+    stored = dcp.FileSystemReader(tmp_path / "a").read_metadata().storage_data
+    assert len({s.length for s in stored.values()}) == 1
+    checkpoint.load(tmp_path / "a", fresh)
+    torch.testing.assert_close(dict(fresh.named_buffers()), dict(holder.named_buffers()), rtol=0, atol=0)
+
+
+def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:
+    """A rank that needs a row of a large piece keeps a row."""
+    path, manifest = saves[0], manifests.read_manifest(saves[0])
+    metadata = reading.read_metadata(path, manifest)
+    for rows, most in ((1, 1), (5, 5000)):
+        staged, place = reading.Staged(), ("model.0.weight", (0, 0), (rows, 6))
+        staged.parts[place] = []
+        reading.read_stored(path, manifest, metadata, [place], staged)
+        ((_, values),) = staged.parts[place]
+        assert values.shape == (rows, 6) and values.untyped_storage().nbytes() <= most * 24
+
+
+# ----------------------------------------------------------------------------------------- quantized and delayed state
+
+
+@pytest.mark.parametrize(("saved", "here"), [("delayed", "delayed"), ("none", "mxfp8"), ("mxfp8", "none")])
+def test_nothing_changes_in_quantized_models(te: Any, tmp_path: Path, saved: str, here: str) -> None:
+    """Weights that are converted, delayed-scaling state and main weights come after everything has been read."""
+    from transformer_engine.common import recipe as recipes
+
+    kinds = {"delayed": recipes.DelayedScaling, "mxfp8": recipes.MXFP8BlockScaling}
+
+    def build(kind: str, seed: int, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        recipe = kinds[kind]() if kind in kinds else None
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            model = nn.Sequential(
+                *(te.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu") for _ in range(2))
+            )
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        for _ in range(steps):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                model(torch.randn(32, 32, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def state(model: nn.Module, optimizer: Any) -> list[Any]:
+        found: list[Any] = []
+        for module in model:
+            metas = [
+                (k, getattr(v, "scale", v)) for k, v in module.fp8_meta.items() if k.startswith("scaling")
+            ]
+            found.append({k: v.clone() for k, v in metas if isinstance(v, torch.Tensor)})
+        for p in model.parameters():
+            found.append(p.dequantize().clone() if hasattr(p, "dequantize") else p.clone())
+            found.append({k: v.clone() for k, v in optimizer.state.get(p, {}).items()})
+        return found
+
+    path = tmp_path / "a"
+    checkpoint.save(path, *build(saved, 0, 2))
+    stored = dcp.FileSystemReader(path).read_metadata().storage_data
+    last = max(stored.values(), key=lambda s: s.offset)
+    good = (path / DATA).read_bytes()
+    for steps in (0, 1):
+        model, optimizer = build(here, 1, steps)
+        before = state(model, optimizer)
+        bad = bytearray(good)
+        bad[last.offset + last.length // 2] ^= 4
+        (path / DATA).write_bytes(bad)
+        with pytest.raises(CheckpointError, match="have changed"):
+            checkpoint.load(path, model, optimizer)
+        torch.testing.assert_close(state(model, optimizer), before, rtol=0, atol=0)
+        (path / DATA).write_bytes(good)
+        checkpoint.load(path, model, optimizer)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(state(model, optimizer), before, rtol=0, atol=0)

@@ -1,0 +1,192 @@
+"""Manifests that say nonsense, each with a good digest: an error that names what is wrong, and nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import (
+    MANIFEST,
+    METADATA,
+    as_format_2,
+    digest,
+    loaded_or_error,
+    places,
+    put,
+    sealed,
+    training,
+    two_saves,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return two_saves(tmp_path_factory.mktemp("saves"))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@pytest.fixture(scope="module")
+def formats(
+    saves: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[Path, Any]]:
+    """A copy of a save to edit, as this te_fsdp writes it and as an older one did, with the manifest."""
+    found = {}
+    for version in (2, 3):
+        path = tmp_path_factory.mktemp("formats") / "a"
+        shutil.copytree(saves[0], path)
+        body = as_format_2(path) if version == 2 else json.loads((path / MANIFEST).read_text())
+        body.pop("digest", None)
+        found[version] = path, body
+    return found
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chosen=st.data(), version=st.sampled_from([2, 3]))
+def test_a_malformed_manifest(
+    formats: dict[int, tuple[Path, Any]], chosen: st.DataObject, version: int
+) -> None:
+    """Anything anywhere, with a good digest: an error that says so, or in old ones what nobody can know."""
+    path, body = formats[version]
+    way = chosen.draw(st.sampled_from(list(places(body))))
+    kind = chosen.draw(st.sampled_from(["replace", "remove", "add", "wrap"]))
+    value = chosen.draw(JSON)
+
+    def change(holder: Any, key: Any) -> None:
+        if kind == "remove":
+            del holder[key]
+        elif kind == "wrap":
+            holder[key] = [holder[key]]
+        elif kind == "add" and isinstance(holder, dict):
+            holder[chosen.draw(st.text(max_size=3))] = value
+        else:
+            holder[key] = value
+
+    edited = put(body, way, change)
+    (path / MANIFEST).write_bytes(sealed(edited))
+    model, optimizer = training(1)
+    before = digest(model, optimizer)
+    error = loaded_or_error(path, model, optimizer)
+    assert error or version == 2 or edited == body
+    if error:
+        assert digest(model, optimizer) == before
+        assert MANIFEST in error or METADATA in error or "does not fit" in error or "damaged" in error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[1]",
+        b"3",
+        b"null",
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"a":' * 5000,
+        b"1" * 5000,
+        b'{"digest": "\\ud800"}',
+    ],
+    ids=[
+        "empty",
+        "list",
+        "number",
+        "null",
+        "not UTF-8",
+        "deep lists",
+        "deep objects",
+        "long number",
+        "surrogate",
+    ],
+)
+def test_no_manifest_at_all(saves: tuple[Path, Path], tmp_path: Path, text: bytes) -> None:
+    shutil.copytree(saves[0], tmp_path / "a")
+    (tmp_path / "a" / MANIFEST).write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"te_fsdp\.json: unreadable manifest"):
+        checkpoint.load(tmp_path / "a", *training(1))
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "told"),
+    [
+        (
+            ("parameters", "0.weight", "shape"),
+            [5, -6],
+            r"parameters\.0\.weight\.shape\[1\]: expected a whole number",
+        ),
+        (
+            ("parameters", "0.weight", "dtype"),
+            "flaot32",
+            r"0\.weight\.dtype: expected the name of a dtype, got 'flaot32'",
+        ),
+        (("optimizer", "groups"), {}, r"optimizer\.groups: expected a list, got \{\}"),
+        (
+            ("optimizer", "state", "0.bias", "step"),
+            {"shape": []},
+            r"state\.0\.bias\.step: expected the keys shape, dtype",
+        ),
+        (
+            ("optimizer", "groups", 0, "parameters", 0),
+            1,
+            r"optimizer\.groups\[0\]\.parameters\[0\]: expected text, got 1",
+        ),
+        (
+            ("extra", "order", "te_fsdp.tensor", "shape"),
+            [2**64],
+            r"extra.*shape\[0\]: expected a whole number",
+        ),
+        (("extra", "own"), {"te_fsdp.per_rank": []}, r"extra/own: values of 0 ranks: expected of 1"),
+        (("files", "../x"), [1, 2], r"files: expected the name of a file, got '\.\./x'"),
+        (("mesh", "ranks"), True, r"mesh\.ranks: expected a whole number from 1, got True"),
+        (("delayed",), {"a": {}}, r"delayed\.a: expected the keys num_gemms"),
+        (("saved_at",), "yesterday", r"saved_at: expected a whole number from 0, got 'yesterday'"),
+        (("sawed_at",), 1, r"a field 'sawed_at' that no manifest has"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_what_is_wrong_in_a_manifest(
+    formats: dict[int, tuple[Path, Any]], way: tuple[Any, ...], value: Any, told: str
+) -> None:
+    path, body = formats[2]
+    (path / MANIFEST).write_bytes(sealed(put(body, way, lambda holder, key: holder.__setitem__(key, value))))
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.load(path, *training(1))
+
+
+def test_a_tensor_of_extra_that_is_not_there(formats: dict[int, tuple[Path, Any]]) -> None:
+    path, body = formats[2]
+    way = ("extra", "order", "te_fsdp.tensor", "key")
+    (path / MANIFEST).write_bytes(
+        sealed(put(body, way, lambda holder, key: holder.__setitem__(key, "extra/x")))
+    )
+    with pytest.raises(CheckpointError, match="extra/x is missing"):
+        checkpoint.load(path, *training(1))
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    deep: Any = 1
+    for level in range(201):
+        deep = [deep]
+        if level == 100:
+            checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"deep": deep})
+    with pytest.raises(CheckpointError, match="at most 200 levels"):
+        checkpoint.save(tmp_path / "b", nn.Linear(2, 2), extra={"deep": deep})
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
