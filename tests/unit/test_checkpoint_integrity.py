@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import (
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import reading, sums
+from te_fsdp.errors import CheckpointError
+from tests.unit.damage import (
     DATA,
     MANIFEST,
     METADATA,
@@ -26,12 +32,6 @@ from damage import (
     training,
     two_saves,
 )
-from torch import nn
-
-from te_fsdp import checkpoint
-from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import reading, sums
-from te_fsdp.errors import CheckpointError
 
 # --------------------------------------------------------------------------------------------------- corruptions
 
