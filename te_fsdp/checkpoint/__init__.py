@@ -1,10 +1,14 @@
-"""Checkpoints in one canonical layout, loadable on any mesh: ``save``, ``load``, ``latest``, ``verify``."""
+"""Checkpoints in one canonical layout, loadable on any mesh: ``save``, ``load``, ``latest``, ``verify``.
+
+And Hugging Face models' folders, from and onto any mesh: ``save_huggingface``, ``load_huggingface``.
+"""
 
 from te_fsdp.checkpoint.background import SaveHandle
 from te_fsdp.checkpoint.directory import latest
 from te_fsdp.checkpoint.extra import PerRank
 from te_fsdp.checkpoint.loaded import Loaded
 from te_fsdp.checkpoint.loading import load
+from te_fsdp.checkpoint.portable.huggingface import load_huggingface, save_huggingface
 from te_fsdp.checkpoint.rng import rng_state, set_rng_state
 from te_fsdp.checkpoint.saving import save
 from te_fsdp.checkpoint.verifying import verify
@@ -15,8 +19,10 @@ __all__ = [
     "SaveHandle",
     "latest",
     "load",
+    "load_huggingface",
     "rng_state",
     "save",
+    "save_huggingface",
     "set_rng_state",
     "verify",
 ]

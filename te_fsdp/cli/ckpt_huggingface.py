@@ -8,11 +8,7 @@ from pathlib import Path
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.convert import Tick
 from te_fsdp.checkpoint.portable.huggingface import TeBlocks, TeNames, write_huggingface
-from te_fsdp.checkpoint.portable.huggingface_contents import (
-    huggingface_map,
-    open_huggingface,
-    values_for_huggingface,
-)
+from te_fsdp.checkpoint.portable.huggingface_contents import open_huggingface, values_for_huggingface
 
 __all__ = ["Model", "open_model", "write_model"]
 
@@ -49,5 +45,5 @@ def write_model(
     Raises:
         CheckpointError: Weights that do not fit the model that ``like`` describes.
     """
-    tensors = values_for_huggingface(contents, huggingface_map(like, model.layers, model.names))
+    tensors = values_for_huggingface(contents, like, model.layers, model.names)
     return write_huggingface(target, tensors, like, tick, shard_bytes=shard_bytes, force=force)

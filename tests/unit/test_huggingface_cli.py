@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint.manifest import read_manifest, write_manifest
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.lazy import InMemory
@@ -28,23 +29,28 @@ CONFIG = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-FUSED = ("--te.layers.fuse-qkv-params",)
-STACKED = (*FUSED, "--te.layers.no-qkv-weight-interleaved")
+FUSED = ("--te.layers.fuse-qkv-params", "True")
+STACKED = (*FUSED, "--te.layers.qkv-weight-interleaved", "False")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face model's folder, in bf16."""
-    path = tmp_path / "model"
+    return write_model(tmp_path / "model", CONFIG)
+
+
+def write_model(path: Path, config: dict[str, Any]) -> Path:
+    """Random weights, in several files."""
     path.mkdir()
-    shapes = hf.WeightMap.build(CONFIG).shapes(te=False)
-    del shapes["lm_head.weight"]
+    shapes = hf.WeightMap.build(config).shapes(te=False)
+    if config["tie_word_embeddings"]:
+        del shapes["lm_head.weight"]
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: InMemory(torch.randn(shape, generator=generator).bfloat16()) for name, shape in shapes.items()
     }
     write_folder(path, tensors, {}, lambda _: None, 20_000)
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -75,14 +81,12 @@ def test_there_and_back(te: Any, folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert all(torch.equal(expected[name], value) for name, value in model.named_parameters())
     checkpoint.save(tmp_path / "trained", model)
 
-    assert (
-        ckpt("export", tmp_path / "trained", back, "--like", folder, "--max-shard-size", "20kB", *STACKED)
-        == 0
-    )
+    assert ckpt("export", tmp_path / "trained", back, "--like", folder, "--max-shard-size", "20kB") == 0
     before, after = open_safetensors(folder)[0], open_safetensors(back)[0]
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
-    assert (back / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    about = {"torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"]}
+    assert json.loads((back / "config.json").read_text()) == CONFIG | about
 
 
 def test_another_layout_is_noticed(
@@ -99,9 +103,66 @@ def test_another_layout_is_noticed(
         CheckpointError, match=r"with another layout \(layers\.0\.self_attention\.layernorm_qkv\.bias"
     ):
         checkpoint.load(saved, model)
-    assert ckpt("export", saved, tmp_path / "back", "--like", folder, *FUSED) == 1
+    assert ckpt("export", saved, tmp_path / "back", "--like", folder) == 0, "the manifest tells"
+    _forget_semantics(saved)
+    old = ("export", saved, tmp_path / "old", "--like", folder)
+    assert ckpt(*old) == 1
+    lacking = "zero_centered_gamma, final_norm_zero_centered"
+    assert f"nothing tells: qkv_weight_interleaved, {lacking}" in capsys.readouterr().err.replace(
+        "zero_centered_gamma, qkv_weight_interleaved", "qkv_weight_interleaved, zero_centered_gamma"
+    )
+    centered = ("--te.layers.zero-centered-gamma", "False", "--te.layers.final-norm-zero-centered", "False")
+    assert ckpt(*old, *centered, "--te.layers.qkv-weight-interleaved", "True") == 1
     assert "layernorm_qkv.weight is stacked(4, 2, 2), not plain" in capsys.readouterr().err
+    assert not (tmp_path / "old").exists()
+    assert ckpt(*old, *centered, "--te.layers.qkv-weight-interleaved", "False") == 0
+    assert "semantics (eps, activation, window, ...) are not recorded" in capsys.readouterr().out
+    told, known = (open_safetensors(tmp_path / name)[0] for name in ("old", "back"))
+    assert all(torch.equal(told[name].whole(), known[name].whole()) for name in known)
+
+
+def _forget_semantics(path: Path) -> None:
+    """As a checkpoint that an older te_fsdp has written."""
+    manifest = read_manifest(path)
+    manifest.semantics = None
+    write_manifest(path, manifest)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"layernorm_epsilon": 1e-3}, "eps is 0.001, not 1e-06"),
+        ({"activation": "geglu"}, "activation is geglu, not swiglu"),
+        ({"window_size": (5, 0)}, "window_size is [5, 0], not [-1, 0]"),
+    ],
+    ids=str,
+)
+def test_another_function_is_no_such_model(
+    te: Any,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    text: str,
+) -> None:
+    checkpoint.save(tmp_path / "trained", build(te, **options))
+    assert ckpt("export", tmp_path / "trained", tmp_path / "back", "--like", folder) == 1
+    assert text in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
+
+
+def test_experts(te: Any, tmp_path: Path) -> None:
+    """Into a checkpoint and out of it, with no option."""
+    config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 3, "tie_word_embeddings": False}
+    folder = tmp_path / "mixtral"
+    write_model(folder, config)
+    assert ckpt("convert", folder, tmp_path / "step-0", "--to", "checkpoint", "--from", "huggingface") == 0
+    parameters = read_manifest(tmp_path / "step-0").parameters
+    assert parameters["layers.1.experts.fc1.weight"]["shape"] == [3, 128, 32]
+    assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder) == 0
+    before, after = open_safetensors(folder)[0], open_safetensors(tmp_path / "back")[0]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
 
 
 def test_what_is_wrong_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,32 +1,60 @@
-"""Hugging Face models of Llama's and GPT-2's style, as models of ``te.TransformerLayer``, and back."""
+"""Hugging Face models of Llama's and GPT-2's style, as models of TransformerEngine's modules, and back."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.collective import all_agree
+from te_fsdp.checkpoint.collective import all_agree, from_rank_0, own_ranks, rank, world_size
+from te_fsdp.checkpoint.experts import GROUPED, stacked_name
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
-from te_fsdp.checkpoint.owned import clean_name
-from te_fsdp.checkpoint.portable.atomic import new_directory
-from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
-from te_fsdp.checkpoint.portable.huggingface_layers import layer_differences
-from te_fsdp.checkpoint.portable.huggingface_map import Source, Tensors, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_names import TeBlocks, TeNames
+from te_fsdp.checkpoint.model_state import ModelState, dtype_name, model_state, shorten, tied_names
+from te_fsdp.checkpoint.portable.atomic import new_directory, sync
+from te_fsdp.checkpoint.portable.huggingface_config import (
+    Architecture,
+    causal_lm_class,
+    config_contents,
+    read_config,
+)
+from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, parameter_names
+from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_names import TeNames
+from te_fsdp.checkpoint.portable.huggingface_shares import (
+    Arriving,
+    Exchange,
+    Plan,
+    Share,
+    Told,
+    describe_shares,
+    plan_exchange,
+    shares_of,
+)
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors, write_folder
+from te_fsdp.checkpoint.portable.safetensors import (
+    open_safetensors,
+    shard_names,
+    write_file,
+    write_folder,
+    write_index,
+)
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.semantics import semantics_of
+from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
 __all__ = [
     "Architecture",
@@ -37,12 +65,12 @@ __all__ = [
     "import_huggingface",
     "load_huggingface",
     "read_config",
+    "save_huggingface",
     "write_huggingface",
 ]
 
 #: Files beside the weights that a copy of a model needs.
 _BESIDE = (
-    "config.json",
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -52,10 +80,12 @@ _BESIDE = (
     "chat_template*",
     "LICENSE*",
 )
+#: Files are begun for more ranks to write at once only where each gets so many bytes.
+_SMALLEST_FILE = 256 << 20
 
 
 def import_huggingface(
-    source: str | os.PathLike[str] | Source,
+    source: str | os.PathLike[str] | Tensors,
     *,
     config: Any = None,
     blocks: TeBlocks | None = None,
@@ -65,22 +95,21 @@ def import_huggingface(
     """Tensors of the unsharded TransformerEngine model, from a Hugging Face model's. Local operation.
 
     Args:
-        source: A folder with ``config.json`` and safetensors files, read group by group; or the tensors, as mapping
-            or stream.
+        source: A folder with ``config.json`` and safetensors files, read group by group; or the tensors.
         config: The model's description, as :func:`read_config` takes it; ``None``: of the folder.
-        blocks: Options of the ``te.TransformerLayer``; default: TransformerEngine's defaults.
-        names: Names of the model's other parts; default: those of :class:`TeNames`.
+        blocks: Options of the layers that shall hold the weights; default: TransformerEngine's defaults.
+        names: Names of the model's parts; default: those of :class:`TeNames`.
         dtype: Of the results; ``None`` keeps each tensor's.
 
     Returns:
-        Stream of names and plain tensors on the source's device, in the order of the model.
+        Stream of names and plain tensors on the CPU, in the order of the model.
 
     Raises:
         CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
     """
     tensors = _opened(source)
-    described = _config_of(source, config)
-    return WeightMap.build(described, blocks, names).for_names(tensors).to_te(tensors, dtype=dtype)
+    weights = WeightMap.build(_config_of(source, config), blocks, names).for_names(tensors)
+    return weights.to_te(tensors, dtype=dtype)
 
 
 def export_huggingface(
@@ -97,39 +126,47 @@ def export_huggingface(
 ) -> None:
     """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
 
-    Holds one group of tensors at a time besides ``source``. The folder appears when it is whole.
+    Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
+    besides ``source``. The folder appears when it is whole.
 
     Args:
         source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
         target: The folder to make; nothing may lie there yet but an empty directory.
-        like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied
-            unchanged, and names begin as in its files.
-        config: The model's description, where there is no such folder; no ``config.json`` is written then.
-        blocks: Options of the ``te.TransformerLayer``.
-        names: Names of the model's other parts.
+        like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied, and
+            names begin as in its files.
+        config: The model's description, where there is no such folder.
+        blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
+        names: Names of the model's parts.
         dtype: Of the files; ``None`` keeps each tensor's.
         max_file_bytes: Size of a file beyond which another is begun.
         tick: Told the bytes of each block that is written.
 
     Raises:
-        CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; what
-            :meth:`WeightMap.to_huggingface` raises.
+        CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; options that are not known;
+            what :meth:`WeightMap.lazily` raises.
     """
-    folder = None if like is None else Path(like)
-    weights = WeightMap.build(_config_of(folder, config), blocks, names)
-    if folder is not None and is_safetensors(folder):
-        weights = weights.for_names(_opened(folder))
-    tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(
-        Path(os.path.abspath(target)), tensors, folder, tick or (lambda _: None), shard_bytes=max_file_bytes
-    )
+    described = config if like is None else like
+    if described is None:
+        raise _without_description()
+    if any(isinstance(tensor, DTensor) for tensor in source.values()):
+        raise CheckpointError(
+            message(
+                "export_huggingface of a sharded model's state dict",
+                expected="whole tensors of the unsharded model",
+                got="DTensors",
+                fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
+            )
+        )
+    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names)
+    tensors = weights.like(described).lazily(source, to_te=False, dtype=dtype)
+    write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
     target: Path,
     tensors: Mapping[str, Lazy],
-    like: Path | None,
-    tick: Tick,
+    config: Any,
+    tick: Tick | None = None,
     *,
     shard_bytes: int,
     force: bool = False,
@@ -139,7 +176,7 @@ def write_huggingface(
     Args:
         target: The folder.
         tensors: Under Hugging Face's names.
-        like: Folder whose ``config.json``, tokenizer and the like are copied unchanged.
+        config: The model's description, or a folder with it and with a tokenizer, which is copied.
         tick: Told the bytes of each block that is written.
         shard_bytes: Size of a file beyond which another is begun.
         force: Replace what lies at the target.
@@ -148,13 +185,170 @@ def write_huggingface(
         CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
     """
     with new_directory(target, force=force) as temporary:
-        names = write_folder(temporary, tensors, {}, tick, shard_bytes)
-        beside = [path for pattern in _BESIDE for path in (like.glob(pattern) if like else ())]
-        for path in beside:
-            if path.is_file():
-                shutil.copyfile(path, temporary / path.name)
-                names.append(path.name)
+        names = write_folder(temporary, tensors, {}, tick or (lambda _: None), shard_bytes)
+        return names + _write_beside(temporary, config, tensors)
+
+
+def _write_beside(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
+    """Write ``config.json``, which tells the files' dtype, and copy what lies beside it; the files' names."""
+    contents = dict(config_contents(config))
+    dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        key = "dtype" if "dtype" in contents else "torch_dtype"
+        contents[key] = next(iter(dtypes))
+    contents["architectures"] = contents.get("architectures") or [causal_lm_class(contents["model_type"])]
+    (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
+    names = ["config.json"]
+    beside = Path(config) if isinstance(config, (str, os.PathLike)) and Path(config).is_dir() else None
+    for path in (path for pattern in _BESIDE for path in (beside.glob(pattern) if beside else ())):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+            names.append(path.name)
     return names
+
+
+@torch.no_grad()
+def save_huggingface(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    config: Any,
+    names: TeNames | None = None,
+    blocks: TeBlocks | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
+
+    Norms, heads, activation and how weights lie are read off the model; settings that ``config`` contradicts are
+    errors. Each tensor is put together on the one rank that writes its file, a group of tensors at a time (query, key
+    and value of a layer; gate and up; one expert): besides the model a rank has in the CPU's memory at most five times
+    the bytes of the largest group, and on its device the pieces of one parameter. The folder appears when it is whole
+    and on disk; training goes on as if nothing had been.
+
+    Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
+    te_fsdp's own (one all-to-all a group of tensors). All ranks must reach the folder.
+
+    Args:
+        path: The folder to make; nothing may lie there yet but an empty directory.
+        model: Sharded or not, quantized or not.
+        optimizer: If it keeps main weights, these are written, rounded once.
+        config: A Hugging Face folder of the same model, whose tokenizer and the like are copied; or a ``transformers``
+            configuration, or the contents of a ``config.json``.
+        names: Names of the model's parts; default: those of :class:`TeNames`.
+        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
+        dtype: Of the files; ``None``: that of each parameter.
+        max_file_bytes: Size of a file beyond which another is begun.
+
+    Raises:
+        CheckpointError: Something lies at ``path``; a model that is not supported, or another than ``config`` says;
+            ranks that do not hold every element; files that cannot be written. The same on all ranks, and nothing
+            appears.
+        OrderError: An optimizer of other parameters.
+    """
+    target = Path(os.path.abspath(path))
+
+    with collective_call("checkpoint.save_huggingface"):
+        saving = all_agree(lambda: _Saving.of(model, optimizer, config, names, blocks, dtype, max_file_bytes))
+        told, plan = own_ranks().round(saving.tell, saving.plan)
+        with ExitStack() as stack:
+            folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
+            tensors = all_agree(lambda: saving.write(folder, told, plan))
+
+            def finish() -> None:
+                write_index(folder, tensors, saving.files(tensors))
+                _write_beside(folder, config, tensors)
+                stack.close()
+
+            from_rank_0(finish)
+
+
+@dataclass
+class _Saving:
+    """One rank's part of :func:`save_huggingface`."""
+
+    weights: WeightMap
+    shares: dict[str, Share]
+    dtype: torch.dtype | None
+    max_file_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        config: Any,
+        names: TeNames | None,
+        blocks: TeBlocks | None,
+        *options: Any,
+    ) -> _Saving:
+        """Look at the model. Local operation."""
+        if optimizer is not None:
+            check_optimizer(model, optimizer)
+        weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
+        _refuse("save_huggingface", model, {"layers that would compute something else": wrong})
+        shares = shares_of(model, optimizer)
+        for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
+            if first in shares and first not in weights.te_names and name in weights.te_names:
+                shares[name] = shares.pop(first)
+        return cls(weights.like(config), shares, *options)
+
+    def tell(self) -> dict[str, Told]:
+        return {name: share.told for name, share in self.shares.items()}
+
+    def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], Plan]]:
+        """For each rank what it needs to know of all, and what it does."""
+        told = describe_shares(seen)
+        files = self.files(self.tensors(told, None))
+        count, queues = len(set(files.values())), [[] for _ in seen]
+        for batch in self.weights.batches(to_te=False):
+            file = files[batch[0].written(to_te=False)[0]]
+            queue = queues[_writer(shard_names(count).index(file), count, len(seen))]
+            queue.append([name for group in batch for name in group.te.names if name in told])
+        return [(told, plan) for plan in plan_exchange(seen, queues)]
+
+    def tensors(self, told: dict[str, Told], exchange: Exchange | None) -> dict[str, Lazy]:
+        source = {name: Arriving(name, one[0], one[1], exchange) for name, one in told.items()}
+        return self.weights.lazily(source, to_te=False, dtype=self.dtype)
+
+    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, str]:
+        """File of each tensor; what is read together is in one file."""
+        total = sum(tensor.bytes for tensor in tensors.values())
+        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total // world_size())))
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for batch in self.weights.batches(to_te=False):
+            names = batch[0].written(to_te=False)
+            size = sum(tensors[name].bytes for name in names)
+            if shards[-1] and filled + size > most:
+                shards.append([])
+                filled = 0
+            shards[-1] += names
+            filled += size
+        files = zip(shard_names(len(shards)), shards, strict=True)
+        return {name: file for file, names in files for name in names}
+
+    def write(self, folder: Path, told: dict[str, Told], plan: Plan) -> dict[str, Lazy]:
+        """Write this rank's files. Collective over the world, even on a rank that fails."""
+        exchange = Exchange(own_ranks(), self.shares, told, plan)
+        tensors = self.tensors(told, exchange)
+        by_file: dict[str, dict[str, Lazy]] = {}
+        for name, file in self.files(tensors).items():
+            by_file.setdefault(file, {})[name] = tensors[name]
+        try:
+            for n, (file, own) in enumerate(by_file.items()):
+                if _writer(n, len(by_file), world_size()) == rank():
+                    write_file(folder / file, own, {}, lambda _: None)
+                    sync(folder / file)
+        finally:
+            exchange.drain()
+        return tensors
+
+
+def _writer(file: int, files: int, ranks: int) -> int:
+    """The rank that writes a file: spread over the world, whose neighbours share a host."""
+    return file * ranks // files if files <= ranks else file % ranks
 
 
 @torch.no_grad()
@@ -164,20 +358,20 @@ def load_huggingface(
     *,
     config: Any = None,
     names: TeNames | None = None,
-    final_norm_zero_centered: bool = False,
+    blocks: TeBlocks | None = None,
 ) -> None:
-    """Load a Hugging Face model's weights into a model of ``te.TransformerLayer``, on any mesh, in place.
+    """Load a Hugging Face model's weights into a model of TransformerEngine's modules, on any mesh, in place.
 
-    The layers' options are read off the model. Each rank reads every tensor and keeps its own pieces, converted
-    to the parameter's dtype; it holds one group of tensors at a time. Buffers are left alone.
+    The layers' options are read off the model. Each rank reads what it has pieces of and keeps these, converted to the
+    parameter's dtype; it holds one group of tensors at a time. Buffers are left alone.
     Collective over the world: call on all ranks, before the optimizer makes main weights.
 
     Args:
-        source: As for :func:`import_huggingface`, but no stream.
+        source: As for :func:`import_huggingface`.
         model: On its device, sharded or not, with weights in high precision.
         config: As for :func:`import_huggingface`.
-        names: Names of the model's other parts.
-        final_norm_zero_centered: ``zero_centered_gamma`` of the model's last norm.
+        names: Names of the model's parts.
+        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
 
     Raises:
         CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not
@@ -186,50 +380,52 @@ def load_huggingface(
             weights replaced in part; the error says so.
     """
 
-    def prepare() -> tuple[ModelState, Iterator[tuple[str, torch.Tensor]]]:
-        tensors = _opened(source)
-        blocks = TeBlocks.of(model, final_norm_zero_centered=final_norm_zero_centered)
-        weights = WeightMap.build(_config_of(source, config), blocks, names).for_names(tensors)
-        state = model_state(model)
-        _compare(weights, model, state)
-        stream = weights.to_te(tensors)
-        first = next(stream)  # checks the whole source
-        return state, _chain(first, stream)
+    def prepare() -> tuple[ModelState, WeightMap, dict[str, Lazy]]:
+        tensors, state = _opened(source), model_state(model)
+        described = _config_of(source, config)
+        weights, wrong = WeightMap.of(described, parameter_names(model), semantics_of(model), blocks, names)
+        _compare(weights, model, state, wrong)
+        return state, weights, weights.for_names(tensors).lazily(tensors, to_te=True)
 
     def move() -> None:
         try:
-            for name, tensor in stream:
-                # A tied head has no entry of its own.
-                entry = state.entries.get(f"model.{name}")
-                for piece in entry.pieces if entry is not None else ():
-                    box = [slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True)]
-                    piece.tensor.copy_(tensor[tuple(box)])
+            for name, tensor in tensors.items():
+                for box, target in _targets(state, name, grouped=layouts[name] == GROUPED):
+                    target.copy_(tensor.whole()[box])
         except CheckpointError as error:
             raise CheckpointError(f"{error} The model's weights are replaced in part: load again.") from error
 
-    with collective_call("load_huggingface"):
-        state, stream = all_agree(prepare)
+    with collective_call("checkpoint.load_huggingface"):
+        state, weights, tensors = all_agree(prepare)
+        layouts = weights.layouts()
         all_agree(move)
 
 
-def _chain(
-    first: tuple[str, torch.Tensor], rest: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield first
-    yield from rest
+def _targets(
+    state: ModelState, name: str, *, grouped: bool
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """This rank's pieces of a tensor: where each lies in it, and the memory. A tied head has none of its own."""
+    entry = state.entries.get(f"model.{stacked_name(name) if grouped else name}")
+    for piece in entry.pieces if entry is not None else ():
+        offsets, target = piece.offsets, piece.tensor
+        if grouped:
+            row = int(name[len(stacked_name(name)) :]) - offsets[0]
+            if not 0 <= row < target.shape[0]:
+                continue
+            offsets, target = offsets[1:], target[row]
+        yield tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True)), target
 
 
-def _compare(weights: WeightMap, model: nn.Module, state: ModelState) -> None:
+def _compare(weights: WeightMap, model: nn.Module, state: ModelState, wrong: list[str]) -> None:
     """All parameters of the model against the map.
 
     Raises:
         CheckpointError: Naming everything that differs.
     """
-    ours = {clean_name("", name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    theirs = weights.shapes(te=True)
-    quantized = [name for name, owned in state.owned.items() if _te.is_quantized(owned.local)]
     shapes = {name: tuple(described["shape"]) for name, described in state.described.items()}
-    wrong = [
+    theirs = weights.checkpoint_shapes()
+    ours = {*shapes, *tied_names(model)}
+    differing = [
         f"{name} ({list(shapes[name])}, not {list(shape)})"
         for name, shape in theirs.items()
         if name in shapes and shapes[name] != shape
@@ -237,23 +433,27 @@ def _compare(weights: WeightMap, model: nn.Module, state: ModelState) -> None:
     found = {
         "the model has no": [name for name in theirs if name not in ours],
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
-        "other shapes": wrong,
-        "quantized": quantized,
-        "layers that would compute something else": layer_differences(model, weights.architecture),
+        "other shapes": differing,
+        "quantized": [name for name, owned in state.owned.items() if _te.is_quantized(owned.local)],
+        "layers that would compute something else": wrong,
     }
+    _refuse("load_huggingface", model, found)
+
+
+def _refuse(call: str, model: nn.Module, found: Mapping[str, list[str]]) -> None:
     problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
     if problems:
         raise CheckpointError(
             message(
-                f"load_huggingface: {type(model).__name__} does not fit: {'; '.join(problems)}",
-                why="Nothing was loaded",
-                fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs(); for "
-                "quantized weights, save the imported weights with te_fsdp.checkpoint and load that",
+                f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
+                why="Nothing was changed",
+                fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs(); to load "
+                "into quantized weights: te-fsdp ckpt convert --from huggingface, and te_fsdp.checkpoint.load",
             )
         )
 
 
-def _opened(source: str | os.PathLike[str] | Source) -> Source:
+def _opened(source: str | os.PathLike[str] | Tensors) -> Tensors:
     return open_safetensors(Path(source))[0] if isinstance(source, (str, os.PathLike)) else source
 
 
@@ -262,7 +462,11 @@ def _config_of(folder: Any, config: Any) -> Any:
         return config
     if isinstance(folder, (str, os.PathLike)):
         return read_config(folder)
-    raise CheckpointError(
+    raise _without_description()
+
+
+def _without_description() -> CheckpointError:
+    return CheckpointError(
         message(
             "Hugging Face model without a description",
             expected="a folder with config.json, or config=...",

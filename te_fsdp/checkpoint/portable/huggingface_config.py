@@ -1,7 +1,7 @@
 """What a Hugging Face ``config.json`` says about a model, as far as weights and TransformerEngine need it.
 
-Read without the ``transformers`` package. Keys and defaults are those of transformers 4.57 and 5.23
-(``models/{llama,mistral,qwen2,qwen3,gpt2}/configuration_*.py``).
+Read without the ``transformers`` package. Keys, defaults and rules are those of transformers 4.57 and 5.23
+(``models/*/configuration_*.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,41 @@ from typing import Any, Literal
 
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["Architecture", "read_config"]
+__all__ = ["Architecture", "Experts", "causal_lm_class", "config_contents", "read_config"]
 
-_LLAMA_STYLE = ("llama", "mistral", "qwen2", "qwen3")
+_GEMMA3 = {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6}
+#: Families of Llama's style, and what the configuration of each has where ``config.json`` says nothing.
+_LLAMA_STYLE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "qwen2": {"num_key_value_heads": 32, "qkv_bias": True},
+    "qwen2_moe": {"num_key_value_heads": 16, "qkv_bias": True},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "gemma": {"num_key_value_heads": 16},
+    "gemma2": {**_GEMMA3, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
+    "gemma3_text": _GEMMA3,
+}
+_GEMMA = ("gemma", "gemma2", "gemma3_text")
 _FAMILIES = (*_LLAMA_STYLE, "gpt2")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts in a model's layers.
+
+    Attributes:
+        count: Experts of a layer.
+        ffn: Width inside one.
+        layers: Numbers of the layers that have experts; the others have a plain MLP.
+        shared_ffn: Width inside the expert that all tokens pass, whose output has a gate; 0: there is none.
+    """
+
+    count: int
+    ffn: int
+    layers: frozenset[int]
+    shared_ffn: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,7 +58,7 @@ class Architecture:
 
     Attributes:
         model_type: transformers' name of the family.
-        style: ``"llama"`` (RMSNorm, rotary embedding, SwiGLU) or ``"gpt2"`` (LayerNorm, learned positions, GELU).
+        style: ``"llama"`` (RMSNorm, rotary embedding, gated MLP) or ``"gpt2"`` (LayerNorm, learned positions, GELU).
         layers: Number of layers.
         hidden: Width.
         ffn: Width inside the MLP.
@@ -37,14 +68,21 @@ class Architecture:
         vocabulary: Rows of the embedding.
         positions: Rows of the learned position embedding; 0 with rotary embedding.
         norm_eps: Epsilon of all norms.
+        activation: TransformerEngine's name of the MLP's activation.
         qkv_bias: Whether query, key and value have biases.
         proj_bias: Whether the attention's output projection has one.
         mlp_bias: Whether the MLP's projections have biases.
         qk_norm: Whether query and key are normalised per head, before the rotary embedding.
         tied: Whether the head shares the embedding's weight.
+        zero_centered: Whether the Hugging Face model stores its norms' weights minus one.
+        branch_norms: Whether attention and MLP have a norm after them, too.
+        embedding_scale: What embeddings are multiplied by before the first layer.
+        logit_cap: Cap of the logits, ``cap * tanh(logits / cap)``; ``None``: none.
+        experts: The layers' experts, if any.
         rope_theta: Base of the rotary embedding.
         rope_scaling: The rotary embedding's further settings; ``None`` for the plain one.
-        window: Positions that a token attends to, itself included; ``None``: all before it.
+        window_rope_theta: Base in layers with a window, where it is another one.
+        windows: Of each layer: positions that a token attends to, itself included; ``None``: all before it.
         attention_dropout: Of attention probabilities.
         hidden_dropout: Of the branches' outputs.
     """
@@ -60,50 +98,80 @@ class Architecture:
     vocabulary: int
     positions: int
     norm_eps: float
+    activation: str
     qkv_bias: bool
     proj_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied: bool
+    zero_centered: bool = False
+    branch_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+    experts: Experts | None = None
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
-    window: int | None = None
+    window_rope_theta: float | None = None
+    windows: tuple[int | None, ...] = ()
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
 
-    def te_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``te.TransformerLayer`` for a layer that computes what the Hugging Face layer does.
-
-        Add what is yours to choose: ``fuse_qkv_params``, ``zero_centered_gamma``, ``params_dtype``, parallelism.
-        """
-        llama = self.style == "llama"
+    def te_attention_kwargs(self, layer: int = 0) -> dict[str, Any]:
+        """Arguments of ``te.MultiheadAttention`` for the attention of a layer, its norm included."""
         kwargs: dict[str, Any] = {
             "hidden_size": self.hidden,
-            "ffn_hidden_size": self.ffn,
             "num_attention_heads": self.heads,
             "num_gqa_groups": self.kv_heads,
             "kv_channels": self.head_dim,
             "layernorm_epsilon": self.norm_eps,
-            "hidden_dropout": self.hidden_dropout,
             "attention_dropout": self.attention_dropout,
-            "normalization": "RMSNorm" if llama else "LayerNorm",
-            "activation": "swiglu" if llama else "gelu",
+            "normalization": "RMSNorm" if self.style == "llama" else "LayerNorm",
             "bias": self.qkv_bias or self.proj_bias or self.mlp_bias,
-            "self_attn_mask_type": "causal",
+            "attn_mask_type": "causal",
+            "input_layernorm": True,
         }
         if self.qk_norm:
             kwargs |= {"qk_norm_type": "RMSNorm", "qk_norm_eps": self.norm_eps, "qk_norm_before_rope": True}
-        if self.window is not None:
-            kwargs["window_size"] = (self.window - 1, 0)
+        if self.windows and self.windows[layer] is not None:
+            kwargs["window_size"] = (self.windows[layer] - 1, 0)  # type: ignore[operator]
         return kwargs
 
-    def te_rotary_kwargs(self) -> dict[str, Any]:
+    def te_kwargs(self, layer: int = 0) -> dict[str, Any]:
+        """Arguments of ``te.TransformerLayer`` for a layer that computes what the Hugging Face layer does.
+
+        Add what is yours to choose: ``fuse_qkv_params``, ``zero_centered_gamma``, ``params_dtype``, parallelism.
+
+        Raises:
+            CheckpointError: The layer has experts, or norms after its branches.
+        """
+        sparse = self.experts is not None and layer in self.experts.layers
+        if sparse or self.branch_norms:
+            raise CheckpointError(
+                message(
+                    f"te.TransformerLayer for layer {layer} of a {self.model_type} model",
+                    why=f"It has no {'experts' if sparse else 'norms after attention and MLP'}",
+                    fix="build the layer of te.MultiheadAttention(**te_attention_kwargs(layer)) and te.RMSNorm, with "
+                    f"{'a router and two te.GroupedLinear' if sparse else 'te.LayerNormMLP'}, under TeNames' names",
+                )
+            )
+        kwargs = self.te_attention_kwargs(layer)
+        del kwargs["input_layernorm"]
+        mask = kwargs.pop("attn_mask_type")
+        mlp = {
+            "ffn_hidden_size": self.ffn,
+            "activation": self.activation,
+            "hidden_dropout": self.hidden_dropout,
+        }
+        return kwargs | mlp | {"self_attn_mask_type": mask}
+
+    def te_rotary_kwargs(self, layer: int = 0) -> dict[str, Any]:
         """Arguments of TransformerEngine's ``RotaryPositionEmbedding``, whose result each layer takes.
 
         Raises:
             CheckpointError: No rotary embedding, or scaled frequencies, which that class does not compute.
         """
-        if self.style != "llama" or self.rope_scaling is not None:
+        windowed = self.window_rope_theta is not None and self.windows[layer] is not None
+        if self.style != "llama" or (self.rope_scaling is not None and not windowed):
             raise CheckpointError(
                 message(
                     "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
@@ -113,7 +181,8 @@ class Architecture:
                     "(sequence, 1, 1, head_dim): the angles of one half of a head, twice",
                 )
             )
-        return {"dim": self.head_dim, "rotary_base": self.rope_theta, "interleaved": False}
+        base = self.window_rope_theta if windowed else self.rope_theta
+        return {"dim": self.head_dim, "rotary_base": base, "interleaved": False}
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Architecture:
@@ -126,12 +195,13 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
         CheckpointError: No such file, keys missing, or a model that computes something else than the supported
             families; all problems in one error.
     """
-    config = _contents(source)
+    config = config_contents(source)
     family = config.get("model_type")
     if family not in _FAMILIES:
         raise CheckpointError(
             message("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=repr(family))
         )
+    config = {**_LLAMA_STYLE.get(family, {}), **config}
     problems = _unsupported(config)
     try:
         architecture = _gpt2(config) if family == "gpt2" else _llama(config)
@@ -150,7 +220,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     return architecture
 
 
-def _contents(source: Any) -> Mapping[str, Any]:
+def config_contents(source: Any) -> Mapping[str, Any]:
+    """The entries of a configuration, as :func:`read_config` takes it."""
     if isinstance(source, Mapping):
         return source
     if hasattr(source, "to_dict"):
@@ -166,29 +237,41 @@ def _contents(source: Any) -> Mapping[str, Any]:
     return contents
 
 
+def causal_lm_class(model_type: str) -> str:
+    """Transformers' class of a family's models with a head."""
+    if model_type == "gpt2":
+        return "GPT2LMHeadModel"
+    return "".join(part.capitalize() for part in model_type.removesuffix("_text").split("_")) + "ForCausalLM"
+
+
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
-    """Settings with which the layer computes something that TransformerEngine's layer does not."""
-    gpt2 = config["model_type"] == "gpt2"
-    key, right = (
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh")) if gpt2 else ("hidden_act", ("silu",))
-    )
-    problems = []
-    if config.get(key, right[0]) not in right:
-        problems.append(f"{key} is {config[key]!r}, supported: {', '.join(right)}")
-    wanted = {
-        "add_cross_attention": False,
-        "scale_attn_by_inverse_layer_idx": False,
-        "scale_attn_weights": True,
-        "quantization_config": None,
+    """Settings with which the layer computes something that TransformerEngine's modules do not."""
+    family = config["model_type"]
+    silu, tanh = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
+    key, right = ("activation_function", tanh) if family == "gpt2" else ("hidden_act", silu)
+    if family in _GEMMA:
+        # Old files of Gemma say "gelu" and mean the approximation by tanh, as transformers knows.
+        key = "hidden_act" if family == "gemma" else "hidden_activation"
+        right = (*tanh, "gelu") if family == "gemma" else tanh
+    wanted: dict[str, tuple[Any, ...]] = {
+        key: right,
+        "add_cross_attention": (False,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "scale_attn_weights": (True,),
+        "quantization_config": (None,),
+        "attn_logit_softcapping": (None,),
+        "use_bidirectional_attention": (None, False),
     }
-    problems += [
-        f"{key} is {config[key]!r}, supported: {value!r}"
-        for key, value in wanted.items()
-        if config.get(key, value) != value
+    if family in ("gemma2", "gemma3_text"):
+        wanted["query_pre_attn_scalar"] = (config.get("head_dim") or 256,)
+    problems = [
+        f"{key} is {config[key]!r}, supported: {', '.join(map(str, values))}"
+        for key, values in wanted.items()
+        if config.get(key, values[0]) not in values
     ]
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if len(kinds) > 1:
-        problems.append(f"layer_types are {', '.join(sorted(kinds))}, supported: one type for all layers")
+    types = config.get("layer_types")
+    if types and len(types) != config.get("num_hidden_layers"):
+        problems.append(f"layer_types names {len(types)} layers, num_hidden_layers is another number")
     if config.get("use_sliding_window") and not config.get("layer_types"):
         problems.append("use_sliding_window without layer_types does not say which layers have the window")
     return problems
@@ -208,6 +291,7 @@ def _gpt2(config: Mapping[str, Any]) -> Architecture:
         vocabulary=config["vocab_size"],
         positions=config["n_positions"],
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation="gelu",
         qkv_bias=True,
         proj_bias=True,
         mlp_bias=True,
@@ -220,15 +304,9 @@ def _gpt2(config: Mapping[str, Any]) -> Architecture:
 
 def _llama(config: Mapping[str, Any]) -> Architecture:
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
-    default_head = 128 if family == "qwen3" else hidden // heads
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    plain &= rope.get("partial_rotary_factor", 1.0) == 1.0
-    bias = config.get("attention_bias", False) if family in ("llama", "qwen3") else family == "qwen2"
-    windowed = family == "mistral"
-    if config.get("layer_types"):
-        windowed = config["layer_types"][0] == "sliding_attention"
+    gemma = family in _GEMMA
+    bias = bool(config.get("attention_bias", False)) and not family.startswith("qwen2")
+    theta, scaling, window_theta = _rope(config)
     return Architecture(
         model_type=family,
         style="llama",
@@ -237,17 +315,64 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
         ffn=config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or default_head,
+        head_dim=config.get("head_dim") or (256 if gemma else hidden // heads),
         vocabulary=config["vocab_size"],
         positions=0,
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        qkv_bias=bias,
-        proj_bias=bias and family != "qwen2",
+        activation="geglu" if gemma else "swiglu",
+        qkv_bias=bool(config.get("qkv_bias", bias)),
+        proj_bias=bias,
         mlp_bias=config.get("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
-        tied=config.get("tie_word_embeddings", False),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        tied=config.get("tie_word_embeddings", gemma),
+        zero_centered=gemma,
+        branch_norms=family in ("gemma2", "gemma3_text"),
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        logit_cap=config.get("final_logit_softcapping", 30.0 if family == "gemma2" else None),
+        experts=_experts(config),
         rope_theta=theta,
-        rope_scaling=None if plain else rope,
-        window=config.get("sliding_window", 4096) if windowed else None,
+        rope_scaling=scaling,
+        window_rope_theta=window_theta,
+        windows=_windows(config),
         attention_dropout=config.get("attention_dropout", 0.0),
     )
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float | None]:
+    """Base and scaling of the rotary embedding, and its base in layers with a window, where that differs."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    window_theta, default = None, 10000.0
+    if config["model_type"] == "gemma3_text":
+        windowed = rope.get("sliding_attention") or {}
+        window_theta = windowed.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
+        rope, default = dict(rope.get("full_attention", rope)), 1e6
+    theta = rope.pop("rope_theta", config.get("rope_theta", default))
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    plain &= rope.get("partial_rotary_factor", 1.0) == 1.0
+    return theta, None if plain else rope, window_theta
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    family, layers = config["model_type"], config["num_hidden_layers"]
+    types, size = config.get("layer_types"), config.get("sliding_window", 4096)
+    if types is None and "sliding_window_pattern" in config:
+        every = config["sliding_window_pattern"]
+        types = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
+    elif types is None:
+        always = family in ("mistral", "mixtral") and config.get("sliding_window") is not None
+        types = ["sliding_attention" if always else "full_attention"] * layers
+    return tuple(size if kind == "sliding_attention" else None for kind in types)
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    if config["model_type"] == "mixtral":
+        every = frozenset(range(config["num_hidden_layers"]))
+        return Experts(config["num_local_experts"], config["intermediate_size"], every)
+    if not config["model_type"].endswith("_moe"):
+        return None
+    # transformers 5 writes Qwen 3's number under Mixtral's key.
+    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = {n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0}
+    shared = config.get("shared_expert_intermediate_size", 5632) if config["model_type"] == "qwen2_moe" else 0
+    return Experts(count, config["moe_intermediate_size"], frozenset(layers), shared)

@@ -2,7 +2,7 @@
 
 A *group* is the smallest set of weights that must be read together, such as query, key and value of one layer.
 Its *parts* are plain matrices and vectors, matrices as ``(out, in)``. Each side stores the parts in a *form*:
-under one name each, one below the other under one name, interleaved by attention group, transposed. A
+under one name each, one below the other under one name, interleaved by attention group, transposed, minus one. A
 conversion unpacks one side's form into the parts and packs them into the other's. Except for zero-centered
 gammas all of this moves values and computes nothing.
 """
@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.layout.rules import PLAIN, Layout
 
@@ -38,6 +39,7 @@ class Form:
         zero_centered: Stored is the part minus one.
         groups: Attention groups of an interleaved form.
         blocks: Relative heights of a joined form's parts, where te_fsdp must know them to cut the tensor.
+        grouped: The tensors are an expert's, part of one for all in a checkpoint.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Form:
     zero_centered: bool = False
     groups: int = 1
     blocks: tuple[int, ...] = ()
+    grouped: bool = False
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -59,6 +62,8 @@ class Form:
     @property
     def layout(self) -> str:
         """Layout of the tensors, in the words of a checkpoint's manifest."""
+        if self.grouped:
+            return GROUPED
         return str(Layout("stacked", self.blocks) if self.blocks else PLAIN)
 
     def shapes(self, parts: Sequence[Shape]) -> dict[str, Shape]:
@@ -90,18 +95,17 @@ class Form:
             rows = [part[0] // self.groups for part in parts]
             cut = found[0].unflatten(0, (self.groups, -1)).split(rows, 1)
             found = [piece.flatten(0, 1) for piece in cut]
-        return [_shift(tensor, 1.0) for tensor in found] if self.zero_centered else found
+        return found
 
     def pack(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors to store under the form's names; the reverse of :meth:`unpack`."""
-        parts = [_shift(part, -1.0) for part in parts] if self.zero_centered else list(parts)
         if self.packing == "joined":
-            parts = [torch.cat(parts)]
+            parts = [torch.cat(list(parts))]
         elif self.packing == "interleaved":
             pieces = [part.unflatten(0, (self.groups, -1)) for part in parts]
             parts = [torch.cat(pieces, 1).flatten(0, 1)]
         elif self.packing == "copies":
-            parts = parts * len(self.names)
+            parts = list(parts) * len(self.names)
         if self.transposed:
             parts = [part.t() for part in parts]
         return {name: _own(part) for name, part in zip(self.names, parts, strict=self.packing != "absent")}
@@ -133,43 +137,35 @@ class Group:
     huggingface: Form
     te: Form
 
+    def form(self, *, te: bool) -> Form:
+        """The parts' form on one side."""
+        return self.te if te else self.huggingface
+
+    def written(self, *, to_te: bool) -> tuple[str, ...]:
+        """Names to write: of a tied weight all that a state dict has, but in Hugging Face's files the first alone."""
+        return self.te.names if to_te else self.huggingface.required
+
     def convert(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        to_te: bool,
-        dtype: torch.dtype | None,
-        zeros: torch.dtype = torch.float32,
+        self, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """The other side's tensors.
 
         Args:
             tensors: This side's, all required names present, shapes right.
             to_te: From Hugging Face to TransformerEngine, else the other way.
-            dtype: Of the result; ``None`` keeps each tensor's own. Zero-centering is computed in float64 and rounded
-                once.
-            zeros: dtype of zeros that one side does not store, if ``dtype`` is ``None``.
+            dtype: Of the result. Zero-centering is computed in float64 and rounded once.
 
         Raises:
-            CheckpointError: Parts of several dtypes that one tensor would hold, copies that differ, values other
-                than zero that the target has no name for.
+            CheckpointError: Copies that differ, values other than zero that the target has no name for.
         """
         source, target = (self.huggingface, self.te) if to_te else (self.te, self.huggingface)
-        kinds = {tensor.dtype for tensor in tensors.values()}
-        if len(kinds) > 1 and dtype is None:
-            raise CheckpointError(
-                message(
-                    f"{', '.join(source.names)}: of several dtypes",
-                    expected="one dtype, or dtype=...",
-                    got=", ".join(sorted(map(str, kinds))),
-                    fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
-                )
-            )
-        wanted = dtype or (next(iter(kinds)) if kinds else zeros)
         parts = source.unpack(tensors, self.parts)
+        if source.zero_centered != target.zero_centered:
+            # In float64: exact for gammas of ordinary size in float32 and narrower.
+            parts = [part.double() + (1.0 if source.zero_centered else -1.0) for part in parts]
         if target.packing == "absent":
             _check_zero(source, parts)
-        return {name: tensor.to(wanted) for name, tensor in target.pack(parts).items()}
+        return {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
 
     def rounds(self, tensors: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> bool:
         """Whether zero-centering had to round, so that converting back would not give every bit again."""
@@ -180,11 +176,6 @@ class Group:
             return False
         shift = (other.double() - mine.to(other.dtype).double()).abs()
         return bool((shift != 1.0).any())
-
-
-def _shift(tensor: torch.Tensor, by: float) -> torch.Tensor:
-    """``tensor + by`` in float64, exact for gammas of ordinary size in float32 and narrower."""
-    return tensor.double() + by
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

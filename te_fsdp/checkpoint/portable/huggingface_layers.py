@@ -1,56 +1,217 @@
-"""Whether a model's ``te.TransformerLayer`` compute what a Hugging Face model's layers do, beyond names and shapes."""
+"""What a Hugging Face model's layers compute, as semantics of TransformerEngine's modules: read, compared, recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp import _te
+from te_fsdp.checkpoint.owned import clean_name
+from te_fsdp.checkpoint.portable.huggingface_config import Architecture
+from te_fsdp.checkpoint.portable.huggingface_names import TeNames
+from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.semantics import Semantics, differences, semantics_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.checkpoint.portable.huggingface_config import Architecture
+__all__ = [
+    "Recorded",
+    "TeBlocks",
+    "centering",
+    "known_blocks",
+    "layer_differences",
+    "parameter_names",
+    "semantics_of_config",
+]
 
-__all__ = ["layer_differences"]
+Recorded = Mapping[str, Semantics]
+
+_PLAIN_LAYER = {
+    "layer_type": "encoder",
+    "output_layernorm": False,
+    "parallel_attention_mlp": False,
+    "apply_residual_connection_post_layernorm": False,
+}
 
 
-def layer_differences(model: nn.Module, architecture: Architecture) -> list[str]:
-    """Options of the layers with which the same weights would compute something else, in words. Local operation.
+@dataclass(frozen=True)
+class TeBlocks:
+    """Options of the model's layers that decide how parameters are named and laid out.
 
-    Each is named once, with the first layer that has it. Dropout is the user's choice.
+    For weights on their way in, ``None`` is TransformerEngine's default. On their way out nothing is assumed: what is
+    ``None`` is read off the model, or off the checkpoint, and is an error where these do not tell.
+
+    Attributes:
+        fuse_qkv_params: As given to the layer.
+        qkv_weight_interleaved: As given to the layer; without ``fuse_qkv_params`` it has no effect.
+        zero_centered_gamma: As given to the layers' norms; not used for q/k norms, which TransformerEngine never
+            centers.
+        bias: As given to the layer, or to its attention; default: where the Hugging Face model has any bias.
+        mlp_bias: As given to ``te.LayerNormMLP``, where that is another; default: as ``bias``.
+        final_norm_zero_centered: ``zero_centered_gamma`` of the model's last norm.
     """
-    found: dict[str, str] = {}
-    for name, layer in model.named_modules():
-        if _te.kind_of(layer) == "TransformerLayer":
-            for option, (now, wanted) in _options(layer, architecture).items():
-                if now != wanted:
-                    found.setdefault(option, f"{name}: {option} is {now}, not {wanted}")
+
+    fuse_qkv_params: bool | None = None
+    qkv_weight_interleaved: bool | None = None
+    zero_centered_gamma: bool | None = None
+    bias: bool | None = None
+    mlp_bias: bool | None = None
+    final_norm_zero_centered: bool | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
+        """Read the options off a model. Local operation; the model may be sharded or on meta.
+
+        Args:
+            model: The model.
+            names: Names of its parts; default: those of :class:`TeNames`.
+
+        Raises:
+            CheckpointError: Options that the model does not tell, since its parts are of other kinds or names.
+        """
+        return known_blocks(cls(), parameter_names(model), semantics_of(model), names or TeNames())
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    """Names of a model's parameters, without what wrappers add."""
+    return {clean_name("", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def known_blocks(told: TeBlocks, parameters: Collection[str], recorded: Recorded, names: TeNames) -> TeBlocks:
+    """Options of a model's layers: what its parameters' names and its semantics say, else what was told.
+
+    Args:
+        told: By the caller.
+        parameters: Names of the model's parameters.
+        recorded: Semantics of its modules, as far as known.
+        names: Names of its parts.
+
+    Raises:
+        CheckpointError: Options that nothing tells, all named.
+    """
+    layer = names.layer.format(layer=0)
+    qkv, mlps = f"{layer}{names.attention}layernorm_qkv", [n for n in parameters if n.endswith(".fc2_weight")]
+    seen: dict[str, bool | None] = {
+        "fuse_qkv_params": f"{qkv}.weight" in parameters,
+        "bias": f"{qkv}.bias" in parameters or f"{qkv}.query_bias" in parameters,
+        "mlp_bias": any(f"{n.removesuffix('weight')}bias" in parameters for n in mlps),
+        "zero_centered_gamma": centering(recorded, qkv),
+        "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
+    }
+    attention = recorded.get((layer + names.attention).removesuffix("."))
+    if not seen["fuse_qkv_params"]:
+        seen["qkv_weight_interleaved"] = True  # has no effect
+    elif attention is not None:
+        seen["qkv_weight_interleaved"] = attention["qkv_weight_interleaved"]
+    blocks = replace(told, **{name: value for name, value in seen.items() if value is not None})
+    unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
+    if unknown:
+        raise CheckpointError(
+            message(
+                f"options of the layers that nothing tells: {', '.join(unknown)}",
+                why="Other options are other weights under the same names and shapes. A state dict does not have them, "
+                "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
+                fix="blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
+                + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
+            )
+        )
+    return blocks
+
+
+def centering(recorded: Recorded, module: str) -> bool | None:
+    """Whether the norm in a module is zero-centered; ``None`` where that is not known."""
+    return recorded[module]["zero_centered_gamma"] if module in recorded else None
+
+
+def layer_differences(
+    recorded: Recorded, architecture: Architecture, names: TeNames, blocks: TeBlocks
+) -> list[str]:
+    """Settings of modules with which the same weights would compute something else, in words. Local operation.
+
+    A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
+    (which is converted), modules of a user's own classes, and bases of scaled frequencies.
+    """
+    wanted = semantics_of_config(architecture, names, blocks, recorded)
+    found: dict[tuple[str, str, str], str] = {}
+    for one in differences(wanted, recorded):
+        module, _, setting = one.name.rpartition(".")
+        if one.effect == "error" and setting != "zero_centered_gamma":
+            found.setdefault(
+                (setting, str(one.now), str(one.then)), f"{module}: {setting} is {one.now}, not {one.then}"
+            )
+    bases = {architecture.rope_theta, architecture.window_rope_theta or architecture.rope_theta}
+    for name, one in recorded.items():
+        if one.kind != "RotaryPositionEmbedding" or architecture.rope_scaling is not None:
+            continue
+        if one["rotary_base"] not in bases or one["interleaved"]:
+            wrong = f"rotary_base is {one['rotary_base']}, not {architecture.rope_theta}"
+            found["rope", "", ""] = (
+                f"{name}: {'interleaved is True, not False' if one['interleaved'] else wrong}"
+            )
     return list(found.values())
 
 
-def _options(layer: Any, a: Architecture) -> dict[str, tuple[Any, Any]]:
-    """Option of the layer -> its value, and the value that it should have."""
-    kwargs, attention, mlp = a.te_kwargs(), layer.self_attention, layer.layernorm_mlp
-    qkv = attention.layernorm_qkv
-    options = {
-        "num_attention_heads": (attention.num_attention_heads, a.heads),
-        "num_gqa_groups": (attention.num_gqa_groups, a.kv_heads),
-        "kv_channels": (attention.hidden_size_per_attention_head, a.head_dim),
-        "normalization": (qkv.normalization, kwargs["normalization"]),
-        "layernorm_epsilon": (qkv.eps, a.norm_eps),
-        "activation": (mlp.activation, kwargs["activation"]),
-        "self_attn_mask_type": (layer.self_attn_mask_type, "causal"),
-        "window_size": (_window(layer.window_size), _window(kwargs.get("window_size"))),
-        "qk_norm": (attention.q_norm is not None, a.qk_norm),
+def semantics_of_config(
+    a: Architecture, names: TeNames, blocks: TeBlocks, recorded: Recorded | None = None
+) -> dict[str, Semantics]:
+    """Semantics of the TransformerEngine model that computes what a Hugging Face model does.
+
+    Args:
+        a: The model.
+        names: Names of the TransformerEngine model's parts.
+        blocks: Options of its layers.
+        recorded: Semantics of a model to compare with; ``None``: where one is possible a layer is a
+            ``te.TransformerLayer``.
+    """
+    centered = {"zero_centered_gamma": bool(blocks.zero_centered_gamma)}
+    last = {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)}
+    norm, kind = {"eps": a.norm_eps}, "RMSNorm" if a.style == "llama" else "LayerNorm"
+    fused = {**norm, "normalization": kind, **centered}
+    found: dict[str, Semantics] = {}
+
+    def add(name: str, kind: str, settings: dict[str, Any]) -> None:
+        found[name.removesuffix(".")] = Semantics(kind, "te", settings)
+
+    for n in range(a.layers):
+        layer, sparse = names.layer.format(layer=n), a.experts is not None and n in a.experts.layers
+        mlp = {**fused, "activation": a.activation, "activation_params": None}
+        window = a.windows[n] if a.windows else None
+        mask: dict[str, Any] = {"window_size": [-1 if window is None else window - 1, 0]}
+        attention = _attention(a, blocks)
+        whole = not (sparse or a.branch_norms)
+        if recorded is not None:
+            here = recorded.get(layer.removesuffix("."))
+            whole = here is not None and here.kind == "TransformerLayer"
+        if whole:  # which tells its attention mask and window in each call
+            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **mask, "self_attn_mask_type": "causal"})
+        else:
+            attention |= {**mask, "attn_mask_type": "causal"}
+        add(layer + names.attention, "MultiheadAttention", attention)
+        add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
+        if not sparse:
+            add(layer + names.mlp, "LayerNormMLP", mlp)
+        others = [names.mlp_norm] if sparse else []
+        for name in others + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
+            add(layer + name, kind, {**norm, **centered})
+    add(names.final_norm, kind, {**norm, **last})
+    return found
+
+
+def _attention(a: Architecture, blocks: TeBlocks) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "attention_type": "self",
+        "softmax_type": "vanilla",
+        "num_attention_heads": a.heads,
+        "num_gqa_groups": a.kv_heads,
+        "kv_channels": a.head_dim,
+        "qk_norm_type": "RMSNorm" if a.qk_norm else None,
+        "qk_norm_eps": a.norm_eps if a.qk_norm else None,
     }
+    if blocks.fuse_qkv_params:
+        settings["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
     if a.style == "llama":
-        options["rotary_pos_interleaved"] = (attention.rotary_pos_interleaved, False)
-    if a.qk_norm and attention.q_norm is not None:
-        options["qk_norm_before_rope"] = (attention.qk_norm_before_rope, True)
-        options["qk_norm_eps"] = (attention.q_norm.eps, a.norm_eps)
-    return options
-
-
-def _window(size: tuple[int, int] | None) -> tuple[int, int]:
-    """A causal layer's window; none is written in three ways."""
-    return (-1, 0) if size is None or tuple(size) == (-1, -1) else tuple(size)  # type: ignore[return-value]
+        settings["rotary_pos_interleaved"] = False
+    if a.qk_norm:
+        settings["qk_norm_before_rope"] = True
+    return settings

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
+from te_fsdp.checkpoint.experts import GROUPED, stacked_name
+from te_fsdp.checkpoint.model_state import shorten
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
-from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group, Shape
-from te_fsdp.checkpoint.portable.huggingface_names import TeBlocks, TeNames, groups_of
+from te_fsdp.checkpoint.portable.huggingface_groups import Group, Shape
+from te_fsdp.checkpoint.portable.huggingface_layers import (
+    Recorded,
+    TeBlocks,
+    centering,
+    known_blocks,
+    layer_differences,
+)
+from te_fsdp.checkpoint.portable.huggingface_names import TeNames, groups_of
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["Source", "Tensors", "WeightMap"]
+__all__ = ["Tensors", "WeightMap"]
 
 _log = logging.getLogger("te_fsdp")
 
 #: Tensors by name, in memory or yet to be read.
 Tensors = Mapping[str, torch.Tensor | Lazy]
-#: The same, or a stream. A mapping is checked as a whole before anything is converted.
-Source = Tensors | Iterable[tuple[str, torch.Tensor]]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
@@ -54,6 +64,7 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
+        centered: Callable[[str], bool | None] = lambda _: None,
     ) -> WeightMap:
         """Make the map of a model.
 
@@ -61,6 +72,7 @@ class WeightMap:
             config: What :func:`read_config` takes, or an :class:`Architecture`.
             blocks: Options of the ``te.TransformerLayer``; default: TransformerEngine's defaults.
             names: Names of the TransformerEngine model's other parts; default: those of :class:`TeNames`.
+            centered: Whether the norm in a module is zero-centered; ``None``: as ``blocks`` say.
 
         Raises:
             CheckpointError: A model that is not supported, or options that contradict it.
@@ -68,24 +80,71 @@ class WeightMap:
         architecture = config if isinstance(config, Architecture) else read_config(config)
         names = names or TeNames()
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(architecture, groups_of(architecture, blocks or TeBlocks(), names), ignored)
+        return cls(architecture, groups_of(architecture, blocks or TeBlocks(), names, centered), ignored)
 
-    def for_names(self, source: Source) -> WeightMap:
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        parameters: Collection[str],
+        recorded: Recorded,
+        blocks: TeBlocks | None = None,
+        names: TeNames | None = None,
+    ) -> tuple[WeightMap, list[str]]:
+        """The map of a model that exists, and what its layers compute otherwise than the Hugging Face model, in words.
+
+        Args:
+            config: As for :meth:`build`.
+            parameters: Names of the TransformerEngine model's parameters.
+            recorded: Semantics of its modules.
+            blocks: Options of its layers that neither tells.
+            names: As for :meth:`build`.
+
+        Raises:
+            CheckpointError: As :meth:`build`, and :func:`known_blocks`.
+        """
+        names = names or TeNames()
+        blocks = known_blocks(blocks or TeBlocks(), parameters, recorded, names)
+        weights = cls.build(config, blocks, names, lambda module: centering(recorded, module))
+        return weights, layer_differences(recorded, weights.architecture, names, blocks)
+
+    def for_names(self, source: Collection[str]) -> WeightMap:
         """The map for a model without head, as the hub's files of GPT-2: names lack the prefix.
 
-        The map itself unless a mapping has such names.
+        The map itself unless the source has such names.
         """
         theirs = self.groups[0].huggingface.names[0]
         bare = theirs.partition(".")[2]
-        if not isinstance(source, Mapping) or theirs in source or bare not in source:
+        if theirs in source or bare not in source:
             return self
         prefix = theirs.removesuffix(bare)
         groups = [replace(g, huggingface=g.huggingface.without(prefix)) for g in self.groups]
         return replace(self, groups=tuple(groups))
 
+    def like(self, folder: Any) -> WeightMap:
+        """The map with names as in a folder's files, if it is a folder with weights: see :meth:`for_names`."""
+        is_folder = isinstance(folder, (str, os.PathLike)) and is_safetensors(Path(folder))
+        return self.for_names(open_safetensors(Path(folder))[0]) if is_folder else self
+
+    @property
+    def te_names(self) -> set[str]:
+        """Names of the TransformerEngine model's tensors."""
+        return {name for group in self.groups for name in group.te.names}
+
+    def checkpoint_shapes(self) -> dict[str, Shape]:
+        """As :meth:`shapes` of the TransformerEngine model, but all experts of a layer as one, as in checkpoints."""
+        found: dict[str, Shape] = {}
+        layouts = self.layouts()
+        for name, shape in self.shapes(te=True).items():
+            if layouts[name] == GROUPED:
+                name = stacked_name(name)
+                shape = (found.get(name, (0,))[0] + 1, *shape)
+            found[name] = shape
+        return found
+
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
-        sides = [(group.te if te else group.huggingface, group.parts) for group in self.groups]
+        sides = [(group.form(te=te), group.parts) for group in self.groups]
         return {name: shape for form, parts in sides for name, shape in form.shapes(parts).items()}
 
     def layouts(self) -> dict[str, str]:
@@ -93,36 +152,26 @@ class WeightMap:
         return {name: group.te.layout for group in self.groups for name in group.te.names}
 
     def to_te(
-        self, source: Source, *, dtype: torch.dtype | None = None
+        self, source: Tensors, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the unsharded TransformerEngine model, from a Hugging Face model's. Local operation.
-
-        Holds one group at a time; a stream in another order than the model's holds what it has begun.
-
-        Args:
-            source: The Hugging Face model's tensors, as :data:`Source`.
-            dtype: Of the results; ``None`` keeps each tensor's.
+        """Tensors of the unsharded TransformerEngine model, from a Hugging Face model's: :meth:`lazily`, read in turn.
 
         Yields:
-            Name and tensor, contiguous; it may be the source's own where nothing had to be moved.
+            Name and tensor: contiguous, on the CPU.
 
         Raises:
-            CheckpointError: Missing, unexpected or wrongly shaped tensors, all named in one error: before the first
-                result for a mapping, at the end for a stream; tensors that are not plain.
+            CheckpointError: As :meth:`lazily`, before the first result.
         """
-        return self._convert(source, to_te=True, dtype=dtype)
+        return ((name, lazy.whole()) for name, lazy in self.lazily(source, to_te=True, dtype=dtype).items())
 
     def to_huggingface(
-        self, source: Source, *, dtype: torch.dtype | None = None
+        self, source: Tensors, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the Hugging Face model, from the unsharded TransformerEngine model's: :meth:`to_te` reversed.
 
         A tied head comes under the embedding's name alone, as Hugging Face's own files have it.
-
-        Raises:
-            CheckpointError: As :meth:`to_te`; biases other than zero that the Hugging Face model does not have.
         """
-        return self._convert(source, to_te=False, dtype=dtype)
+        return ((name, lazy.whole()) for name, lazy in self.lazily(source, to_te=False, dtype=dtype).items())
 
     def lazily(
         self,
@@ -131,91 +180,84 @@ class WeightMap:
         to_te: bool,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Lazy]:
-        """The other side's tensors as ones that are converted when read, for files. Local operation.
+        """The other side's tensors as ones that are converted when read. Local operation.
 
         Reading them in order holds one group at a time, and reads each source tensor once.
 
         Args:
             source: This side's tensors.
             to_te: From Hugging Face to TransformerEngine, else the other way.
-            dtype: As for :meth:`to_te`.
+            dtype: Of the results; ``None`` keeps each tensor's.
 
         Raises:
-            CheckpointError: As :meth:`to_te`, before anything is read.
+            CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
+                one error before anything is read; several dtypes in one group. When read: biases other than zero that
+                the Hugging Face model does not have, copies of a tied weight that differ.
         """
-        forms = [group.huggingface if to_te else group.te for group in self.groups]
-        self._checker(to_te=to_te).all_at_once(source, forms)
-        # Zeros that are made up get the dtype of what is there.
-        conversion = _Conversion(
-            to_te, dtype, next((source[n].dtype for f in forms for n in f.required), None)
-        )
-        found: dict[str, Lazy] = {}
-        for group, form in zip(self.groups, forms, strict=True):
-            mine = {name: _lazy(source[name]) for name in form.names if name in source}
-            target = group.te if to_te else group.huggingface
-            shapes = target.shapes(group.parts)
-            kind = dtype or next((tensor.dtype for tensor in mine.values()), conversion.zeros)
-            for name in _written(target, to_te):
-                found[name] = _Converted(name, shapes[name], kind, group, mine, conversion)
+        forms = [group.form(te=not to_te) for group in self.groups]
+        ignored = re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te)
+        _check(source, self.shapes(te=not to_te), [n for form in forms for n in form.required], ignored)
+        conversion, found = _Conversion(to_te), {}
+        kind = dtype or next(source[name].dtype for form in forms for name in form.required)
+        for batch in self.batches(to_te=to_te):
+            mine: list[dict[str, Lazy]] = []
+            for group in batch:
+                names = group.form(te=not to_te).names
+                mine.append({name: _lazy(source[name]) for name in names if name in source})
+            # Zeros that are made up get the dtype of what comes before.
+            kind = dtype or _common_dtype(mine[0]) or kind
+            shapes = batch[0].form(te=to_te).shapes(batch[0].parts)
+            for name in batch[0].written(to_te=to_te):
+                found[name] = _Converted(name, shapes[name], kind, batch, mine, conversion)
         return found
 
-    def _checker(self, *, to_te: bool) -> _Checker:
-        return _Checker(self.shapes(te=not to_te), _IGNORED_HUGGINGFACE if to_te else self.ignored_te)
-
-    def _convert(
-        self, source: Source, *, to_te: bool, dtype: torch.dtype | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        conversion = _Conversion(to_te, dtype)
-        for group, tensors in self._gather(source, self._checker(to_te=to_te), to_te=to_te):
-            converted = conversion.of(group, tensors)
-            for name in _written(group.te if to_te else group.huggingface, to_te):
-                yield name, converted[name]
-
-    def _gather(
-        self, source: Source, checked: _Checker, *, to_te: bool
-    ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-        """Each group with its source tensors, checked."""
-        forms = [group.huggingface if to_te else group.te for group in self.groups]
-        if isinstance(source, Mapping):
-            tensors = cast("Tensors", source)
-            checked.all_at_once(tensors, forms)
-            for group, form in zip(self.groups, forms, strict=True):
-                yield group, {name: _read(tensors[name]) for name in form.names if name in tensors}
-            return
-        group_of = {name: n for n, form in enumerate(forms) for name in form.names}
-        begun: dict[int, dict[str, torch.Tensor]] = {n: {} for n, form in enumerate(forms) if not form.names}
-        done: set[str] = set()
-        for name, tensor in source:
-            if not checked.expects(name, tensor):
-                continue
-            n = group_of[name]
-            begun.setdefault(n, {})[name] = tensor.detach()
-            done.add(name)
-            if len(begun[n]) == len(forms[n].names):
-                yield self.groups[n], begun.pop(n)
-        checked.require(done, forms)
-        for n, tensors in sorted(begun.items()):
-            yield self.groups[n], tensors
+    def batches(self, *, to_te: bool) -> list[tuple[Group, ...]]:
+        """Groups that are read together: each, and after it those that leave no tensor and must be zero."""
+        found: list[list[Group]] = []
+        for group in self.groups:
+            if group.written(to_te=to_te):
+                found.append([group])
+            else:
+                found[-1].append(group)
+        return [tuple(batch) for batch in found]
 
 
-def _written(form: Form, to_te: bool) -> tuple[str, ...]:
-    """Names to write: of a tied weight all that a state dict has, but in Hugging Face's files the first alone."""
-    return form.names if to_te else form.required
+def _common_dtype(tensors: Mapping[str, Lazy]) -> torch.dtype | None:
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            message(
+                f"{', '.join(tensors)}: of several dtypes",
+                expected="one dtype, or dtype=...",
+                got=", ".join(sorted(map(str, kinds))),
+                fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
+            )
+        )
+    return next(iter(kinds), None)
 
 
 class _Conversion:
     """Converts groups one after another."""
 
-    def __init__(self, to_te: bool, dtype: torch.dtype | None, zeros: torch.dtype | None = None) -> None:
-        self.to_te, self.dtype, self.zeros = to_te, dtype, zeros or torch.float32
-        self.last: tuple[Group, dict[str, torch.Tensor]] | None = None
-        self.warned = False
+    def __init__(self, to_te: bool) -> None:
+        self.to_te, self.warned = to_te, False
+        self.last: tuple[Any, dict[str, torch.Tensor]] | None = None
 
-    def of(self, group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The group's other side."""
-        for tensor in tensors.values():
-            self.zeros = tensor.dtype
-        converted = group.convert(tensors, to_te=self.to_te, dtype=self.dtype, zeros=self.zeros)
+    def read(self, wanted: _Converted) -> dict[str, torch.Tensor]:
+        """What a group becomes; that of the last group is kept, since rows come in blocks."""
+        if self.last is None or self.last[0] is not wanted.batch:
+            self.last = None
+            converted: dict[str, torch.Tensor] = {}
+            for group, source in zip(wanted.batch, wanted.source, strict=True):
+                tensors = {name: lazy.whole() for name, lazy in source.items()}
+                converted |= self._convert(group, tensors, wanted.dtype)
+            self.last = wanted.batch, converted
+        return self.last[1]
+
+    def _convert(
+        self, group: Group, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        converted = group.convert(tensors, to_te=self.to_te, dtype=dtype)
         if not self.warned and group.rounds(tensors, converted):
             self.warned = True
             _log.warning(
@@ -223,13 +265,6 @@ class _Conversion:
                 ", ".join(converted),
             )
         return converted
-
-    def read(self, group: Group, source: Mapping[str, Lazy]) -> dict[str, torch.Tensor]:
-        """The same from tensors that are yet to be read; the last group is kept, since rows come in blocks."""
-        if self.last is None or self.last[0] is not group:
-            self.last = None
-            self.last = group, self.of(group, {name: lazy.whole() for name, lazy in source.items()})
-        return self.last[1]
 
 
 @dataclass
@@ -239,65 +274,42 @@ class _Converted(Lazy):
     name: str
     shape: Shape
     dtype: torch.dtype
-    group: Group
-    source: Mapping[str, Lazy]
+    batch: tuple[Group, ...]
+    source: list[dict[str, Lazy]]
     conversion: _Conversion
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        return self.conversion.read(self.group, self.source)[self.name][first:last].clone()
+        return self.conversion.read(self)[self.name][first:last].clone()
 
 
-class _Checker:
-    """Compares what a source has with what the map expects."""
+def _check(
+    source: Tensors, shapes: Mapping[str, Shape], required: list[str], ignored: re.Pattern[str]
+) -> None:
+    """Compare what a source has with what the map expects: everything but values.
 
-    def __init__(self, shapes: Mapping[str, Shape], ignored: str) -> None:
-        self.shapes, self.ignored = shapes, re.compile(ignored)
-        self.unexpected: list[str] = []
-        self.wrong: dict[str, str] = {}
-
-    def all_at_once(self, source: Tensors, forms: list[Form]) -> None:
-        """Check everything about a source but its values.
-
-        Raises:
-            CheckpointError: Naming everything that is wrong.
-        """
-        for name in source:
-            self.expects(name, source[name])
-        self.require(set(source), forms)
-
-    def expects(self, name: str, tensor: torch.Tensor | Lazy) -> bool:
-        """Whether a tensor belongs to the map and fits; if not, remembers it."""
-        if name not in self.shapes:
-            if not self.ignored.fullmatch(name):
-                self.unexpected.append(name)
-            return False
-        shape, kind = tuple(tensor.shape), _unusable(tensor)
+    Raises:
+        CheckpointError: Naming everything that is wrong.
+    """
+    missing = [name for name in required if name not in source]
+    unexpected = [name for name in source if name not in shapes and not ignored.fullmatch(name)]
+    problems = [f"missing: {shorten(missing, 20)}"] if missing else []
+    problems += [f"unexpected: {shorten(unexpected, 20)}"] if unexpected else []
+    for name in source.keys() & shapes.keys():
+        shape, kind = tuple(source[name].shape), _unusable(source[name])
         if kind is not None:
-            self.wrong[name] = f"is {kind}, not a plain tensor of high precision"
-        elif shape != self.shapes[name]:
-            self.wrong[name] = f"has shape {list(shape)}, not {list(self.shapes[name])}"
-        return name not in self.wrong
-
-    def require(self, found: set[str], forms: list[Form]) -> None:
-        """Raise for everything that was noticed, and for names that did not come.
-
-        Raises:
-            CheckpointError: Naming everything that is wrong.
-        """
-        missing = [name for form in forms for name in form.required if name not in found | self.wrong.keys()]
-        problems = [f"missing: {', '.join(missing)}"] if missing else []
-        problems += [f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else []
-        problems += [f"{name} {what}" for name, what in self.wrong.items()]
-        if problems:
-            raise CheckpointError(
-                message(
-                    f"tensors that do not fit the map: {'. '.join(problems)}",
-                    why="Every tensor must be known, so that none is lost",
-                    fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) "
-                    "with the model; save sharded or quantized models with te_fsdp.checkpoint.save and export that",
-                )
+            problems.append(f"{name} is {kind}, not a plain tensor of high precision")
+        elif shape != shapes[name]:
+            problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
+    if problems:
+        raise CheckpointError(
+            message(
+                f"tensors that do not fit the map: {'. '.join(problems[:20])}",
+                why="Every tensor must be known, so that none is lost",
+                fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the "
+                "model; a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)",
             )
+        )
 
 
 def _unusable(tensor: torch.Tensor | Lazy) -> str | None:
@@ -311,10 +323,6 @@ def _unusable(tensor: torch.Tensor | Lazy) -> str | None:
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         return f"of {tensor.dtype}"
     return None
-
-
-def _read(tensor: torch.Tensor | Lazy) -> torch.Tensor:
-    return tensor.whole() if isinstance(tensor, Lazy) else tensor.detach()
 
 
 def _lazy(tensor: torch.Tensor | Lazy) -> Lazy:

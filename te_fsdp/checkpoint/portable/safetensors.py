@@ -20,7 +20,15 @@ from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Stored, read_bytes
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["INDEX", "is_safetensors", "open_safetensors", "write_file", "write_folder"]
+__all__ = [
+    "INDEX",
+    "is_safetensors",
+    "open_safetensors",
+    "shard_names",
+    "write_file",
+    "write_folder",
+    "write_index",
+]
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -206,15 +214,30 @@ def write_folder(
             filled = 0
         shards[-1][key] = tensor
         filled += tensor.bytes
-    if len(shards) == 1:
-        write_file(folder / _SINGLE, shards[0], metadata, tick)
-        return [_SINGLE]
-    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    names = shard_names(len(shards))
     for n, (name, shard) in enumerate(zip(names, shards, strict=True)):
         write_file(folder / name, shard, {} if n else metadata, tick)
-    index = {
-        "metadata": {"total_size": sum(t.bytes for t in tensors.values())},
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
-    }
+    files = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    return [*names, *write_index(folder, tensors, files)]
+
+
+def shard_names(count: int) -> list[str]:
+    """Names of the files of a folder with so many of them."""
+    if count == 1:
+        return [_SINGLE]
+    return [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+
+def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, str]) -> list[str]:
+    """Write the index of a folder with several files; returns its name, nothing where there is one file.
+
+    Args:
+        folder: The folder.
+        tensors: By name.
+        files: File of each tensor.
+    """
+    if set(files.values()) <= {_SINGLE}:
+        return []
+    index = {"metadata": {"total_size": sum(t.bytes for t in tensors.values())}, "weight_map": dict(files)}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [*names, INDEX]
+    return [INDEX]

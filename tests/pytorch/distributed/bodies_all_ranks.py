@@ -50,7 +50,6 @@ def _calls(folder: str) -> dict[str, Callable[[], object]]:
     import transformer_engine.pytorch as te
 
     import te_fsdp
-    from te_fsdp.checkpoint.portable import huggingface
 
     kind = harness.device_type()
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=dist.get_world_size() // 2, device_type=kind)
@@ -72,7 +71,8 @@ def _calls(folder: str) -> dict[str, Callable[[], object]]:
         "shard_optimizer": lambda: te_fsdp.shard_optimizer(optimizer),
         "checkpoint.save": lambda: te_fsdp.checkpoint.save(Path(folder, "step-1"), model),
         "checkpoint.load": lambda: te_fsdp.checkpoint.load(Path(folder, "step-0"), model),
-        "load_huggingface": lambda: huggingface.load_huggingface(folder, model),
+        "checkpoint.load_huggingface": lambda: te_fsdp.checkpoint.load_huggingface(folder, model),
+        "checkpoint.save_huggingface": lambda: te_fsdp.checkpoint.save_huggingface(folder, model, config={}),
     }
 
 

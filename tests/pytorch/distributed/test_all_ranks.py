@@ -15,7 +15,8 @@ CALLS = (
     "shard_optimizer",
     "checkpoint.save",
     "checkpoint.load",
-    "load_huggingface",
+    "checkpoint.load_huggingface",
+    "checkpoint.save_huggingface",
 )
 
 

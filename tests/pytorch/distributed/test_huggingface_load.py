@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder loads onto a mesh, each rank keeping its own pieces."""
+"""A Hugging Face model's folder loads onto a mesh, each rank keeping its own pieces, and is written from one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from checkpointing import huggingface
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.checkpoint.portable.safetensors import write_folder
+from tests.unit.huggingface_models import make_huggingface
 
 CONFIG = {
     "model_type": "llama",
@@ -59,3 +60,59 @@ def test_load_onto_a_mesh(pool, request, tmp_path, axes):
         assert len(set(outcome["before"])) == outcome["parameters"] - 2 * 2, f"rank {rank}"
         # Some ten sums of about 100 terms in another order, each within 100 * 2**-24 of the largest logit.
         assert outcome["error"] < 10 * 100 * 2**-24 * outcome["logit"], f"rank {rank}"
+
+
+FUSED = {"fuse_qkv_params": True}
+CENTERED = {**FUSED, "zero_centered_gamma": True}
+STACKED = {**FUSED, "qkv_weight_interleaved": False}
+TRAINED = {
+    "llama-dp2-tp2": ("llama", {"axes": {"dp_shard": 2, "tp": 2}, "layers": STACKED}),
+    "gemma-hsdp": (
+        "gemma",
+        {"axes": {"dp_replicate": 2, "dp_shard": 2}, "layers": CENTERED},
+    ),
+    "mixtral-dp2-ep2": ("mixtral", {"axes": {"dp_shard": 2, "ep": 2}, "layers": FUSED}),
+    "qwen3-fp8-dp2-tp2": ("qwen3", {"axes": {"dp_shard": 2, "tp": 2}, "layers": FUSED, "quantized": True}),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_trained_model_becomes_a_folder(pool, tmp_path, case):
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    name, options = TRAINED[case]
+    make_huggingface(name).save_pretrained(tmp_path / "model")
+    results = pool.run(
+        huggingface.save_trained,
+        4,
+        env={"NVIDIA_TF32_OVERRIDE": "0"},
+        folder=str(tmp_path / "model"),
+        case=options,
+        target=str(tmp_path / "trained"),
+    )
+    first = results[0]
+    assert [outcome["reloaded"] for outcome in results] == [[]] * 4
+    assert first["other than exported"] == [] and first["hidden"] == []
+    assert first["trained"] > 0.9, "another model than before"
+    files = [name for name in first["files"] if name.endswith(".safetensors")]
+    assert len(files) > 1 and {"config.json", "model.safetensors.index.json"} < set(first["files"])
+    if "our error" in first:
+        # Both do the same sums in fp32, in another order; of 640 logits the largest errors are within four times.
+        assert 0 < first["our error"] <= 4 * first["their error"] < 1e-4 * first["largest"]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_cannot_write_its_part(pool, tmp_path):
+    write_model(tmp_path / "model")
+    results = pool.run(
+        huggingface.save_with_faults,
+        2,
+        folder=str(tmp_path / "model"),
+        config=CONFIG,
+        target=str(tmp_path / "trained"),
+    )
+    for outcome in results:
+        assert outcome["errors"] == results[0]["errors"] and outcome["left"] == []
+        assert outcome["errors"][0].startswith("on rank(s) 1: OSError: [Errno 28] No space left on device")
+        assert outcome["errors"][1].startswith("on rank(s) 1: RuntimeError: out of memory")
+        assert "model.safetensors.index.json" in outcome["written"]

@@ -1,0 +1,299 @@
+"""Tensors of a sharded model, each put together on the one rank that writes it, a group of tensors at a time.
+
+torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not do this: it writes tensors that are whole on a rank, a file
+of them in memory at once, or every rank's shards, which a second pass over the disk must then join; it renames nothing
+at the end; and its tensors are the model's own, not other rows of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _te
+from te_fsdp.checkpoint.collective import Ranks
+from te_fsdp.checkpoint.optimizer_loading import main_weight
+from te_fsdp.checkpoint.optimizer_state import describe_state
+from te_fsdp.checkpoint.owned import Owned, owned_parameters
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.portable.main_weights import Remainders
+from te_fsdp.errors import CheckpointError, message
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["Arriving", "Exchange", "Plan", "Share", "describe_shares", "plan_exchange", "shares_of"]
+
+#: A rectangle of a tensor of the unsharded model: offsets and sizes.
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+#: What a rank tells of a tensor: shape, dtype of the parameter, dtype of the values, and what it has of these.
+Told = tuple[tuple[int, ...], torch.dtype, torch.dtype, tuple[Place, ...]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank holds of one tensor of the unsharded model.
+
+    Attributes:
+        told: Its description.
+        read: Gives the values of the n-th rectangle; dequantizes what is quantized.
+    """
+
+    told: Told
+    read: Callable[[int], torch.Tensor]
+
+
+def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
+    """This rank's share of every parameter, by the name in the unsharded model. Local operation.
+
+    FSDP2 units are resharded. Values are an fp32 main weight where the optimizer has one, else the parameter's. A tied
+    parameter comes under its first name; one for all experts as one for each.
+    """
+    found: dict[str, Share] = {}
+    for owned in owned_parameters(model):
+        if owned.is_grouped:
+            found |= _experts(owned, optimizer)
+        else:
+            found[owned.fqn] = _share(owned, optimizer)
+    return found
+
+
+def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
+    info, main = owned.info(), main_weight(optimizer, owned.parameter)
+    kind = values = owned.parameter.dtype
+    if main is not None and main.dtype != torch.int16:
+        assert optimizer is not None
+        state = optimizer.state[owned.parameter]["master_param"]
+        entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
+        assert entry is not None
+        places = tuple((p.offsets, tuple(p.tensor.shape)) for p in entry.pieces)
+        return Share((info.original_shape, kind, main.dtype, places), lambda n: entry.pieces[n].tensor)
+
+    def read(n: int) -> torch.Tensor:
+        local: Any = owned.local
+        if main is not None:  # what FusedAdam keeps beside bf16 weights
+            local = Remainders(InMemory(local), InMemory(main)).whole()
+        return (local.dequantize() if _te.is_quantized(local) else local.detach())[
+            info.boxes[n].local_slices()
+        ]
+
+    values = values if main is None else torch.float32
+    return Share((info.original_shape, kind, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
+
+
+def _experts(owned: Owned, optimizer: Optimizer | None) -> dict[str, Share]:
+    """A parameter for all experts as one for each of them, under the global index."""
+    (total, *shape), kind, values, places = (whole := _share(owned, optimizer)).told
+    found = {}
+    for expert in range(total):
+        mine = [n for n, (at, size) in enumerate(places) if at[0] <= expert < at[0] + size[0]]
+
+        def read(n: int, mine: list[int] = mine, expert: int = expert) -> torch.Tensor:
+            return whole.read(mine[n])[expert - places[mine[n]][0][0]]
+
+        own = tuple((places[n][0][1:], places[n][1][1:]) for n in mine)
+        found[f"{owned.fqn}{expert}"] = Share((tuple(shape), kind, values, own), read)
+    return found
+
+
+def describe_shares(seen: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
+    """Every tensor of the unsharded model, from what the ranks tell, without their shares. Local operation.
+
+    Raises:
+        CheckpointError: Ranks that tell different things.
+    """
+    found: dict[str, Told] = {}
+    empty = {}
+    for rank, every in enumerate(seen):
+        for name, (*about, places) in every.items():
+            one: Told = (*about, ())  # type: ignore[assignment]
+            # Of what it has nothing of, a rank may have no main weight either.
+            if (found if places else empty).setdefault(name, one) != one and places:
+                raise CheckpointError(
+                    message(
+                        f"{name}: of another kind on rank {rank}",
+                        expected=f"shape, dtype and dtype of the main weight {found[name][:3]}",
+                        got=one[:3],
+                        fix="build and train the same model, with the same optimizer, on all ranks",
+                    )
+                )
+    return empty | found
+
+
+@dataclass
+class Plan:
+    """What one rank does in an exchange.
+
+    Attributes:
+        sends: Per round: rank, tensor, number of the rectangle.
+        receives: Per round: rank, tensor, rectangle; all of one group of tensors.
+    """
+
+    sends: list[list[tuple[int, str, int]]] = field(default_factory=list)
+    receives: list[list[tuple[int, str, Place]]] = field(default_factory=list)
+
+
+def plan_exchange(
+    seen: Sequence[Mapping[str, Told]], queues: Sequence[Sequence[Sequence[str]]]
+) -> list[Plan]:
+    """Who sends what to whom, in rounds. Local operation.
+
+    In a round a rank receives the tensors of one group at most, and sends no more bytes than the largest group has.
+    A rectangle that several ranks hold comes from the rank that needs it, or from the one with the least to send.
+
+    Args:
+        seen: Every rank's description of what it holds.
+        queues: For each rank the groups that it needs, in order: names of their tensors.
+
+    Raises:
+        CheckpointError: Tensors of which the ranks do not hold every element once.
+    """
+    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {}
+    for rank, told in enumerate(seen):
+        for name, (_, _, _, places) in told.items():
+            for n, place in enumerate(places):
+                holders.setdefault(name, {}).setdefault(place, []).append((rank, n))
+    told = describe_shares(seen)
+    _check_whole(holders, told)
+    sizes = {name: one[2].itemsize for name, one in told.items()}
+    load: Counter[int] = Counter()
+    groups: list[list[tuple[Counter[int], list[tuple[int, int, str, Place]]]]] = []
+    for writer, queue in enumerate(queues):
+        groups.append([])
+        for names in queue:
+            bytes_, parts = Counter[int](), []
+            for name, place, have in ((n, p, h) for n in names for p, h in holders.get(n, {}).items()):
+                rank, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
+                bytes_[rank] += (size := math.prod(place[1]) * sizes[name])
+                load[rank] += size * (rank != writer)
+                parts.append((rank, index, name, place))
+            groups[-1].append((bytes_, parts))
+    plans = [Plan() for _ in seen]
+    limit = max((sum(bytes_.values()) for queue in groups for bytes_, _ in queue), default=0)
+    while any(groups):
+        for plan in plans:
+            plan.sends.append([])
+            plan.receives.append([])
+        sent: Counter[int] = Counter()
+        for writer, queue in enumerate(groups):
+            if queue and all(sent[rank] + size <= limit for rank, size in queue[0][0].items()):
+                bytes_, parts = queue.pop(0)
+                sent += bytes_
+                for rank, index, name, _ in parts:
+                    plans[rank].sends[-1].append((writer, name, index))
+                plans[writer].receives[-1] += sorted(
+                    ((r, n, p) for r, _, n, p in parts), key=lambda one: one[0]
+                )
+    return plans
+
+
+def _check_whole(holders: Mapping[str, Mapping[Place, Any]], told: Mapping[str, Told]) -> None:
+    have = {name: sum(math.prod(size) for _, size in holders.get(name, {})) for name in told}
+    wrong = [
+        f"{n} ({have[n]} of {math.prod(one[0])})" for n, one in told.items() if have[n] != math.prod(one[0])
+    ]
+    if wrong:
+        raise CheckpointError(
+            message(
+                f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
+                fix="call save_huggingface on all ranks of the job, with the model that te_fsdp.fully_shard returned",
+            )
+        )
+
+
+class Exchange:
+    """The rounds of one export, as one rank sees them.
+
+    Every rank runs all rounds, whatever goes wrong on it: others wait for it there. Tensors pass through the CPU's
+    memory, over a gloo group of te_fsdp's own, so that training's memory and collectives are not touched.
+    """
+
+    def __init__(
+        self, ranks: Ranks, shares: Mapping[str, Share], told: Mapping[str, Told], plan: Plan
+    ) -> None:
+        self.ranks, self.shares, self.told, self.plan = ranks, shares, told, plan
+        self.done, self.here = 0, {}
+        self.failed: Exception | None = None
+
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor that this rank needs next, in the dtype of its values. Collective with the other ranks' rounds."""
+        while name not in self.here:
+            self._round()
+        return self.here.pop(name)
+
+    def drain(self) -> None:
+        """The rounds that are left: this rank needs nothing more, or has failed. Collective as :meth:`take`."""
+        while self.done < len(self.plan.sends):
+            self._round()
+        if self.failed is not None:
+            raise self.failed
+
+    def _round(self) -> None:
+        sends = sorted(self.plan.sends[self.done], key=lambda one: one[0])
+        receives = self.plan.receives[self.done]
+        self.done += 1
+        out = [self._size(name, self.shares[name].told[3][n][1]) for _, name, n in sends]
+        into = [self._size(name, place[1]) for _, name, place in receives]
+        sent = torch.zeros(sum(out), dtype=torch.uint8, device="cpu")
+        try:
+            for part, (_, name, n) in zip(sent.split(out), sends, strict=True):
+                part.copy_(self._bytes_of(name, n))
+        except Exception as error:
+            self.failed = self.failed or error
+        came = sent
+        if self.ranks.size > 1:
+            came = torch.empty(sum(into), dtype=torch.uint8, device="cpu")
+            counts = self._by_rank(into, receives), self._by_rank(out, sends)
+            dist.all_to_all_single(came, sent, *counts, group=self.ranks.group)
+        del sent
+        if receives:
+            self.here = {
+                name: torch.empty(self.told[name][0], dtype=self.told[name][2]) for _, name, _ in receives
+            }
+        for part, (_, name, (offsets, sizes)) in zip(came.split(into), receives, strict=True):
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            # A copy, since views of other dtypes must begin at a multiple of their size.
+            self.here[name][box] = part.clone().view(self.told[name][2]).view(sizes)
+
+    def _bytes_of(self, name: str, n: int) -> torch.Tensor:
+        value = self.shares[name].read(n).to(self.told[name][2])
+        return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+    def _by_rank(self, sizes: list[int], parts: Sequence[tuple[int, Any, Any]]) -> list[int]:
+        found = [0] * self.ranks.size
+        for size, (rank, *_) in zip(sizes, parts, strict=True):
+            found[rank] += size
+        return found
+
+    def _size(self, name: str, sizes: Sequence[int]) -> int:
+        return math.prod(sizes) * self.told[name][2].itemsize
+
+
+@dataclass
+class Arriving(Lazy):
+    """A tensor of the unsharded model, there when its group has come.
+
+    Attributes:
+        name: Its name.
+        shape: Of the tensor.
+        dtype: Of the parameter; values may come in a wider one, to be rounded once.
+        exchange: Where it comes from; ``None`` for a description.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    exchange: Exchange | None = None
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`; all of them, once."""
+        assert self.exchange is not None
+        assert (first, last) == (0, self.height)
+        return self.exchange.take(self.name)
