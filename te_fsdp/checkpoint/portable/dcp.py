@@ -7,11 +7,9 @@ rows as the pieces.
 
 from __future__ import annotations
 
-import io
 import mmap
 import secrets
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from te_fsdp import _torch
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
-from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
+from te_fsdp.checkpoint.portable.pickled import Quantized
+from te_fsdp.checkpoint.portable.torch_files import moved, read_objects, records_of, stored
 from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.checkpoint.sums import SummingWriter, Tick
 from te_fsdp.errors import CheckpointError, message
@@ -39,8 +37,8 @@ from te_fsdp.errors import CheckpointError, message
 __all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
 
 #: What ``torch.save`` files of a directory hold, by their length and their first member, the pickle: all that comes
-#: before the data, and the objects. To read one without its data takes torch 2 ms, ten times as long as with a small
-#: tensor, and most differ in the data alone.
+#: before the data, and the objects. To list the members of a zip file takes most of the time of a small tensor, and
+#: most files differ in the data alone.
 Known = dict[tuple[int, bytes], tuple[bytes, Any]]
 
 #: Begins each member of a zip file.
@@ -98,7 +96,7 @@ class Piece(Lazy):
                         fix="the checkpoint is damaged, take an earlier one",
                     )
                 )
-            self.found = stored(tensor, self.file, self.key, self.offset)
+            self.found = stored(tensor, self.key)
         return self.found
 
     def select(self, index: int) -> Lazy:
@@ -122,12 +120,23 @@ class Piece(Lazy):
         return isinstance(self.objects(), Quantized)
 
 
-class Window(io.RawIOBase):
-    """A part of a file as a file: one of the ``torch.save`` files that DCP strings together."""
+@dataclass(frozen=True)
+class Window:
+    """A part of a file: one of the ``torch.save`` files that DCP strings together.
 
-    def __init__(self, file: Path, offset: int, length: int, key: str, known: Known | None = None) -> None:
-        self.file, self.offset, self.length, self.key, self.at = file, offset, length, key, 0
-        self.known: Known = {} if known is None else known
+    Attributes:
+        file: The file.
+        offset: Byte at which it begins.
+        length: Its bytes.
+        key: Name of what is in it, for messages.
+        known: Of the directory, see :data:`Known`.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    key: str
+    known: Known = field(default_factory=dict, repr=False, compare=False)
 
     def objects(self) -> Any:
         """What was stored, tensors without data.
@@ -135,61 +144,31 @@ class Window(io.RawIOBase):
         Raises:
             CheckpointError: It cannot be read, or not weights-only.
         """
+        label = f"{self.key} in {self.file}"
         head = bytes(read_bytes(self.file, self.offset, min(self.length, _HEAD), self.key))
         end = head.find(_MEMBER, len(_MEMBER))
         begin, objects = self.known.get((self.length, head[:end]), (b"", None))
-        if not begin or not head.startswith(begin):
-            objects = self._objects()
-            if end > 0 and isinstance(objects, torch.Tensor | int | float | None):  # what nobody changes
-                until = _torch.storage_offset(objects) if isinstance(objects, torch.Tensor) else end
-                self.known[self.length, head[:end]] = head[:until], objects
+        if begin and head.startswith(begin):
+            found = (
+                moved(objects, self.file, self.offset + len(begin), label) if objects is not None else None
+            )
+            if objects is None or found is not None:
+                return found
+        objects = read_objects(self.file, label, self.offset, self.length)
+        if end > 0 and isinstance(objects, torch.Tensor | None):
+            # The data of a tensor come behind all that tells about it, but for its checksum.
+            until = objects.record.offset - self.offset if isinstance(objects, torch.Tensor) else end  # type: ignore[missing-attribute]
+            self.known[self.length, head[:end]] = head[:until], objects
         return objects
-
-    def _objects(self) -> Any:
-        self.seek(0)
-        return read_objects(io.BufferedReader(self), f"{self.key} in {self.file}")
 
     def changed(self) -> bool:
         """Whether its contents contradict the checksums that ``torch.save`` put beside them. Reads all of it."""
-        self.seek(0)
         try:
-            with zipfile.ZipFile(io.BufferedReader(self)) as archive:
-                # 0 is what torch writes where checksums were switched off.
-                return any(_is_changed(archive, member) for member in archive.infolist() if member.CRC)
-        except (zipfile.BadZipFile, CheckpointError):
+            for record in records_of(self.file, self.key, self.offset, self.length).values():
+                record.check()
+        except CheckpointError:
             return True
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Position within the part."""
-        return self.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the part."""
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, up to the end of the part."""
-        count = max(0, min(len(buffer), self.length - self.at))
-        if count:
-            buffer[:count] = read_bytes(self.file, self.offset + self.at, count, self.key)
-        self.at += count
-        return count
-
-
-def _is_changed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    with archive.open(member) as stream:
-        while stream.read(1 << 20):  # raises at the end where the checksum differs
-            pass
-    return False
+        return False
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "Chunked",
     "InMemory",
     "Lazy",
+    "Record",
     "Stack",
     "Stored",
     "pages",
@@ -103,6 +105,61 @@ class InMemory(Lazy):
 
 
 @dataclass
+class Record:
+    """Bytes of a file that may have a checksum.
+
+    Attributes:
+        file: The file.
+        offset: Byte at which they begin.
+        count: How many.
+        crc: CRC-32; ``None`` where it is not known, or has been compared already.
+        label: Name, for messages.
+    """
+
+    file: Path
+    offset: int
+    count: int
+    crc: int | None
+    label: str
+
+    def read(self) -> bytes:
+        """All of them.
+
+        Raises:
+            CheckpointError: They cannot be read, or have changed.
+        """
+        data = bytes(read_bytes(self.file, self.offset, self.count, self.label)[: self.count])
+        self.check(data)
+        return data
+
+    def check(self, data: bytes | bytearray | mmap.mmap | None = None) -> None:
+        """Compare them with their checksum, once.
+
+        Args:
+            data: All of them, where they are in memory; ``None``: they are read, block by block.
+
+        Raises:
+            CheckpointError: They cannot be read, or have changed.
+        """
+        if self.crc is None:
+            return
+        found, end = 0, self.offset + self.count
+        for at in range(self.offset, end, BLOCK_BYTES) if data is None else ():
+            count = min(BLOCK_BYTES, end - at)
+            found = zlib.crc32(memoryview(read_bytes(self.file, at, count, self.label))[:count], found)
+        if data is not None:
+            found = zlib.crc32(memoryview(data)[: self.count])
+        if found != self.crc:
+            raise CheckpointError(
+                message(
+                    f"{self.label} in {self.file}: its contents have changed (CRC-32)",
+                    fix="the file is damaged: copy it again, or take another one",
+                )
+            )
+        self.crc = None
+
+
+@dataclass
 class Stored(Lazy):
     """A tensor whose elements lie in a file, in the machine's byte order.
 
@@ -114,6 +171,7 @@ class Stored(Lazy):
         dtype: Of the tensor.
         stride: In elements; ``None`` for a contiguous tensor.
         start: Element of the storage at which the tensor begins.
+        record: The whole storage, where it has a checksum: compared before anything is given out.
     """
 
     key: str
@@ -123,6 +181,7 @@ class Stored(Lazy):
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
     start: int = 0
+    record: Record | None = None
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
@@ -133,18 +192,25 @@ class Stored(Lazy):
         begin = self.offset + (self.start + (first * stride[0] if stride else 0)) * item
         if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
             # Stored transposed: a piece of each stored row, instead of all that lies between.
+            if self.record is not None:
+                self.record.check()
             places = [(begin + column * stride[1] * item, shape[0] * item) for column in range(shape[1])]
             flat = torch.frombuffer(_read_places(self.file, places, self.key), dtype=self.dtype)
             return flat.view(shape[1], shape[0]).t().contiguous()
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        flat = torch.frombuffer(read_bytes(self.file, begin, span * item, self.key), dtype=self.dtype)
+        data = read_bytes(self.file, begin, span * item, self.key)
+        if self.record is not None:
+            self.record.check(data if (begin, span * item) == (self.offset, self.record.count) else None)
+        flat = torch.frombuffer(data, dtype=self.dtype)
         return flat.as_strided(shape, stride).contiguous()
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
         step, *stride = self._strides()
         start = self.start + index * step
-        return Stored(self.key, self.file, self.offset, self.shape[1:], self.dtype, tuple(stride), start)
+        return Stored(
+            self.key, self.file, self.offset, self.shape[1:], self.dtype, tuple(stride), start, self.record
+        )
 
     def _strides(self) -> tuple[int, ...]:
         if self.stride is not None:

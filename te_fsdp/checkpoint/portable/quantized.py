@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.portable.pickled import Quantized, stored
+from te_fsdp.checkpoint.portable.pickled import Quantized
+from te_fsdp.checkpoint.portable.torch_files import stored
 from te_fsdp.errors import CheckpointError, PlacementError, message
 from te_fsdp.quantized.components import components_from
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
@@ -52,7 +52,7 @@ class Dequantized(Lazy):
         return dequantize_box(self.format, parts, self.needed, offsets, sizes).to(self.dtype)
 
 
-def components_in_file(found: Quantized, key: str, file: Path, base: int = 0) -> dict[str, Lazy]:
+def components_in_file(found: Quantized, key: str) -> dict[str, Lazy]:
     """The components of one of TE's tensors in a ``torch.save`` file, unpadded and in the weight's orientation.
 
     Raises:
@@ -65,6 +65,6 @@ def components_in_file(found: Quantized, key: str, file: Path, base: int = 0) ->
     except PlacementError as error:
         raise CheckpointError(str(error)) from error
     return {
-        part.name: stored(part.tensor, file, f"{key}:{part.name}", base, like=found.buffers[part.name])
+        part.name: stored(part.tensor, f"{key}:{part.name}", like=found.buffers[part.name])
         for part in components
     }

@@ -1,8 +1,10 @@
 """safetensors files, single or sharded with an index, read and written by blocks.
 
 The format: eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last byte),
-the tensors' bytes one after the other. The package ``safetensors`` writes a file from tensors that are all in
-memory; these functions never hold more than a block.
+the tensors' bytes one after the other. Of the package ``safetensors``, ``save_file`` takes tensors that are all in
+memory, and ``safe_open`` maps the file: a file that is cut short meanwhile, or a disk that fails, ends the process by
+SIGBUS. It tells no offsets either, so that nothing but the forty lines that check the header would go. These functions
+hold a block at a time, and raise. What the package refuses in a header they refuse as well.
 """
 
 from __future__ import annotations
@@ -126,14 +128,16 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         raise CheckpointError(message(f"{path}: no such file")) from error
     if size < 8:
         raise _damaged(path, f"not a safetensors file ({size} bytes)")
-    (length,) = struct.unpack("<Q", bytes(read_bytes(path, 0, 8, "header")))
+    (length,) = struct.unpack("<Q", bytes(read_bytes(path, 0, 8, "header"))[:8])
     if length > min(size - 8, _MOST_HEADER):
         raise _damaged(path, f"not a safetensors file (a header of {length} bytes in a file of {size})")
     try:
-        header = json.loads(bytes(read_bytes(path, 8, length, "header")))
+        header = json.loads(bytes(read_bytes(path, 8, length, "header"))[:length])
         metadata = header.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("metadata that is no text")
         tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
     end = 8 + length
     for key, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -146,11 +150,13 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
 
 
 def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> Stored:
-    shape, (first, last) = tuple(int(n) for n in described["shape"]), described["data_offsets"]
+    shape, (first, last) = tuple(described["shape"]), described["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        raise ValueError(f"{key} has the shape {shape} and lies at {first} to {last}")
     dtype = _DTYPES.get(described["dtype"])
     if dtype is None:
         raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
-    if min((*shape, 0)) < 0 or first < 0 or math.prod(shape) * dtype.itemsize != last - first:
+    if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
     return Stored(key, path, begin + first, shape, dtype)
 

@@ -27,11 +27,11 @@ from te_fsdp.checkpoint.portable.contents import (
 )
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
-from te_fsdp.checkpoint.portable.extra_state import read_extra_state
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
-from te_fsdp.checkpoint.portable.pickled import Quantized, read_objects, stored
+from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
 from te_fsdp.checkpoint.portable.quantized import components_in_file
+from te_fsdp.checkpoint.portable.torch_files import read_objects, stored
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
@@ -74,9 +74,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
     Raises:
         CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
     """
-    with path.open("rb") as stream:
-        objects = read_objects(stream, str(path))
-    tree = _with_places(objects, path, "")
+    tree = _with_places(read_objects(path, str(path)), "")
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
         try:
             return _own_file(path, tree)
@@ -152,19 +150,19 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
                 fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
             )
         )
-    return _WithParts(found, components_in_file(found, key, pieces[0].file, pieces[0].offset))
+    return _WithParts(found, components_in_file(found, key))
 
 
-def _with_places(value: Any, path: Path, key: str) -> Any:
-    """Loaded objects with tensors that know where they lie."""
+def _with_places(value: Any, key: str) -> Any:
+    """Loaded objects with tensors that are read from their places."""
     if isinstance(value, torch.Tensor):
-        return stored(value, path, key)
+        return stored(value, key)
     if isinstance(value, Quantized):
-        return _WithParts(value, components_in_file(value, key, path))
+        return _WithParts(value, components_in_file(value, key))
     if isinstance(value, Mapping):
-        return {k: _with_places(v, path, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+        return {k: _with_places(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_places(v, path, f"{key}.{n}") for n, v in enumerate(value))
+        return type(value)(_with_places(v, f"{key}.{n}") for n, v in enumerate(value))
     return value
 
 

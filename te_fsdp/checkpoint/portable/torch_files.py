@@ -1,26 +1,170 @@
-"""``torch.save`` files, written by blocks.
+"""``torch.save`` files: read without their data, written by blocks.
 
-torch writes the file with gaps where the data belongs (``torch.serialization.skip_data``), and the gaps are filled
-afterwards. ``torch.load`` reads the result weights-only, also with ``mmap=True``. The checksums that the zip format
-has for its members are zero, which torch does not look at.
+A file of ``torch.save`` is a zip file of uncompressed members: a pickle, and the bytes of each storage with a checksum
+(zero where checksums were switched off). Reading takes the pickle and notes where the storages lie, which are read, and
+compared with their checksums, when their rows are asked for. ``torch.load(mmap=True, weights_only=True)`` compares
+nothing; it maps the file, which counts as the process' memory (396 MB more for a file of 400 MB, here 20), ends the
+process by SIGBUS where the file is cut short meanwhile, needs TE for TE's tensors, and opens no file inside of another,
+as DCP's are.
+
+Writing lets torch write the file with gaps where the data belongs (``torch.serialization.skip_data``), and fills the
+gaps afterwards, with their checksums. ``torch.load`` reads the result weights-only, also with ``mmap=True``.
 """
 
 from __future__ import annotations
 
+import struct
+import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import serialization
 
 from te_fsdp import _torch
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.portable.pickled import read_objects
+from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
+from te_fsdp.checkpoint.portable.pickled import UnknownNameError, unpickle, with_record
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
+from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["write_torch"]
+__all__ = ["read_objects", "records_of", "stored", "write_torch"]
+
+#: Stands behind the data of a member of a zip file; its checksum follows, once more.
+_BEHIND = b"PK\x07\x08"
+
+
+class _Part:
+    """A part of an open file as a file, for ``zipfile``."""
+
+    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
+        self.stream, self.offset, self.length, self.at = stream, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = max(0, offset + (0, self.at, self.length)[whence])
+        return self.at
+
+    def read(self, count: int = -1) -> bytes:
+        rest = max(0, self.length - self.at)
+        self.stream.seek(self.offset + self.at)
+        data = self.stream.read(rest if count < 0 else min(count, rest))
+        self.at += len(data)
+        return data
+
+
+def records_of(file: Path, label: str, offset: int = 0, length: int | None = None) -> dict[str, Record]:
+    """The members of a ``torch.save`` file by their names, without what all of these begin with. Local operation.
+
+    Args:
+        file: The file.
+        label: Name for messages.
+        offset: Byte at which the ``torch.save`` file begins in ``file``.
+        length: Its bytes; ``None``: to the end.
+
+    Raises:
+        CheckpointError: It is no such file, or damaged.
+    """
+    records: dict[str, Record] = {}
+    try:
+        with file.open("rb") as stream:
+            part = _Part(stream, offset, file.stat().st_size - offset if length is None else length)
+            with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
+                members = archive.infolist()
+            for member in members:
+                part.seek(member.header_offset)
+                head = part.read(30)
+                begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
+                if member.compress_type or begin + member.file_size > part.length or head[:4] != b"PK\3\4":
+                    raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
+                records[member.filename.partition("/")[2]] = Record(
+                    file, offset + begin, member.file_size, member.CRC or None, label
+                )
+    except (OSError, zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise _no_torch_file(label, error) from error
+    return records
+
+
+def read_objects(file: Path, label: str, offset: int = 0, length: int | None = None) -> Any:
+    """The objects of a ``torch.save`` file, see :func:`te_fsdp.checkpoint.portable.pickled.unpickle`.
+
+    Args and errors are those of :func:`records_of`; also an object of a class that no state dict needs.
+    """
+    records = records_of(file, label, offset, length)
+    try:
+        order = records.get("byteorder")
+        if order is not None and order.read() != sys.byteorder.encode():
+            raise ValueError(f"bytes of a {order.read()!r}-endian machine")
+        return unpickle(records["data.pkl"].read(), lambda dtype, key: (records[f"data/{key}"], dtype))
+    except UnknownNameError as error:
+        fix = "save a plain state_dict() with torch.save"
+        if "GroupedTensor" in str(error):
+            fix = "load it with torch and save it with te_fsdp.checkpoint.save"
+        raise CheckpointError(
+            message(
+                f"{label}: cannot be read weights-only",
+                expected="tensors, TransformerEngine's quantized tensors and plain containers",
+                got=f"an object of {error}",
+                why="Anything else in a pickle may run code",
+                fix=fix,
+            )
+        ) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _no_torch_file(label, error) from error
+
+
+def moved(tensor: torch.Tensor, file: Path, offset: int, label: str) -> torch.Tensor | None:
+    """A tensor without data as that of another ``torch.save`` file, which is equal to its own up to the data.
+
+    Args:
+        tensor: From :func:`read_objects`.
+        file: The other file.
+        offset: Byte at which its data begin.
+        label: Name for messages.
+
+    Returns:
+        ``None`` if the checksum does not stand behind the data, where torch writes it.
+    """
+    count = tensor.record.count  # type: ignore[attr-defined]
+    mark, crc = struct.unpack("<4sI", bytes(read_bytes(file, offset + count, 8, label))[:8])
+    if mark != _BEHIND:
+        return None
+    return with_record(tensor.detach(), Record(file, offset, count, crc or None, label))
+
+
+def _no_torch_file(label: str, error: Exception) -> CheckpointError:
+    first = str(error).strip().partition("\n")[0]
+    return CheckpointError(
+        message(
+            f"{label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
+            expected="torch.save's zip format",
+            fix="the file is damaged, truncated or of another kind",
+        )
+    )
+
+
+def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Lazy:
+    """A tensor without data as one that is read from its file.
+
+    Args:
+        tensor: From :func:`read_objects`.
+        key: Name, for messages.
+        like: The stored tensor of which ``tensor`` is a view; ``None``: itself.
+    """
+    record: Record = (tensor if like is None else like).record  # type: ignore[attr-defined]
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    start = int(tensor.storage_offset())
+    return Stored(key, record.file, record.offset, shape, tensor.dtype, stride, start, record)
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
@@ -43,16 +187,31 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
 
     with serialization.skip_data(materialize_fake_tensors=True):
         torch.save(_map(objects, gap_of), path)
-    with path.open("rb") as stream:
-        written = read_objects(stream, str(path))
+    sums: dict[int, int] = {}
     with path.open("r+b") as file:
-        for tensor, gap in zip(_leaves(objects), _leaves(written), strict=True):
+        for tensor, gap in zip(_leaves(objects), _leaves(read_objects(path, str(path))), strict=True):
             if gaps.pop(id(tensor), None) is None:
                 continue
-            file.seek(_torch.storage_offset(gap))
+            offset, crc = gap.record.offset, 0
+            file.seek(offset)
             for block in as_bytes(tensor):
+                crc = zlib.crc32(block, crc)
                 file.write(block)
                 tick(len(block))
+            sums[offset] = crc
+            if file.read(4) == _BEHIND:
+                file.write(struct.pack("<I", crc))
+    _write_checksums(path, sums)
+
+
+def _write_checksums(path: Path, sums: dict[int, int]) -> None:
+    """Give the members whose data begin at some bytes their checksums in the directory of the zip file."""
+    at = {record.offset: name for name, record in records_of(path, str(path)).items()}
+    with zipfile.ZipFile(path, "a") as archive:
+        by_name = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+        for offset, crc in sums.items():
+            by_name[at[offset]].CRC = crc
+        archive.comment = archive.comment  # writes the directory anew
 
 
 def _map(value: Any, change: Callable[[Lazy], Any]) -> Any:
