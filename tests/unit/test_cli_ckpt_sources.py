@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import zipfile
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def test_every_flipped_bit_of_a_torch_file_is_found(
         assert main(["ckpt", "convert", str(tmp_path / "ours"), str(file), "--everything"]) == 0
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None and len(archive.infolist()) > 8
+            sums = [struct.pack("<4sI", b"PK\x07\x08", m.CRC) for m in archive.infolist() if m.file_size]
+        assert all(text in file.read_bytes() for text in sums), "once more behind the data"
         for mapped in (False, True):
             torch.testing.assert_close(
                 torch.load(file, weights_only=True, mmap=mapped)["model"], state(), rtol=0, atol=0
