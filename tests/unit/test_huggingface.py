@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_groups import Group
 from te_fsdp.checkpoint.portable.safetensors import open_safetensors
 from te_fsdp.errors import CheckpointError
-from tests.unit.huggingface_models import MODELS, TeModel, make_huggingface
+from tests.unit.huggingface_models import MODELS, SIZES, TeModel, make_huggingface
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 import safetensors.torch
@@ -328,6 +332,48 @@ def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Modul
     hf.save_huggingface(tmp_path / "back", model, config=config)
     before, after = (open_safetensors(path)[0] for path in (folder, tmp_path / "back"))
     assert all(torch.equal(lazy.whole(), after[name].whole()) for name, lazy in before.items())
+
+
+class Watch(TorchDispatchMode):
+    """The most bytes of tensors that were made under it and lived at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.living = {key: one for key, one in self.living.items() if not one[0].expired()}
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self.living.values()))
+        return out
+
+
+def test_memory_is_that_of_a_group(te: Any, tmp_path: Path) -> None:
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 12,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "model_type": "llama",
+    }
+    model = TeModel(te, hf.read_config(sizes), fuse_qkv_params=True, zero_centered_gamma=True)
+    weights = hf.WeightMap.build(sizes)
+    largest = max(4 * sum(math.prod(part) for part in group.parts) for group in weights.groups)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert 6 * largest < whole / 2
+    with Watch() as watch:
+        hf.save_huggingface(tmp_path / "x", model, config=sizes)
+    assert 0 < watch.most <= 5 * largest
+    with Watch() as control:
+        kept = dict(hf.import_huggingface(tmp_path / "x", blocks=hf.TeBlocks.of(model)))
+    assert kept and control.most > whole / 2, "what holds all of it is seen"
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/huggingface.md"

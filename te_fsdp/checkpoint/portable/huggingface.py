@@ -1,4 +1,8 @@
-"""Hugging Face models of Llama's and GPT-2's style, as models of TransformerEngine's modules, and back."""
+"""Hugging Face models of Llama's and GPT-2's style, as models of TransformerEngine's modules, and back.
+
+torch's ``HuggingFaceStorageReader`` (2.11 to 2.15) fills tensors of the names and shapes that the files have, with no
+index and no check of one; here query, key and value become one tensor, norms are shifted, and all is checked before.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ from te_fsdp.checkpoint.portable.huggingface_shares import (
     Plan,
     Share,
     Told,
+    cut_across_gates,
     describe_shares,
     plan_exchange,
     shares_of,
@@ -80,6 +85,7 @@ _BESIDE = (
     "chat_template*",
     "LICENSE*",
 )
+_CUT = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
 #: Files are begun for more ranks to write at once only where each gets so many bytes.
 _SMALLEST_FILE = 256 << 20
 
@@ -287,7 +293,8 @@ class _Saving:
         if optimizer is not None:
             check_optimizer(model, optimizer)
         weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
-        _refuse("save_huggingface", model, {"layers that would compute something else": wrong})
+        found = {"layers that would compute something else": wrong, _CUT: cut_across_gates(model, weights)}
+        _refuse("save_huggingface", model, found)
         shares = shares_of(model, optimizer)
         for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
             if first in shares and first not in weights.te_names and name in weights.te_names:
@@ -436,6 +443,7 @@ def _compare(weights: WeightMap, model: nn.Module, state: ModelState, wrong: lis
         "other shapes": differing,
         "quantized": [name for name, owned in state.owned.items() if _te.is_quantized(owned.local)],
         "layers that would compute something else": wrong,
+        _CUT: cut_across_gates(model, weights),
     }
     _refuse("load_huggingface", model, found)
 

@@ -1,8 +1,9 @@
 """Tensors of a sharded model, each put together on the one rank that writes it, a group of tensors at a time.
 
 torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not do this: it writes tensors that are whole on a rank, a file
-of them in memory at once, or every rank's shards, which a second pass over the disk must then join; it renames nothing
-at the end; and its tensors are the model's own, not other rows of these.
+of them in memory at once, or every rank's shards, which a second pass over the disk must then join, and leaves both; it
+does not sync, and renames nothing at the end; and its tensors are the model's own, not other rows of these. Measured on
+2 CPU ranks with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; there 6.8 to 13 s, 2.3 to 3.0 s, twice the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Arriving", "Exchange", "Plan", "Share", "describe_shares", "plan_exchange", "shares_of"]
+    from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
+
+__all__ = [
+    "Arriving",
+    "Exchange",
+    "Plan",
+    "Share",
+    "cut_across_gates",
+    "describe_shares",
+    "plan_exchange",
+    "shares_of",
+]
 
 #: A rectangle of a tensor of the unsharded model: offsets and sizes.
 Place = tuple[tuple[int, ...], tuple[int, ...]]
@@ -63,6 +75,22 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
         else:
             found[owned.fqn] = _share(owned, optimizer)
     return found
+
+
+def cut_across_gates(model: nn.Module, weights: WeightMap) -> list[str]:
+    """Parameters whose rows are two stacked blocks on one rank, but not where tensor parallelism has cut them.
+
+    Each rank then takes other rows for gate and up than the unsharded model does. Local operation.
+    """
+    forms = [group.te for group in weights.groups if group.te.packing == "joined" and not group.te.blocks]
+    stacked = {name for form in forms for name in form.names}
+    return [
+        owned.fqn
+        for owned in owned_parameters(model)
+        if (owned.fqn in stacked or f"{owned.fqn}0" in stacked)
+        and owned.info().rule.shard_dim == int(owned.is_grouped)
+        and owned.info().at.tp_size > 1
+    ]
 
 
 def _share(owned: Owned, optimizer: Optimizer | None) -> Share:

@@ -116,3 +116,14 @@ def test_a_rank_that_cannot_write_its_part(pool, tmp_path):
         assert outcome["errors"][0].startswith("on rank(s) 1: OSError: [Errno 28] No space left on device")
         assert outcome["errors"][1].startswith("on rank(s) 1: RuntimeError: out of memory")
         assert "model.safetensors.index.json" in outcome["written"]
+
+
+@pytest.mark.ranks(2)
+def test_gates_that_tp_has_cut(pool, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    make_huggingface("mixtral").save_pretrained(tmp_path / "model")
+    for texts in pool.run(huggingface.gates_cut_by_tp, 2, folder=str(tmp_path / "model")):
+        assert len(texts) == 2
+        for text in texts:
+            assert "cut by tensor parallelism as one block (use expert parallelism): " in text
+            assert "layers.1.experts.fc1.weight0" in text and "layers.0" not in text

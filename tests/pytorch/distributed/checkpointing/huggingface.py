@@ -194,6 +194,35 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     return outcome
 
 
+def gates_cut_by_tp(folder: str) -> list[str]:
+    """Experts whose gate and up are one block, cut by tensor parallelism: what writing and loading a folder says."""
+    import transformer_engine.pytorch as te
+    import transformers
+
+    import te_fsdp
+    from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import CheckpointError
+    from tests.unit.huggingface_models import TeModel
+
+    meshes = te_fsdp.Meshes.build(tp=2, device_type=harness.device_type())
+    config, kwargs = transformers.AutoConfig.from_pretrained(folder), meshes.te_kwargs()
+    model = TeModel(
+        te, hf.read_config(folder), config=config, device="meta", set_parallel_mode=True, **kwargs
+    )
+    fc1 = te.GroupedLinear(4, 32, 128, bias=False, parallel_mode="column", device="meta", **kwargs)
+    model.layers[1].experts.fc1 = fc1
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=0)
+    texts = []
+    calls = [lambda: hf.save_huggingface("nowhere", model, config=folder)]
+    for call in (*calls, lambda: hf.load_huggingface(folder, model)):
+        try:
+            call()
+        except CheckpointError as error:
+            texts.append(str(error))
+    return texts
+
+
 def _against_transformers(folder: str, whole: nn.Module, tokens: torch.Tensor) -> dict[str, float]:
     import transformers
 
