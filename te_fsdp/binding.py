@@ -61,7 +61,6 @@ class Binding:
             object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
         requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
-        checked_recipe: Class of the recipe that the module was last seen to run under.
         weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
         shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
         ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
@@ -86,7 +85,6 @@ class Binding:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     under_fsdp: bool = False
     requantizes: bool = False
-    checked_recipe: type | None = None
     weight_mesh_agreed: bool = False
     shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     ep_mesh: DeviceMesh | None = None

@@ -19,7 +19,6 @@ from te_fsdp.modules.unwrap import keep_returned, local_parameters
 from te_fsdp.quantized.history import follow_history
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
 from te_fsdp.quantized.recompute import gather_missing
-from te_fsdp.quantized.support import check_recipe
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class MeshModule(torch.nn.Module):
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)
             binding.on_meta = False
-        check_recipe(self, binding)
         if binding.under_fsdp and _torch.in_backward():
             gather_missing(self, binding)
         with local_parameters(self, binding) as local:

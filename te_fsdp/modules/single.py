@@ -26,6 +26,7 @@ from te_fsdp.modules.base import ResettableModule
 from te_fsdp.quantized.alignment import BLOCK_ROWS, Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.grouped_support import grouped_path_problem
+from te_fsdp.quantized.support import check_recipe
 
 if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange
@@ -174,6 +175,7 @@ class SingleModule(ResettableModule):
         """TE's forward, where it has grouped kernels for the recipe."""
         binding = binding_of(self)
         if binding is not None:
+            check_recipe(self, binding)
             check_single_recipe(self, binding.name or type(self).__name__)
         return super().forward(*args, **kwargs)
 

@@ -72,21 +72,18 @@ def check_quantizer(label: str, quantizer: Any) -> None:
 def check_recipe(module: nn.Module, binding: Binding) -> None:
     """Raise if this module cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
 
-    Runs once per module and kind of recipe.
-
     Args:
-        module: A bound module whose forward is about to run.
+        module: A bound ``GroupedLinear`` whose forward is about to run.
         binding: Its binding.
 
     Raises:
         PrecisionError: TE refuses the module under it.
     """
-    recipe = _te.active_recipe()
-    if recipe is None or binding.checked_recipe is type(recipe):
-        return
     tp = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    split = getattr(module, "tp_size", 1) > 1
-    if tp > 1 and split and recipe.float8_current_scaling() and _te.kind_of(module) == "GroupedLinear":
+    if tp == 1 or getattr(module, "tp_size", 1) == 1:
+        return
+    recipe = _te.active_recipe()
+    if recipe is not None and recipe.float8_current_scaling():
         raise PrecisionError(
             message(
                 f"{binding.name or 'model'} (GroupedLinear): recipe {_name(recipe)} with tp_size={tp}",
@@ -95,7 +92,6 @@ def check_recipe(module: nn.Module, binding: Binding) -> None:
                 fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
             )
         )
-    binding.checked_recipe = type(recipe)
 
 
 def _device_problem(fmt: str) -> str:

@@ -122,6 +122,17 @@ def test_expert_axes_are_found_by_name(fake_world, order):
         assert meshes.size("dp_shard") == 2 ** len(dense)
 
 
+@pytest.mark.parametrize("order", [("ep", "dp_shard"), ("cp", "dp_shard"), ("ep", "tp", "cp")])
+def test_expert_axes_that_do_not_nest(fake_world, order):
+    """As one axis their ranks would not ascend: each rank would hold the shard of another one."""
+    fake_world(2 ** len(order))
+    mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
+    with pytest.raises(
+        MeshError, match="expected ep within cp within dp_shard.*build the mesh with dp_shard before"
+    ):
+        Meshes.from_device_mesh(mesh)
+
+
 def test_experts_of_a_rank(fake_world):
     """As torch.chunk deals them out; an expert-parallel rank without any is refused."""
     for total in (4, 6, 7, 8):

@@ -235,6 +235,12 @@ def device_type() -> str:
 
 
 @pytest.fixture(scope="session")
+def matrix_seed(request: pytest.FixtureRequest) -> int:
+    """What decides whose turn it is today; the header prints it, `--matrix-seed` sets it."""
+    return request.config.stash[_SEED]
+
+
+@pytest.fixture(scope="session")
 def _pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
     pools = request.config.stash[_POOLS]
     yield pools

@@ -18,7 +18,7 @@ MESHES: dict[str, dict[str, int] | None] = {
     "hsdp2x2xtp2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "dp3xtp2": {"dp_shard": 3, "tp": 2},
 }
-#: Uneven shards: 128 and 256 rows of a tp rank over 3 ranks. Formats with blocks are refused there.
+#: Uneven shards: 64 and 128 rows of a tp rank over 3 ranks. Formats with blocks are refused there.
 UNEVEN = {"dp3xtp2"}
 RECIPES = ["current", "delayed", "block", "mxfp8", "nvfp4"]
 

@@ -74,28 +74,47 @@ def test_block_formats(pool, recipe, buffers, mesh):
     assert results == [{"init": buffers, "steps": buffers * STEPS, "gathered": 2}] * ranks
 
 
-# Formats of a hybrid weight's two parts that the device can make: Hopper has no column-wise float8 alone (TE 2.20.2).
-HYBRIDS = {
-    "10.0": (("e4m3", "e5m2", "block", "mxfp8", "bf16"), ("e4m3", "e5m2", "block", "mxfp8", "bf16")),
-    "9.0": (("e4m3", "e5m2", "block", "bf16"), ("block", "bf16")),
-}
+FORMATS = ["e4m3", "e5m2", "block", "mxfp8", "bf16"]
+# Hopper has no MXFP8, and no column-wise float8 alone (TE 2.20.2).
+ON_HOPPER = {"rowwise": ["e4m3", "e5m2", "block", "bf16"], "columnwise": ["block", "bf16"]}
 
 
+# One scale for a tensor, in the one part or the other, is what a gather must hand over.
+@pytest.mark.covering(
+    always=[{"rowwise": "e4m3", "columnwise": way} for way in ("e5m2", "block")]
+    + [{"rowwise": "mxfp8", "columnwise": "e4m3"}],
+    strength=1,
+)
 @pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
-@pytest.mark.parametrize("rowwise", ["e4m3", "e5m2", "block", "mxfp8", "bf16"])
-@pytest.mark.arch("9.0", "10.0")
-def test_every_pair_of_formats(pool, arch, rowwise, mesh):
+@pytest.mark.parametrize("columnwise", FORMATS)
+@pytest.mark.parametrize("rowwise", FORMATS)
+def test_every_pair_of_formats(pool, arch, rowwise, columnwise, mesh):
     """Custom recipes, forward in one format and backward in another: both parts' bytes and scales, several steps."""
+    if arch.startswith("9") and not (
+        rowwise in ON_HOPPER["rowwise"] and columnwise in ON_HOPPER["columnwise"]
+    ):
+        pytest.skip(f"no {rowwise}/{columnwise} on {arch}")
+    _pair(pool, rowwise, columnwise, mesh)
+
+
+@pytest.mark.cpu
+@pytest.mark.covering(always=[{"rowwise": "e4m3", "columnwise": "block"}], strength=1)
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("mesh", meshes("dp2xtp2"))
+@pytest.mark.parametrize("columnwise", ON_HOPPER["columnwise"])
+@pytest.mark.parametrize("rowwise", ON_HOPPER["rowwise"])
+def test_every_pair_of_formats_on_hopper(pool, rowwise, columnwise, mesh):
+    _pair(pool, rowwise, columnwise, mesh)
+
+
+def _pair(pool, rowwise, columnwise, mesh) -> None:
     dp_replicate, tp, ranks = mesh
-    rows, columns = HYBRIDS["9.0" if arch.startswith("9") else "10.0"]
-    if rowwise not in rows:
-        pytest.skip(f"no {rowwise} on {arch}")
-    recipes = [f"{rowwise}/{columnwise}" for columnwise in columns]
-    buffers = {name: 2 * sum(1 if way == "bf16" else 2 for way in name.split("/")) for name in recipes}
+    buffers = {f"{rowwise}/{columnwise}": 2 * sum(1 if way == "bf16" else 2 for way in (rowwise, columnwise))}
     options = {"kind": "mlp_gelu", "dp_replicate": dp_replicate, "tp": tp}
-    assert pool.run(one_scale.trainings, ranks, recipes=recipes, timeout=300, **options) == [buffers] * ranks
+    assert pool.run(one_scale.trainings, ranks, recipes=list(buffers), **options) == [buffers] * ranks
 
 
+@pytest.mark.covering(always=[{"mesh": MESHES["dp4"], "reshard_after_forward": True}], strength=1)
 @pytest.mark.parametrize("mesh", meshes("dp4", "tp4", "hsdp2x2", "hsdp2x2xtp2"))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_hybrid_weights_on_every_mesh(pool, arch, mesh, reshard_after_forward):

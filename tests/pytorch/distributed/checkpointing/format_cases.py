@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from checkpointing.bodies import first_steps
 from checkpointing.format_models import QuantizedTraining
-from checkpointing.formats import BEFORE, values_of
+from checkpointing.formats import values_of
 
 
 def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
 
     axes = {"dp_shard": 1}
     run = QuantizedTraining("delayed", axes, seed=0)
-    run.steps(BEFORE)
+    run.steps(first_steps("delayed"))
     te_fsdp.checkpoint.save(f"{directory}/step", run.model, run.optimizer)
     other = QuantizedTraining("delayed", axes, seed=1)
     other.steps(1)

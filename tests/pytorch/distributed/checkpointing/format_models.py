@@ -18,10 +18,10 @@ HEADS, SEQUENCE, BATCH, CLASSES = 8, 32, 4, 8
 def width_of(recipe: str) -> int:
     """Rows and columns of the model's weights: whole blocks on each of four ranks, of tp or of FSDP.
 
-    float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of other
-    formats are small: two or four for each rank.
+    float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of MXFP8
+    are small: two or four for each rank. Other formats are cut anywhere, NVFP4 by 16.
     """
-    return 512 if recipe in ("block", "none") else 256
+    return {"block": 512, "none": 512, "mxfp8": 256}.get(recipe, 128)
 
 
 class Quantized(nn.Module):

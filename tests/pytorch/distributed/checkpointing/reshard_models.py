@@ -168,7 +168,7 @@ class Training:
         halves = [[p for some in list(trained.values())[half::2] for p in some] for half in (0, 1)]
         groups = [{"params": halves[0], "lr": 3e-3}, {"params": halves[1], "weight_decay": 0.2}]
         if dtype is torch.float32:
-            return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95))
+            return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95), fused=True)
         from transformer_engine.pytorch.optimizers import FusedAdam
 
         return FusedAdam(groups, lr=2e-3, betas=(0.8, 0.95), master_weights=True)

@@ -20,13 +20,18 @@ from quantization.models import build
 
 STEPS = 3  # delayed scaling reads a history of two
 HIDDEN = 256
-#: Sizes of which every rank of every mesh gets whole blocks: 128 rows x 2 x 2 (and x 4) for float8-block.
-WIDTH = {"block": 512}
 
 
-def width_of(recipe: str) -> int:
-    """Hidden size of the model for a recipe."""
-    return max(WIDTH.values()) if "/" in recipe else WIDTH.get(recipe, HIDDEN)
+def width_of(recipe: str, shards: int) -> int:
+    """A small hidden size of which every rank of a mesh gets whole blocks.
+
+    Args:
+        recipe: Recipe name.
+        shards: Parts into which FSDP2 cuts what tp leaves of a weight; there is no tp where they are four.
+    """
+    if recipe == "block" or "/" in recipe:  # a hybrid weight is cut as float8-block is, whatever its formats
+        return 512 if shards == 4 else 256
+    return 256 if recipe in ("mxfp8", "nvfp4") else 128
 
 
 def recipe_of(name: str) -> Any:
@@ -62,8 +67,7 @@ def sharded(
     """A model with quantized weights, sharded but still on meta; without ``fsdp`` only over tp."""
     import te_fsdp
 
-    kwargs = {**meshes.te_kwargs(), **kwargs}
-    model = stock(kind, recipe, "meta", **kwargs)
+    model = stock(kind, recipe, "meta", **meshes.te_kwargs(), **kwargs)
     if not fsdp:
         te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
         return model
@@ -71,14 +75,14 @@ def sharded(
     return te_fsdp.fully_shard(model, meshes, **how)
 
 
-def stock(kind: str, recipe: str, device: Any = None, **kwargs: Any) -> nn.Module:
+def stock(kind: str, recipe: str, device: Any = None, *, hidden: int = HIDDEN, **kwargs: Any) -> nn.Module:
     """TE's own model with quantized weights; on the device, drawn from the seed, unless said otherwise."""
     import transformer_engine.pytorch as te
 
     if device is None:
         torch.manual_seed(SEED)
     with te.quantized_model_init(recipe=recipe_of(recipe), preserve_high_precision_init_val=True):
-        return build(kind, width_of(recipe), device or harness.device(), **kwargs)
+        return build(kind, hidden, device or harness.device(), **kwargs)
 
 
 def training(
@@ -112,19 +116,20 @@ def training(
     import te_fsdp
 
     meshes = meshes_of(dp_replicate, tp)
+    hidden = width_of(recipe, meshes.size("dp_shard"))
     how = {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
-    model = sharded(kind, recipe, meshes, **how)
+    model = sharded(kind, recipe, meshes, hidden=hidden, **how)
     if group == "fsdp":
         reduce_over_fsdp_only(model, meshes)
     te_fsdp.materialize(model, seed=SEED)
-    oracle = stock(kind, recipe.removesuffix(", longer"))
-    counts = {"init": compare(model, oracle, "init"), "steps": 0}
+    oracle = stock(kind, recipe.removesuffix(", longer"), hidden=hidden)
+    counts = {"init": compare(model, oracle, "init"), "steps": 0, "gathered": 0}
     if group == "fsdp after init":
         reduce_over_fsdp_only(model, meshes)
     step = Stepper(model, recipe_of(recipe.removesuffix(", longer")), meshes, False)
     te_fsdp.main_weights(model, step.optimizer)
     same_beginning(model, step.optimizer, oracle)
-    batch = batch_of(width_of(recipe))
+    batch = batch_of(hidden)
     for number in range(steps):
         step(*batch)
         values = {
@@ -133,10 +138,9 @@ def training(
         }
         requantize(oracle, values)
         counts["steps"] += compare(model, oracle, f"step {number + 1}")
-        compare_unsharded(model, oracle)
+        counts["gathered"] = compare_unsharded(model, oracle)
         if "/" in recipe:
             same_outputs(model, oracle, recipe, batch[0])
-    counts["gathered"] = compare_unsharded(model, oracle)
     return counts
 
 

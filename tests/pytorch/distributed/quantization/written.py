@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from quantization.bodies import SEED, Stepper, batch_of, quantized_weights
 from quantization.one_scale import (
+    HIDDEN,
     compare,
     compare_unsharded,
     meshes_of,
@@ -23,7 +24,6 @@ from quantization.one_scale import (
     recipe_of,
     sharded,
     stock,
-    width_of,
 )
 
 #: Ways to write new values into the weights of a model: ``way(model, {name: DTensor})``.
@@ -146,7 +146,7 @@ def copies(recipe: str, dp_replicate: int, tp: int) -> dict[str, Any]:
     model = sharded("linear", recipe, meshes)
     te_fsdp.materialize(model, seed=SEED)
     step = Stepper(model, recipe_of(recipe), meshes, False)
-    step(*batch_of(width_of(recipe)))
+    step(*batch_of(HIDDEN))
     ranks = sorted(meshes.weight.mesh.tolist())
     marks, reachable = [], 0
     for _, _, parameter in quantized_weights(model):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recomputing.models import BATCH, HIDDEN, SEQUENCE, Net, Way
+from recomputing.models import BATCH, NARROW, SEQUENCE, WIDE, Net, Way
 
 SEED = 3
 #: Two backwards: what the first has shown is used in the second.
@@ -69,9 +69,10 @@ def trained(
     way = Way(place, kind, twice)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     torch.manual_seed(SEED)
-    reference = _built(way, recipe, weights, harness.device(), group=alone)
+    hidden = WIDE if recipe == "block" else NARROW
+    reference = _built(way, recipe, weights, harness.device(), group=alone, hidden=hidden)
     options = {"fuse_wgrad_accumulation": True} if fused else {}
-    model = _built(way, recipe, weights, "meta", **meshes.te_kwargs(), **options)
+    model = _built(way, recipe, weights, "meta", hidden=hidden, **meshes.te_kwargs(), **options)
     _shard(model, meshes, strategy)
     findings = Findings()
     # Delayed scaling reduces amaxes over all ranks: equal data give the reference equal ones.
@@ -80,7 +81,7 @@ def trained(
         for one in (model, reference):
             for name in FROZEN if frozen == "first" or (frozen and turn) else ():
                 one.get_parameter(name).requires_grad_(False)
-        x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(place_of_data))
+        x = torch.randn(SEQUENCE, BATCH, hidden, generator=torch.Generator().manual_seed(place_of_data))
         _compare(findings, f"round {turn}", model, reference, x, strategy, broken)
     trained_names = {name for name, p in reference.named_parameters() if p.requires_grad}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained_names
@@ -136,7 +137,7 @@ def _compare(
     for one in (model, reference):
         own = x.to(harness.device(), dtype, copy=True).requires_grad_()
         output = one(own)
-        output.float().square().mean().mul(HIDDEN).backward()
+        output.float().square().mean().mul(output.shape[-1]).backward()
         seen.append((output.detach(), own.grad))
     for what, ours, stock in zip(("output", "input gradient"), *seen, strict=True):
         findings.attempt(findings.close, f"{when}: {what}", ours, stock, tolerance, why)
@@ -175,13 +176,13 @@ def gathers(place: str = "", kind: str = "") -> list[list[int]]:
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
-    model = _built(Way(place, kind), "mxfp8", "quantized", "meta")
+    model = _built(Way(place, kind), "mxfp8", "quantized", "meta", hidden=WIDE)
     te_fsdp.fully_shard(model, meshes, units="blocks.*")
     te_fsdp.materialize(model, seed=SEED)
     found = []
     for _ in range(3):
         with recorded() as calls:
-            x = torch.ones(SEQUENCE, BATCH, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+            x = torch.ones(SEQUENCE, BATCH, WIDE, dtype=torch.bfloat16, device=harness.device())
             model(x.requires_grad_()).sum().backward()
         found.append([call.bytes for call in calls if call.kind == "all_gather"])
         te_fsdp.zero_grad(model)

@@ -12,11 +12,10 @@ from quantization import models as shared
 from torch import nn
 from torch.utils import checkpoint as of_torch
 
-#: Width: whole blocks of every format in the shards of two ranks.
-HIDDEN = 256
 BLOCKS = 2
 SEQUENCE, BATCH = 16, 4
-
+#: Width: whole blocks of every format in the shards of two ranks; and of every format but float8-block.
+WIDE, NARROW = 256, 128
 #: Where a checkpoint lies: around each unit, around modules in it, around both units at once, one in another, or with
 #: torch's selection of what is kept; "own" is TE's LayerNormMLP(checkpoint=True).
 PLACES = ("own", "unit", "inside", "units", "nested", "selective")
@@ -29,16 +28,16 @@ KINDS = ("torch", "torch_reentrant", "te", "te_reentrant")
 class Block(nn.Module):
     """A unit: TE modules, called by a module that has a parameter of its own."""
 
-    def __init__(self, way: Way, recipe: Any, group: Any, **kwargs: Any) -> None:
+    def __init__(self, way: Way, recipe: Any, group: Any, hidden: int, **kwargs: Any) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
         self.way, self.recipe, self.group = way, recipe, group
         self.mlp = te.LayerNormMLP(
-            HIDDEN, 2 * HIDDEN, set_parallel_mode=True, checkpoint=way.place == "own", **kwargs
+            hidden, 2 * hidden, set_parallel_mode=True, checkpoint=way.place == "own", **kwargs
         )
-        self.pair = shared.LinearPair(HIDDEN, with_norm=True, **kwargs)
-        self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=kwargs["params_dtype"], device=kwargs["device"]))
+        self.pair = shared.LinearPair(hidden, with_norm=True, **kwargs)
+        self.scale = nn.Parameter(torch.ones(hidden, dtype=kwargs["params_dtype"], device=kwargs["device"]))
 
     def reset_parameters(self) -> None:
         """For `materialize`."""
@@ -60,10 +59,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two units."""
 
-    def __init__(self, way: Way, recipe: Any, group: Any = None, **kwargs: Any) -> None:
+    def __init__(self, way: Way, recipe: Any, group: Any = None, *, hidden: int, **kwargs: Any) -> None:
         super().__init__()
         self.way = way
-        self.blocks = nn.ModuleList(Block(way, recipe, group, **kwargs) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(way, recipe, group, hidden, **kwargs) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Activations in and out."""
