@@ -166,6 +166,8 @@ def test_copies_over_tp_and_no_fsdp(pool, kind, tp, fsdp, recipe):
 @pytest.mark.parametrize("recipe", ["current", "nvfp4", "e4m3/block"])
 def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
     """Negative control: FSDP2's axis alone, which stock TE sets in every gather, and the comparison fails."""
+    if group == "fsdp" and not pool.run(one_scale.fine_draws, 1)[0]:
+        pytest.skip("this torch draws initial bf16 weights whose parts all have one amax")
     options = {"kind": "mlp_gelu", "recipe": recipe, "dp_replicate": 1, "tp": 2, "group": group}
     errors = pool.run_expect_error(one_scale.training, 4, **options)
     for error in errors:

@@ -201,6 +201,18 @@ def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def fine_draws() -> bool:
+    """Whether a bf16 tensor is drawn as an fp32 one and then rounded.
+
+    Up to torch 2.11 the CPU draws it from few values instead: other ones, and the largest is the same in every part.
+    """
+    drawn = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator(harness.device()).manual_seed(SEED)
+        drawn.append(torch.empty(4096, dtype=dtype, device=harness.device()).normal_(generator=generator))
+    return torch.equal(drawn[0].bfloat16(), drawn[1])
+
+
 def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """What one process does in a training step: scales from the amaxes so far, then one quantization of each weight."""
     import transformer_engine_torch as tex
