@@ -101,14 +101,14 @@ def loaded_or_error(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return ""
 
 
-def as_format_2(path: Path) -> dict[str, Any]:
+def as_format_2(path: Path, *, save_id: str = "0d5d1bd6-5b0e-4b0f-9c5e-3c5b6f0a8d6e") -> dict[str, Any]:
     """Make a save what te_fsdp wrote before pieces had checksums; its manifest."""
     body = json.loads((path / MANIFEST).read_text())
     begin = body["files"][DATA][2]
     with (path / DATA).open("r+b") as file:
         file.truncate(begin)
     metadata = pickle.loads((path / METADATA).read_bytes())
-    metadata.storage_meta.save_id = "0d5d1bd6-5b0e-4b0f-9c5e-3c5b6f0a8d6e"
+    metadata.storage_meta.save_id = save_id or metadata.storage_meta.save_id
     (path / METADATA).write_bytes(pickle.dumps(metadata))
     for name in (DATA, METADATA):
         body["files"][name] = [(path / name).stat().st_size, sums.checksum(path / name)]

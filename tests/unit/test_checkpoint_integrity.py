@@ -141,6 +141,14 @@ def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> Non
     assert "not of one save" in loaded_or_error(path, model, optimizer)
 
 
+def test_a_new_format_made_an_old_one(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without its tables, with good sizes and checksums of whole files: DCP's metadata has the new format's mark."""
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    as_format_2(path, save_id="")
+    assert "not of one save, or te_fsdp.json was changed" in loaded_or_error(path, *training(1))
+
+
 def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of what is not asked for, such as the optimizer."""
     read: list[int] = []
