@@ -52,6 +52,7 @@ __all__ = [
     "norms",
     "load_without_data",
     "owners_of",
+    "place_class",
     "plain_results",
     "reduction_of",
     "replace_outer_group",
@@ -435,6 +436,13 @@ def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
     with FakeTensorMode():
         return torch.empty(shape, dtype=dtype)
+
+
+def place_class() -> Any:
+    """What tells DCP's reader where a piece lies: file, offset, length (``checkpoint.filesystem._StorageInfo``)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
 
 
 def storage_offset(tensor: torch.Tensor) -> int:

@@ -8,8 +8,10 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from te_fsdp.checkpoint.staging import Staging
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
@@ -17,6 +19,9 @@ from te_fsdp.errors import CheckpointError, TeFsdpError, message
 __all__ = ["Background", "SaveHandle", "background"]
 
 _log = logging.getLogger("te_fsdp")
+
+#: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
+_HEAD_START = 0.005
 
 
 class SaveHandle:
@@ -69,10 +74,11 @@ class SaveHandle:
 
 
 class Background:
-    """What a process keeps from one save to the next: the running one, and memory for copies."""
+    """What a process keeps from one save to the next: the running one, memory for copies, and each model's plan."""
 
     def __init__(self) -> None:
         self.staging = Staging()
+        self.plans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         atexit.register(self._report)
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -123,6 +129,7 @@ class Background:
         _log.info(text, handle.path, handle.stall, waited)
 
         def run() -> None:
+            time.sleep(_HEAD_START)
             try:
                 work()
             except TeFsdpError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from te_fsdp import _te, _torch
@@ -57,6 +58,10 @@ class Owned:
 
     def info(self) -> ShardInfo:
         """Where the local tensor lies in the original."""
+        return self._info
+
+    @cached_property
+    def _info(self) -> ShardInfo:
         return shard_info(self.module, self.name, self.parameter, label=self.fqn)
 
     @property

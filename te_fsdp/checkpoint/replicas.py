@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from te_fsdp.checkpoint.collective import Ranks
+from te_fsdp.checkpoint.staging import blocks_of, flat_rows
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["check_replicas", "checksums"]
@@ -20,14 +20,15 @@ _IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
 _BLOCK = 1 << 22
 
 
-def check_replicas(ranks: Ranks, shared: dict[MetadataIndex, torch.Tensor]) -> None:
+def check_replicas(ranks: Ranks, shared: dict[int, torch.Tensor], names: list[str]) -> None:
     """Raise on all ranks unless pieces that several ranks hold have the same bytes on all of them.
 
     Collective over the ranks: one round of small messages.
 
     Args:
         ranks: The world.
-        shared: This rank's pieces that others hold as well.
+        shared: This rank's pieces that others hold as well, by numbers that are the same on all ranks.
+        names: Of the tensors, by number; rank 0 alone needs them.
 
     Raises:
         CheckpointError: Names the tensors and the ranks.
@@ -35,17 +36,17 @@ def check_replicas(ranks: Ranks, shared: dict[MetadataIndex, torch.Tensor]) -> N
     if ranks.size == 1:
         return
 
-    def mine() -> dict[MetadataIndex, int]:
+    def mine() -> dict[int, int]:
         return dict(zip(shared, checksums(shared.values()), strict=True))
 
-    def compare(seen: list[dict[MetadataIndex, int]]) -> list[None]:
-        first: dict[MetadataIndex, tuple[int, int]] = {}
+    def compare(seen: list[dict[int, int]]) -> list[None]:
+        first: dict[int, tuple[int, int]] = {}
         differing: dict[str, set[tuple[int, int]]] = {}
         for rank, sums in enumerate(seen):
-            for index, value in sums.items():
-                holder, expected = first.setdefault(index, (rank, value))
+            for number, value in sums.items():
+                holder, expected = first.setdefault(number, (rank, value))
                 if value != expected:
-                    differing.setdefault(index.fqn, set()).add((rank, holder))
+                    differing.setdefault(names[number], set()).add((rank, holder))
         if differing:
             raise CheckpointError(_drifted(differing))
         return [None] * len(seen)
@@ -77,18 +78,18 @@ def _pairs(pairs: set[tuple[int, int]]) -> str:
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Checksum of each tensor's bytes: CRC-32 on the host, a weighted sum elsewhere, fetched all at once."""
-    sums: list[int | torch.Tensor] = []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        if not flat.is_contiguous() or flat.stride() not in ((1,), ()):
-            # "Contiguous" tensors of one element may have any stride, which views as bytes refuse.
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        sums.append(_crc(flat) if flat.device.type == "cpu" else _weighted(flat))
-    elsewhere = [s for s in sums if isinstance(s, torch.Tensor)]
+    sums: dict[int, int] = {}
+    elsewhere: list[tuple[list[int], torch.Tensor]] = []
+    for block in blocks_of(enumerate(tensors)):
+        rows = flat_rows(block.rows())
+        if rows.device.type == "cpu":
+            sums.update(zip(block.keys, map(_crc, rows), strict=True))
+        else:
+            elsewhere.append((block.keys, _weighted(rows)))
     if elsewhere:
-        fetched = iter(torch.stack(elsewhere).tolist())
-        return [next(fetched) if isinstance(s, torch.Tensor) else s for s in sums]
-    return [int(s) for s in sums]
+        fetched = torch.cat([found for _, found in elsewhere]).tolist()
+        sums.update(zip((key for keys, _ in elsewhere for key in keys), fetched, strict=True))
+    return [sums[number] for number in range(len(sums))]
 
 
 def _crc(flat: torch.Tensor) -> int:
@@ -97,12 +98,12 @@ def _crc(flat: torch.Tensor) -> int:
     return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
 
 
-def _weighted(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of a flat tensor's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-    size = min(_BLOCK, words.numel())
-    weights = torch.arange(size, dtype=torch.int64, device=flat.device).mul_(2).add_(1).mul_(_IN_BLOCK)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for block in words.split(_BLOCK) if size else ():
-        total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.numel()]).sum()
+def _weighted(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
+    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
+    width = max(1, min(_BLOCK // len(rows), words.shape[1]))
+    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
+    total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    for block in words.split(width, dim=1):
+        total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
     return total

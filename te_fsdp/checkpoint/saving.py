@@ -120,7 +120,7 @@ def _save(
     problem = _copy(writing) if asynchronous else None
 
     def complete() -> None:
-        _complete(writing, handle.path, manifest, keep_last, progress, not asynchronous, problem)
+        _complete(writing, handle.path, manifest, keep_last, progress, problem)
         _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
 
     if not asynchronous:
@@ -135,7 +135,7 @@ def _save(
 def _copy(writing: Writing) -> Exception | None:
     """Copy what this rank writes to the host. What goes wrong is raised where all ranks hear of it."""
     try:
-        writing.replace(background().staging.copy(writing.tensors))
+        writing.copy(background().staging)
     except Exception as error:  # out of host memory, for one
         return error
     return None
@@ -206,7 +206,10 @@ def _prepare(
     temporary, experts, save_id = ranks.round(mine, begin)
     try:
         manifest = replace(_describe(model, ranks, found[0], experts), save_id=save_id)
-        return plan_writing(ranks, temporary, found[0].entries(ranks.rank), save_id), manifest
+        plans = background().plans
+        writing = plan_writing(ranks, temporary, found[0].entries(ranks.rank), save_id, plans.get(model))
+        plans[model] = writing.plan
+        return writing, manifest
     except BaseException:
         if ranks.rank == 0:
             directories.discard(temporary)
@@ -281,7 +284,6 @@ def _complete(
     manifest: Manifest,
     keep_last: int | None,
     progress: bool | None,
-    alone: bool,
     problem: Exception | None,
 ) -> None:
     """Write, list the files, make the checkpoint visible. Collective over the ranks, in any thread.
@@ -292,7 +294,6 @@ def _complete(
         manifest: Without files.
         keep_last: As in :func:`save`.
         progress: As in :func:`save`.
-        alone: Whether the program waits meanwhile.
         problem: What has gone wrong on this rank before.
     """
     ranks, hidden = writing.ranks, []
@@ -302,7 +303,7 @@ def _complete(
             raise problem
         draw = bool(progress) and ranks.rank == 0
         with bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick:
-            return writing.write(tick, alone=alone)
+            return writing.write(tick)
 
     def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
         manifest.files = {name: values for _, files in written for name, values in files.items()}

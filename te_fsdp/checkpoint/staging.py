@@ -1,13 +1,19 @@
-"""Copies on the host of what is being saved in the background, in memory that is kept for the next save."""
+"""Tensors on their way to the files: those of one kind together, and copies on the host in memory that is kept.
+
+A copy of a small tensor costs a call to the device each, and so does each call of torch in Python. So tensors of one
+dtype, shape and device are stacked where they are, and copied and written as one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Staging"]
+__all__ = ["Block", "Staging", "blocks_of", "flat_rows"]
 
 K = TypeVar("K")
 
@@ -15,6 +21,73 @@ K = TypeVar("K")
 _SLAB = 1 << 28
 #: Copies begin at multiples of this, so that any dtype is aligned.
 _ALIGNMENT = 64
+#: Bytes of a tensor that is stacked with others, and of a stack.
+_SMALL, _STACK = 1 << 16, 1 << 23
+
+
+@dataclass
+class Block(Generic[K]):
+    """A large tensor, or small ones of one dtype and shape on one device.
+
+    Attributes:
+        keys: Of each.
+        tensors: Any strides.
+    """
+
+    keys: list[K]
+    tensors: list[torch.Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensors as rows of one."""
+        return (len(self.tensors), *self.tensors[0].shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors."""
+        return len(self.tensors) * self.tensors[0].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tensors[0].device
+
+    def rows(self) -> torch.Tensor:
+        """The tensors as rows of one, where they are; a view if it is one alone."""
+        return self.tensors[0].unsqueeze(0) if len(self.tensors) == 1 else torch.stack(self.tensors)
+
+    def copy_into(self, rows: torch.Tensor) -> None:
+        """Copy them into the rows of a tensor on the host, behind what is queued on their device."""
+        if len(self.tensors) > 1 and self.device.type == "cpu":
+            torch.stack(self.tensors, out=rows)
+        else:
+            rows.copy_(self.rows(), non_blocking=True)
+
+
+def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
+    """Put tensors together that can be copied and written as one. Local operation, moves nothing."""
+    blocks: list[Block[K]] = []
+    open_: dict[tuple[torch.dtype, torch.Size, torch.device], Block[K]] = {}
+    for key, tensor in tensors:
+        kind = tensor.dtype, tensor.shape, tensor.device
+        block = open_.get(kind)
+        if block is None or block.bytes >= _STACK or tensor.nbytes > _SMALL:
+            block = open_[kind] = Block([], [])
+            blocks.append(block)
+        block.keys.append(key)
+        block.tensors.append(tensor.detach())
+    return blocks
+
+
+def flat_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Each row of a tensor flat, one behind the other in memory; copies where they are not. Local operation."""
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    # A "contiguous" tensor of one element may have any stride, and then cannot be viewed as bytes.
+    return (
+        flat
+        if flat.is_contiguous() and flat.stride(1) == 1
+        else flat.clone(memory_format=torch.contiguous_format)
+    )
 
 
 class Staging:
@@ -29,26 +102,36 @@ class Staging:
         """Memory that is held."""
         return sum(slab.numel() for slab in self._slabs)
 
-    def copy(self, tensors: Mapping[K, torch.Tensor]) -> dict[K, torch.Tensor]:
-        """Copies of tensors, complete when this returns; what an earlier call returned is overwritten.
+    def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
+        """Each block as rows on the host, complete when this returns; what an earlier call returned is overwritten.
 
         Copies from a device are queued on its current stream, after the kernels that make the values, and
         waited for. Local operation.
         """
-        devices = {t.device for t in tensors.values() if t.device.type != "cpu"}
-        places, sizes = _pack([t.numel() * t.element_size() for t in tensors.values()])
+        devices = {block.device for block in blocks if block.device.type != "cpu"}
+        places, sizes = _pack([block.bytes for block in blocks])
         self._provide(sizes, pinned=bool(devices))
-        copies = {}
-        for (key, tensor), (slab, offset) in zip(tensors.items(), places, strict=True):
-            size = tensor.numel() * tensor.element_size()
-            # A storage of exactly this size: what is stored is the storage, not the view of it.
-            storage = self._slabs[slab].untyped_storage()[offset : offset + size]
-            copy = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage).view(tensor.shape)  # type: ignore[arg-type]
-            copy.copy_(tensor.detach(), non_blocking=True)
-            copies[key] = copy
+        copies = []
+        for block, (slab, offset) in zip(blocks, places, strict=True):
+            memory = self._slabs[slab][offset : offset + block.bytes]
+            copies.append(memory.view(block.tensors[0].dtype).view(block.shape))
+            block.copy_into(copies[-1])
         for device in devices:
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
+
+    def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
+        """Blocks with their rows on the host, each until the next is asked for; a slab of a device's at a time."""
+        waiting: list[Block[K]] = []
+        for block in [*blocks, None]:
+            if block is not None and block.device.type == "cpu":
+                yield block, block.rows()
+                continue
+            if waiting and (block is None or sum(b.bytes for b in waiting) + block.bytes > _SLAB):
+                yield from zip(waiting, self.copy(waiting), strict=True)
+                waiting = []
+            if block is not None:
+                waiting.append(block)
 
     def _provide(self, sizes: list[int], *, pinned: bool) -> None:
         """Have slabs of at least these sizes, those of the last time if they are large enough."""
@@ -57,12 +140,9 @@ class Staging:
         for index, size in enumerate(sizes):
             if index < len(self._slabs) and self._slabs[index].numel() >= size:
                 continue
-            if index < len(self._slabs):
-                self._slabs[index] = torch.empty(
-                    0, dtype=torch.uint8, device="cpu"
-                )  # freed before the larger one is made
+            del self._slabs[index : index + 1]  # freed before the larger one is made
             slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            self._slabs[index : index + 1] = [slab]
+            self._slabs.insert(index, slab)
         del self._slabs[len(sizes) :]
 
 

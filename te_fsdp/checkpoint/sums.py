@@ -15,16 +15,19 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from te_fsdp import _torch
+from te_fsdp.checkpoint.frames import frame_of
+from te_fsdp.checkpoint.staging import flat_rows
 from te_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -72,34 +75,44 @@ def _crc(file: Any, length: int, tick: Tick) -> int:
 
 
 class SummingWriter(dcp.FileSystemWriter):
-    """DCP's writer. What goes into each file is summed up piece by piece, and the table of it added at the end.
+    """DCP's writer, whose planner yields tensors of one kind together. Checksums of all pieces end a rank's file.
+
+    Args:
+        path: The directory.
+        save_id: Of the save, 32 characters.
 
     Attributes:
         mark: What DCP's metadata gets as the id of the save: the identity of a manifest.
+        listed: The manifest's entries of the files that were written.
     """
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, sync_files=False, **options)  # synced when the tables are there
-        self.mark = ""
-        self._files = _SummedFiles()
-        self.fs: FileSystem = self._files
+    def __init__(self, path: Path, save_id: str) -> None:
+        super().__init__(path, sync_files=False)
+        self.save_id, self.mark = save_id, ""
+        self.listed: dict[str, Listed] = {}
 
     def storage_meta(self) -> StorageMeta:
-        """What DCP's metadata says of the save."""
-        return replace(super().storage_meta() or StorageMeta(), save_id=self.mark)
+        """What DCP's metadata says of the save; not where it was written, which is a name for the time being."""
+        return StorageMeta(save_id=self.mark)
 
-    def finish_files(self, save_id: str, places: Iterable[Any]) -> dict[str, Listed]:
-        """Add the tables to the files of tensors and sync them; the manifest's entries of them. Local operation.
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """Write what ``planner.blocks(plan)`` yields: items of the plan, and their tensors as rows of one on the host.
 
-        Args:
-            save_id: Of the save, 32 characters.
-            places: DCP's ``storage_data`` of the pieces: ``relative_path``, ``offset``, ``length``.
+        One file, synced to disk. Local operation.
         """
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for place in places:
-            spans.setdefault(place.relative_path, []).append((place.offset, place.length))
-        files = [file for file in self._files.written if not file[0].name.startswith(".")]  # not the metadata
-        return {path.name: _add_table(path, sums, save_id, spans.get(path.name, [])) for path, sums in files}
+        path, place = Path(self.path, f"{plan.storage_data.prefix}0.distcp"), _torch.place_class()
+        results: list[WriteResult] = []
+        with path.open("wb") as raw:
+            file = _SummedFile(raw)
+            for items, rows in planner.blocks(plan):
+                for item, (offset, length) in zip(items, file.write(rows), strict=True):
+                    results.append(WriteResult(item.index, length, place(path.name, offset, length)))
+            self.listed[path.name] = file.finish(path.name, self.save_id)
+            raw.flush()
+            os.fsync(raw.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def list_metadata(self) -> Listed:
         """Sync DCP's metadata to disk; the manifest's entry of it. Local operation."""
@@ -109,74 +122,51 @@ class SummingWriter(dcp.FileSystemWriter):
         return [path.stat().st_size, checksum(path)]
 
 
-class _SummedFiles(FileSystem):
-    """DCP's files, with the checksums of what is written."""
+class _SummedFile:
+    """A file of pieces. Summing up and writing release the interpreter, for all but small tensors."""
 
-    def __init__(self) -> None:
-        self.written: list[tuple[Path, _Summed]] = []
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.sums: list[tuple[int, int]] = []
+        self.size = 0
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file; of those that are written the checksums are kept."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with _Summed(io.FileIO(path, "w")) as stream:
-            self.written.append((Path(path), stream))
-            yield stream
+    def write(self, rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Add a piece for each row of a tensor on the host; where each lies, and its bytes."""
+        frame, first = frame_of(rows.dtype, tuple(rows.shape[1:])), len(self.sums)
+        elements = flat_rows(rows).view(torch.uint8)
+        if len(rows) == 1:
+            self._add([frame.head, *(view_of(part) for part in elements[0].split(_BLOCK)), frame.tail])
+        else:
+            frames = torch.frombuffer(
+                bytearray(frame.head + bytes(frame.size) + frame.tail), dtype=torch.uint8
+            )
+            begin = len(frame.head)
+            for some in elements.split(max(1, _BLOCK // frame.length)):
+                whole = frames.repeat(len(some), 1)
+                whole[:, begin : begin + frame.size] = some
+                view = view_of(whole.view(-1))
+                self.raw.write(view)
+                self.sums += [
+                    (frame.length, zlib.crc32(view[at : at + frame.length]))
+                    for at in range(0, len(view), frame.length)
+                ]
+        for length, _ in self.sums[first:]:
+            yield self.size, length
+            self.size += length
 
+    def _add(self, parts: list[Any]) -> None:
+        crc = length = 0
+        for part in parts:  # each is written while the processor still has it
+            crc = zlib.crc32(part, crc)
+            length += self.raw.write(part)
+        self.sums.append((length, crc))
 
-def _add_table(path: Path, stream: _Summed, save_id: str, spans: list[tuple[int, int]]) -> Listed:
-    rows, size = [], path.stat().st_size
-    with path.open("r+b") as file:
-        for at, length in _tiles(spans, size):
-            crc = stream.sums.get((at, length))
-            if crc is None:  # this DCP tells otherwise where a piece ends: what is on disk counts
-                file.seek(at)
-                crc = _crc(file, length, silent)
-            rows.append((length, crc))
-        name = path.name.encode()
-        table = _HEAD.pack(_MARK, save_id.encode(), len(name)) + name
-        table += b"".join(_ROW.pack(*row) for row in rows)
-        file.seek(size)
-        file.write(table)
-        file.flush()
-        os.fsync(file.fileno())
-    return [size + len(table), zlib.crc32(table), size]
-
-
-def _tiles(spans: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Pieces in the order of the file, and what lies between them, so that no byte is without a checksum."""
-    end = 0
-    for at, length in [*sorted(spans), (size, 0)]:
-        if at > end:
-            yield end, at - end
-        if length:
-            yield at, length
-        end = at + length
-
-
-class _Summed(io.BufferedWriter):
-    """A file that sums up what is written to it, from flush to flush: DCP flushes after each piece."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        super().__init__(raw)
-        self.sums: dict[tuple[int, int], int] = {}
-        self._at = self._count = self._crc = 0
-
-    def write(self, data: Any) -> int:
-        """Write and sum up."""
-        self._crc = zlib.crc32(data, self._crc)
-        self._count += memoryview(data).nbytes
-        return super().write(data)
-
-    def flush(self) -> None:
-        """Write what is buffered. What came since the last time is a piece."""
-        super().flush()
-        if self._count:
-            self.sums[self._at, self._count] = self._crc
-            self._at, self._count, self._crc = self._at + self._count, 0, 0
+    def finish(self, name: str, save_id: str) -> Listed:
+        """Add the table; the manifest's entry of the file."""
+        table = _HEAD.pack(_MARK, save_id.encode(), len(name.encode())) + name.encode()
+        table += b"".join(_ROW.pack(*row) for row in self.sums)
+        self.raw.write(table)
+        return [self.size + len(table), zlib.crc32(table), self.size]
 
 
 # ------------------------------------------------------------------------------------------------------- reading

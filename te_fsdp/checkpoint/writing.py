@@ -8,9 +8,9 @@ does not, and between the two the tensors to write, and no others, can be copied
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
 from te_fsdp.checkpoint.replicas import check_replicas
-from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick
+from te_fsdp.checkpoint.staging import Block, Staging, blocks_of
+from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
-__all__ = ["Writing", "plan_writing"]
+__all__ = ["Plan", "Writing", "plan_writing"]
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -44,9 +46,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
         )
-        self.entries = {key: entry for key, entry in entries.items() if not entry.is_empty}
-        self.tensors: dict[MetadataIndex, torch.Tensor] = {}
-        self.tick: Tick = lambda count: None
+        self.entries = entries
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -63,14 +63,35 @@ class SavePlanner(dcp.DefaultSavePlanner):
                 properties = TensorProperties.create_from_tensor(piece.tensor)
                 data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                self.tensors[index] = piece.tensor
         self.plan = SavePlan(items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        tensor = self.tensors[index]
-        self.tick(tensor.numel() * tensor.element_size())
-        return tensor
+
+@dataclass
+class Plan:
+    """What the ranks agreed on for a save of a model, and agree on again while the model is the same.
+
+    To plan takes a millisecond for each dozen of tensors, and the time of all ranks' tensors on rank 0.
+
+    Attributes:
+        token: Drawn by rank 0 for this plan.
+        signature: What this rank had to write; no tensors.
+        part: This rank's part, for DCP.
+        order: Where each item of the part was among all that this rank holds.
+        shared: The same of what other ranks hold as well, by the number that it has on all ranks.
+        names: Of what is shared, by number; rank 0 alone has them, as all that follows.
+        metadata: DCP's description of all tensors, until it is written.
+        written: DCP's description with the places in the files, as it was written, and the mark in it.
+    """
+
+    token: str
+    signature: Any
+    part: SavePlan
+    order: list[int]
+    shared: dict[int, int]
+    names: list[str]
+    metadata: Metadata | None = None
+    written: tuple[bytes, str] | None = None
 
 
 @dataclass
@@ -80,98 +101,147 @@ class Writing:
     Attributes:
         ranks: The world.
         path: The directory.
-        planner: Holds the tensors, the model's own ones until others are put in their place.
-        plan: This rank's part.
-        metadata: DCP's description of all tensors; rank 0 alone has it.
+        plan: Agreed on for this save, or before.
+        is_known: Whether before: the places in the files are those of then.
+        tensors: The model's own, of this rank's part, by kinds.
         writer: DCP's.
-        save_id: Of this save.
+        copies: What is written instead, on the host.
+        tick: Told the bytes of each block.
     """
 
     ranks: Ranks
     path: Path
-    planner: SavePlanner
-    plan: SavePlan
-    metadata: Metadata | None
+    plan: Plan
+    is_known: bool
+    tensors: list[Block[WriteItem]]
     writer: SummingWriter
-    save_id: str
-
-    @property
-    def tensors(self) -> dict[MetadataIndex, torch.Tensor]:
-        """The tensors that this rank writes, by their place."""
-        return {item.index: self.planner.tensors[item.index] for item in self.plan.items}
+    copies: list[tuple[list[WriteItem], torch.Tensor]] | None = None
+    tick: Tick = silent
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank writes."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum(block.bytes for block in self.tensors)
 
-    def replace(self, copies: dict[MetadataIndex, torch.Tensor]) -> None:
-        """Write these tensors of the host instead; the model's are let go."""
-        self.planner.tensors, self.planner.entries = copies, {}
-        # Nothing to copy ahead. Doing so would synchronize with kernels of training.
-        self.writer.per_thread_copy_ahead = 0
+    def copy(self, staging: Staging) -> None:
+        """Copy what this rank writes to the host; the model's own tensors are let go. Local operation."""
+        rows = staging.copy(self.tensors)
+        self.copies = [(block.keys, copy) for block, copy in zip(self.tensors, rows, strict=True)]
+        self.tensors = []
 
-    def write(self, tick: Tick, *, alone: bool) -> tuple[list[WriteResult], dict[str, Listed]]:
+    def blocks(self, plan: SavePlan) -> Iterator[tuple[list[WriteItem], torch.Tensor]]:
+        """Items of the plan with their rows on the host; the writer asks."""
+        if self.copies is None:
+            found = ((block.keys, rows) for block, rows in background().staging.through(self.tensors))
+        else:
+            found = iter(self.copies)
+        for items, rows in found:
+            yield items, rows
+            self.tick(rows.nbytes)
+
+    def write(self, tick: Tick) -> tuple[list[WriteResult], dict[str, Listed]]:
         """Write this rank's part, synced to disk. Local operation.
 
         Args:
-            tick: Told the bytes of each tensor.
-            alone: Whether the program waits meanwhile.
+            tick: Told the bytes of each block.
 
         Returns:
-            DCP's results, and what the manifest lists of each file.
+            DCP's results, none if they are known; and what the manifest lists of each file.
         """
-        self.planner.tick = tick
-        with _without_zip_checksums() if alone else nullcontext():
-            results = self.writer.write_data(self.plan, self.planner)
-        results.wait()
-        written = results.value()
-        return written, self.writer.finish_files(self.save_id, [result.storage_data for result in written])
+        self.tick = tick
+        results = self.writer.write_data(self.plan.part, self).value()
+        return [] if self.is_known else results, self.writer.listed
 
     def finish(self, results: list[list[WriteResult]], manifest: Manifest) -> None:
         """Write DCP's metadata, given the results of all ranks, and list it. Rank 0 alone calls this.
 
         The metadata is marked with what the manifest says: from now on nothing may change there but ``files``.
         """
-        assert self.metadata is not None
-        self.writer.mark = manifest.identity
-        self.writer.finish(self.metadata, results)
+        plan, self.writer.mark = self.plan, manifest.identity
+        if plan.written is not None:
+            data, mark = plan.written
+            (self.path / DCP_METADATA).write_bytes(data.replace(mark.encode(), self.writer.mark.encode()))
+        elif plan.metadata is not None:
+            self.writer.finish(plan.metadata, results)
+            plan.metadata, plan.written = None, ((self.path / DCP_METADATA).read_bytes(), self.writer.mark)
         manifest.files[DCP_METADATA] = self.writer.list_metadata()
 
 
-def plan_writing(ranks: Ranks, path: Path, entries: dict[str, Entry], save_id: str) -> Writing:
+def plan_writing(
+    ranks: Ranks, path: Path, entries: dict[str, Entry], save_id: str, before: Plan | None
+) -> Writing:
     """Decide who writes what, and check that what several ranks hold is equal on all of them.
 
-    Collective over the ranks: two rounds of small messages.
+    Collective over the ranks: two rounds of small messages; one more, of what each rank holds, unless that was planned
+    before on all of them.
 
     Args:
         ranks: The world.
         path: An empty directory.
         entries: This rank's.
         save_id: Of this save, the same on all ranks.
+        before: The last plan of this model.
 
     Raises:
         CheckpointError: Replicas differ, or the pieces of all ranks do not fit together. All ranks raise it.
     """
-    planner, writer = SavePlanner(entries), SummingWriter(path)
+    entries = {key: entry for key, entry in entries.items() if not entry.is_empty}
+    tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
+    signature = ranks.rank, ranks.size, _signature(entries)
+    writer = SummingWriter(path, save_id)
+
+    def known() -> str | None:
+        writer.set_up_storage_writer(ranks.rank == 0)
+        usable = before is not None and before.signature == signature
+        if not usable or (ranks.rank == 0 and before.written is None):  # type: ignore[union-attr]
+            return None
+        return before.token  # type: ignore[union-attr]
+
+    def all_know(seen: list[str | None]) -> list[bool]:
+        return [seen[0] is not None and len(set(seen)) == 1] * len(seen)
+
+    is_known = ranks.round(known, all_know)
+    plan = before if is_known and before is not None else _plan(ranks, writer, entries, signature)
+    check_replicas(ranks, {number: tensors[at] for number, at in plan.shared.items()}, plan.names)
+    mine = blocks_of((item, tensors[at]) for item, at in zip(plan.part.items, plan.order, strict=True))
+    return Writing(ranks, path, plan, is_known, mine, writer)
+
+
+def _signature(entries: dict[str, Entry]) -> list[Any]:
+    """All that a plan depends on."""
+    return [
+        (key, entry.shape, entry.dtype, *((piece.offsets, piece.tensor.shape) for piece in entry.pieces))
+        for key, entry in entries.items()
+    ]
+
+
+def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signature: Any) -> Plan:
+    """Plan anew. Collective over the ranks: a round of what each rank holds."""
+    planner = SavePlanner(entries)
+    names: list[str] = []
     metadata: list[Metadata] = []
 
     def local() -> SavePlan:
         planner.set_up_planner({}, is_coordinator=ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def together(plans: list[SavePlan]) -> list[tuple[SavePlan, list[MetadataIndex]]]:
+    def together(plans: list[SavePlan]) -> list[tuple[str, SavePlan, list[tuple[int, int]]]]:
         count = Counter(item.index for plan in plans for item in plan.items)
-        shared = [[item.index for item in plan.items if count[item.index] > 1] for plan in plans]
+        numbers = {index: number for number, index in enumerate(i for i, n in count.items() if n > 1)}
+        names.extend(index.fqn for index in numbers)
+        shared = [
+            [(numbers[item.index], at) for at, item in enumerate(plan.items) if item.index in numbers]
+            for plan in plans
+        ]
         final, described = planner.create_global_plan(plans)
         metadata.append(described)
-        return list(zip(writer.prepare_global_plan(final), shared, strict=True))
+        token = secrets.token_hex(16)
+        return [(token, *each) for each in zip(writer.prepare_global_plan(final), shared, strict=True)]
 
-    plan, shared = ranks.round(local, together)
-    check_replicas(ranks, {index: planner.tensors[index] for index in shared})
-    plan = planner.finish_plan(plan)
-    return Writing(ranks, path, planner, plan, metadata[0] if metadata else None, writer, save_id)
+    token, part, shared = ranks.round(local, together)
+    place = {item.index: at for at, item in enumerate(planner.plan.items)}
+    order = [place[item.index] for item in part.items]
+    return Plan(token, signature, part, order, dict(shared), names, metadata[0] if metadata else None)
 
 
 def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
@@ -186,17 +256,3 @@ def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
             fix="see the cause above; check that all ranks reach the directory, and the space left",
         )
     )
-
-
-@contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    """Spare torch.save the checksums of its zip format, which torch.load ignores; ours of the file cost as much.
-
-    The option is the process', so nothing else may be saving.
-    """
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)

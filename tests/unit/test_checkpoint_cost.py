@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint import writing
+from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.portable.dcp import open_dcp
+from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.
 SHAPES = [(4, 6), (6, 4), (24,), (2, 12), (4, 6), (6, 4)]
@@ -86,3 +91,106 @@ def test_only_files_that_are_alike_up_to_their_data_share_what_was_read(
     for name, tensor in open_dcp(tmp_path / "plain").tensors.items():
         assert torch.equal(tensor.whole(), state[name])
     assert len(calls) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ saving
+
+
+def read_plainly(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory, by plain DCP."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {key: torch.empty(saved.size, dtype=saved.properties.dtype) for key, saved in metadata.items()}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small_model()
+    extra = {
+        "large": torch.randn(300, 301).t(),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "bits": torch.randint(0, 2, (70,)).bool(),
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "bytes": torch.randint(0, 255, (4, 6), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "halves": [torch.randn(5).bfloat16() for _ in range(3)],
+    }
+    checkpoint.save(tmp_path / "warm", nn.Linear(1, 1))
+    calls = counted(monkeypatch, torch, "save")
+    checkpoint.save(tmp_path / "now", model, optimizer, extra=extra)
+    checkpoint.save(tmp_path / "later", model, optimizer, extra=extra, asynchronous=True).result()
+    # Once for each dtype and shape; there are 170 tensors.
+    assert len(calls) < 20
+    expected = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected |= {f"optimizer.state.{name}.{k}": v for k, v in optimizer.state[parameter].items()}
+    for name in ("now", "later"):
+        found = read_plainly(tmp_path / name)
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+        loaded = checkpoint.load(tmp_path / name, *small_model(seed=1))
+        for key in ("large", "number", "bits", "complex"):
+            assert torch.equal(loaded[key], extra[key]) and torch.equal(found[f"extra/{key}"], extra[key])
+        assert torch.equal(loaded["bytes"].view(torch.uint8), extra["bytes"].view(torch.uint8))
+        assert all(torch.equal(a, b) for a, b in zip(loaded["halves"], extra["halves"], strict=True))
+
+
+def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it holds the same: other values are saved, and what has changed is planned anew."""
+    plans = counted(monkeypatch, writing, "_plan")
+    model, optimizer = small_model()
+    other, its_optimizer = small_model()  # a second model of the same kind has a plan of its own
+    steps = [
+        (1, {}, (model, optimizer)),
+        (1, {}, (model, optimizer)),
+        (2, {}, (other, its_optimizer)),
+        (2, {}, (model, optimizer)),
+        (3, {"extra": {"t": torch.ones(3)}}, (model, optimizer)),
+        (3, {"extra": {"t": torch.zeros(3)}, "asynchronous": True}, (model, optimizer)),
+        (4, {"extra": {"t": torch.zeros(4)}}, (model, optimizer)),
+        (5, {}, (model,)),
+    ]
+    for number, (count, options, saved) in enumerate(steps):
+        with torch.no_grad():
+            for parameter in saved[0].parameters():
+                parameter.add_(1)
+        expected = [parameter.detach().clone() for parameter in saved[0].parameters()]
+        checkpoint.save(tmp_path / str(number), *saved, **options).result()
+        assert len(plans) == count, number
+        target = small_model(seed=2)[: len(saved)]
+        loaded = checkpoint.load(tmp_path / str(number), *target, verify=True)
+        assert all(torch.equal(a, b) for a, b in zip(target[0].parameters(), expected, strict=True))
+        if options:
+            assert torch.equal(loaded["t"], options["extra"]["t"])
+    model.p0.data = model.p0.data.double()
+    checkpoint.save(tmp_path / "double", model)
+    assert len(plans) == 6
+
+
+def test_a_plan_that_led_to_no_checkpoint_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small_model()
+
+    def full(self: object, plan: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing.Writing, "blocks", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoint.save(tmp_path / "a", model, optimizer)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    other = small_model(seed=1)
+    checkpoint.load(tmp_path / "a", *other)
+    assert_equal(values(*other), values(model, optimizer))
+
+
+def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "a", model)
+    weight, plans = weakref.ref(model.weight), background().plans
+    assert model in plans
+    count = len(plans)
+    del model
+    gc.collect()
+    assert weight() is None and len(plans) == count - 1

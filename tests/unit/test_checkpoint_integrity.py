@@ -168,16 +168,6 @@ def test_a_table_is_small(saves: tuple[Path, Path]) -> None:
     assert size - begin == 12 * len(stored) + 42 + len(DATA)
 
 
-def test_a_dcp_that_does_not_flush_after_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then what is on disk is summed up."""
-    monkeypatch.setattr(sums._Summed, "flush", lambda self: super(sums._Summed, self).flush())
-    model, optimizer = training(0)
-    checkpoint.save(tmp_path / "a", model, optimizer)
-    fresh, fresh_optimizer = training(1)
-    checkpoint.load(tmp_path / "a", fresh, fresh_optimizer)
-    assert digest(fresh, fresh_optimizer) == digest(model, optimizer)
-
-
 # ----------------------------------------------------------------------------------------------- older checkpoints
 
 

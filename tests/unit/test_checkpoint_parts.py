@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from te_fsdp.checkpoint.extra import for_rank, join_ranks
 from te_fsdp.checkpoint.reading import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.replicas import _BLOCK, _weighted, checksums
 from te_fsdp.checkpoint.retention import in_use
-from te_fsdp.checkpoint.staging import Staging
+from te_fsdp.checkpoint.staging import Staging, blocks_of
 from te_fsdp.errors import CheckpointError
 
 
@@ -46,23 +47,45 @@ def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], dat
             dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]))
             tensor = torch.randint(0, 100, (rows, columns)).to(dtype)
             tensors[number] = tensor.t() if transposed else tensor[:, : columns // 2 + 1]
-        copies = staging.copy(tensors)
+        blocks = blocks_of(tensors.items())
+        rows = staging.copy(blocks)
+        copies = {
+            k: t
+            for block, each in zip(blocks, rows, strict=True)
+            for k, t in zip(block.keys, each, strict=True)
+        }
+        assert copies.keys() == tensors.keys() and len(blocks) == len(
+            {(t.dtype, t.shape) for t in tensors.values()}
+        )
         expected = {key: tensor.clone() for key, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.zero_()
         for key, copy in copies.items():
             assert torch.equal(copy, expected[key]) and copy.dtype == expected[key].dtype
-            assert copy.is_contiguous() and copy.untyped_storage().nbytes() == copy.nbytes
+        assert all(each.is_contiguous() for each in rows)
 
 
 def test_memory_of_copies_is_kept_and_grows() -> None:
     staging = Staging()
-    staging.copy({"a": torch.zeros(1000)})
-    first = staging.copy({"a": torch.zeros(500)})["a"].data_ptr()
+
+    def place(size: int) -> int:
+        return staging.copy(blocks_of([("a", torch.zeros(size))]))[0].data_ptr()
+
+    place(1000)
+    first = place(500)
     assert staging.bytes == 4032
-    assert staging.copy({"a": torch.zeros(1000)})["a"].data_ptr() == first
-    staging.copy({"a": torch.zeros(3000)})
+    assert place(1000) == first
+    place(3000)
     assert staging.bytes == 12032
+
+
+def test_large_tensors_are_not_stacked() -> None:
+    tensors = [torch.full((1 << 15,), float(n)) for n in range(3)] + [
+        torch.full((2,), float(n)) for n in range(3)
+    ]
+    blocks = blocks_of(enumerate(tensors))
+    assert [block.keys for block in blocks] == [[0], [1], [2], [3, 4, 5]]
+    assert blocks[1].rows().data_ptr() == tensors[1].data_ptr()
 
 
 # --------------------------------------------------------------------------------------------------- checksums
@@ -76,7 +99,7 @@ def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
     tensor = (
         torch.arange(100).remainder(2).to(dtype) if dtype == torch.bool else torch.arange(100.0).to(dtype)
     )
-    for total in (lambda t: int(_weighted(t.reshape(-1))), lambda t: checksums([t])[0]):
+    for total in (lambda t: int(_weighted(t.reshape(1, -1))), lambda t: checksums([t])[0]):
         expected = total(tensor)
         assert total(tensor.clone()) == expected == total(tensor.view(10, 10))
         swapped = tensor.clone()
@@ -96,7 +119,7 @@ def test_checksums_of_several_blocks() -> None:
     tensor = torch.zeros(2 * _BLOCK + 3, dtype=torch.uint8)
     tensor[5] = 1
     other = tensor.roll(_BLOCK)  # the same place in the next block
-    assert int(_weighted(tensor)) != int(_weighted(other))
+    assert int(_weighted(tensor[None])) != int(_weighted(other[None]))
 
 
 # --------------------------------------------------------------------------------------------------- retention
@@ -122,10 +145,10 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
 def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
 
-    def full(self: object, index: object) -> torch.Tensor:
+    def full(self: object, plan: object) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing.SavePlanner, "lookup_object", full)
+    monkeypatch.setattr(writing.Writing, "blocks", full)
     with pytest.raises(CheckpointError, match="b: save failed OSError.*earlier checkpoints are as they were"):
         checkpoint.save(tmp_path / "b", nn.Linear(2, 2), keep_last=1)
     assert names(tmp_path) == ["a"]
@@ -135,13 +158,13 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, original = threading.Event(), writing.SavePlanner.lookup_object
+    go, original = threading.Event(), writing.Writing.blocks
 
-    def late(self: writing.SavePlanner, index: object) -> torch.Tensor:
+    def late(self: writing.Writing, plan: Any) -> Any:
         assert go.wait(30)
-        return original(self, index)  # type: ignore[arg-type]
+        return original(self, plan)
 
-    monkeypatch.setattr(writing.SavePlanner, "lookup_object", late)
+    monkeypatch.setattr(writing.Writing, "blocks", late)
     model = nn.Linear(2, 2)
     expected = model.weight.detach().clone()
     handle = checkpoint.save(tmp_path / "a", model, asynchronous=True)
@@ -164,13 +187,13 @@ import os, sys, time
 import torch
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import writing
-original, name = writing.SavePlanner.lookup_object, "a" if os.fork() else "b"
-def slow(self, index):
+original, name = writing.Writing.blocks, "a" if os.fork() else "b"
+def slow(self, plan):
     time.sleep(0.5)
     if name == "b":
         raise OSError(28, "No space left on device")
-    return original(self, index)
-writing.SavePlanner.lookup_object = slow
+    return original(self, plan)
+writing.Writing.blocks = slow
 handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchronous=True, progress=name == "a")
 print("running", not handle.done(), flush=True)
 raise SystemExit(3)

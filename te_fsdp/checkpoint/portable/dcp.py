@@ -7,10 +7,9 @@ rows as the pieces.
 
 from __future__ import annotations
 
-import mmap
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest
-from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Chunked, Lazy, pages, read_bytes
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized
 from te_fsdp.checkpoint.portable.torch_files import moved, read_objects, records_of, stored
 from te_fsdp.checkpoint.reading import read_metadata
@@ -266,8 +265,7 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
         )
         self.tensors, self.tick = tensors, tick
-        self.blocks: dict[MetadataIndex, tuple[int, int]] = {}
-        self.memory: mmap.mmap | bytearray | None = None
+        self.block_of: dict[MetadataIndex, tuple[int, int]] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -284,19 +282,16 @@ class _BlockPlanner(dcp.DefaultSavePlanner):
                 data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(tensor.shape))
                 index = MetadataIndex(key, offsets)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                self.blocks[index] = (first, last)
+                self.block_of[index] = (first, last)
         self.plan = SavePlan(items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        # DCP keeps a block of every tensor until the file is finished. When it asks for the next, this one is written:
-        # all of them are in the same memory.
-        rows = self.tensors[index.fqn].rows(*self.blocks[index])
-        if self.memory is None or len(self.memory) < rows.nbytes:
-            self.memory = pages(max(rows.nbytes, BLOCK_BYTES))
-        self.tick(rows.nbytes)
-        block = torch.frombuffer(self.memory, dtype=rows.dtype, count=rows.numel())
-        return block.view(rows.shape).copy_(rows)
+    def blocks(self, plan: SavePlan) -> Iterator[tuple[list[WriteItem], torch.Tensor]]:
+        """Items of the plan with their rows, one block after the other."""
+        for item in plan.items:
+            rows = self.tensors[item.index.fqn].rows(*self.block_of[item.index])
+            self.tick(rows.nbytes)
+            yield [item], rows.unsqueeze(0)
 
 
 def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -315,14 +310,13 @@ def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Man
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
     planner = _BlockPlanner({k: t for k, t in tensors.items() if t.bytes}, tick)
-    # One thread, one file, nothing read ahead (where there are GPUs): a block is in memory at a time.
-    writer = SummingWriter(path, thread_count=1, per_thread_copy_ahead=0)
     manifest = replace(manifest, save_id=secrets.token_hex(16), format_version=FORMAT_VERSION, files={})
+    writer = SummingWriter(path, manifest.save_id)
     writer.mark = manifest.identity
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            metadata = dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.api.CheckpointException as error:
         first = error.failures[min(error.failures)][0]
         if isinstance(first, CheckpointError):
@@ -332,5 +326,4 @@ def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Man
                 f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
             )
         ) from first
-    files = writer.finish_files(manifest.save_id, metadata.storage_data.values())
-    return replace(manifest, files={**files, DCP_METADATA: writer.list_metadata()})
+    return replace(manifest, files={**writer.listed, DCP_METADATA: writer.list_metadata()})

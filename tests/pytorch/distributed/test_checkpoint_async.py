@@ -88,3 +88,11 @@ def test_one_rank_that_cannot_copy(pool, tmp_path):
     results = pool.run(asynchronous.out_of_memory, 2, directory=str(tmp_path))
     assert results[0] == results[1]
     assert "on rank(s) 1: MemoryError: no host memory" in results[0][1]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_planned_once_and_compared_each_time(pool, tmp_path):
+    for outcome in pool.run(asynchronous.planned_again, 2, directory=str(tmp_path)):
+        assert outcome["counts"] == [1, 1, 2, 2, 3] and outcome["wrong"] == []
+        for kind, text in (outcome["drifted"], outcome["again"]):
+            assert kind == "CheckpointError" and "model.ours (rank 1 from rank 0)" in text

@@ -23,18 +23,18 @@ def writing_waits_for(event: threading.Event) -> Iterator[None]:
     """Nothing is written before the event is set."""
     from te_fsdp.checkpoint import writing
 
-    original = writing.SavePlanner.lookup_object
+    original = writing.Writing.blocks
 
-    def late(self: Any, index: Any) -> torch.Tensor:
+    def late(self: Any, plan: Any) -> Any:
         assert event.wait(60)
-        return original(self, index)
+        return original(self, plan)
 
-    writing.SavePlanner.lookup_object = late
+    writing.Writing.blocks = late
     try:
         yield
     finally:
         event.set()
-        writing.SavePlanner.lookup_object = original
+        writing.Writing.blocks = original
 
 
 def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = False) -> dict[str, Any]:
@@ -105,20 +105,20 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
             second = save(f"{directory}/2", model, optimizer, asynchronous=True)
             first_done = first.done()
             second.result()
-        original = writing.SavePlanner.lookup_object
+        original = writing.Writing.blocks
 
-        def broken(self: Any, index: Any) -> torch.Tensor:
+        def broken(self: Any, plan: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if dist.get_rank() == dist.get_world_size() - 1:
-            writing.SavePlanner.lookup_object = broken
+            writing.Writing.blocks = broken
         asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
         told = error_of(asked.result)
         unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
         if dist.get_rank() == 0:  # one rank knows: all are told nevertheless
             error_of(unasked.result)
         unasked.wait()
-        writing.SavePlanner.lookup_object = original
+        writing.Writing.blocks = original
         refused = error_of(lambda: save(f"{directory}/5", model, optimizer))
         again = save(f"{directory}/5", model, optimizer)
     finally:
@@ -177,3 +177,39 @@ def out_of_memory(directory: str) -> tuple[str, str]:
     dist.barrier()
     assert not list(Path(directory).iterdir())
     return found
+
+
+def planned_again(directory: str) -> dict[str, Any]:
+    """Later saves of a model take the plan of the first, unless what any rank holds has changed."""
+    import te_fsdp
+    from te_fsdp.checkpoint import PerRank, writing
+
+    model, rank = shard(Small()), dist.get_rank()
+    model.register_buffer("ours", torch.ones(3, device=next(model.parameters()).device))
+    optimizer, plans, plan = adam(model), [], writing._plan
+    writing._plan = lambda *args: plans.append(1) or plan(*args)
+    counts, wrong = [], []
+    try:
+        # Another length on rank 1 alone, which is all that the last has anew.
+        for number, length in enumerate([2, 2, 2 + rank, 2 + rank, 2]):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().add_(1)
+            expected = [p.to_local().detach().clone() for p in model.parameters()]
+            own = torch.full((length,), float(number + 10 * rank))
+            path = f"{directory}/{number}"
+            te_fsdp.checkpoint.save(path, model, optimizer, extra={"own": PerRank(own)})
+            counts.append(len(plans))
+            other = shard(Small())
+            other.register_buffer("ours", torch.zeros_like(model.ours))
+            loaded = te_fsdp.checkpoint.load(path, other, adam(other), verify=True)
+            found = [p.to_local().detach() for p in other.parameters()]
+            same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            wrong += [] if same and torch.equal(loaded["own"], own) else [number]
+        model.ours += rank
+        drifted = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
+        again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
+    finally:
+        writing._plan = plan
+    dist.barrier()
+    return {"counts": counts, "wrong": wrong, "drifted": drifted, "again": again}

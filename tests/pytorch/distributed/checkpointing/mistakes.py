@@ -234,15 +234,15 @@ def failing_write(directory: str) -> dict[str, Any]:
     model = shard(Small())
     optimizer = adam(model)
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
-    original = writing.SavePlanner.lookup_object
+    original = writing.Writing.blocks
 
-    def broken(self: Any, index: Any) -> torch.Tensor:
+    def broken(self: Any, plan: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        writing.SavePlanner.lookup_object = broken
+        writing.Writing.blocks = broken
     found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
-    writing.SavePlanner.lookup_object = original
+    writing.Writing.blocks = original
     dist.barrier()
     left = sorted(p.name for p in Path(directory).iterdir())
     newest = te_fsdp.checkpoint.latest(directory)
