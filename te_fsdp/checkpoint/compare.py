@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from te_fsdp import _te
 from te_fsdp.checkpoint.collective import gather
 from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.extra import references
@@ -19,9 +20,23 @@ from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, dtype_name, shorten
 from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
-__all__ = ["GROUPS", "WHOLE_OPTIMIZER", "Differences", "check_metadata", "compare_model"]
+if TYPE_CHECKING:
+    from torch import nn
 
+__all__ = [
+    "GROUPS",
+    "SETTINGS",
+    "WHOLE_OPTIMIZER",
+    "Differences",
+    "check_metadata",
+    "compare_model",
+    "compare_semantics",
+]
+
+#: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
+SETTINGS = "settings"
 #: Stand in ``Differences.optimizer`` for all of an optimizer, and for its groups' options and membership.
 WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"
 
@@ -35,11 +50,13 @@ class Differences:
         optimizer: Difference of the optimizer, in words -> parameters concerned, :data:`WHOLE_OPTIMIZER` or
             :data:`GROUPS`.
         converted: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
+        settings: Of modules, by name (``<module>.<setting>``), harmless ones included.
     """
 
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     optimizer: dict[str, list[str]] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Difference] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, detail: str = "") -> None:
         """Note one tensor."""
@@ -65,14 +82,18 @@ class Differences:
         """Parameters whose optimizer state differs; ``"optimizer"`` among them means all."""
         return {name for names in self.optimizer.values() for name in names}
 
-    def without(self, allow: Iterable[str]) -> Differences:
-        """Those that no pattern of ``allow`` names."""
+    def without(self, allow: Iterable[str], *, strict: bool = True) -> Differences:
+        """Those that no pattern of ``allow`` names; without ``strict`` only settings that change the function."""
         patterns = list(allow)
 
-        def is_open(*names: str) -> bool:
-            return not any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+        def is_open(*names: str, always: bool = False) -> bool:
+            known = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+            return (strict or always) and not known
 
         left = Differences()
+        for name, setting in self.settings.items():
+            if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
+                left.settings[name] = setting
         for kind, named in self.tensors.items():
             kept = {name: detail for name, detail in named.items() if is_open(name)}
             if kept:
@@ -93,11 +114,12 @@ class Differences:
                 for name in names:
                     union.add_optimizer(text, name)
             union.converted.update(other.converted)
+            union.settings.update(other.settings)
         return union
 
     def left(self) -> dict[str, str]:
         """Everything that differs, by name, with the reason in words."""
-        reasons: dict[str, list[str]] = {}
+        reasons = {name: [str(one)] for name, one in self.settings.items() if one.effect != "note"}
         for kind, named in self.tensors.items():
             for name, detail in named.items():
                 reasons.setdefault(name, []).append(f"{kind}{': ' if detail else ''}{detail}")
@@ -116,10 +138,14 @@ class Differences:
         for text, names in self.optimizer.items():
             shown = [name for name in names if name not in (WHOLE_OPTIMIZER, GROUPS)]
             lines.append(f"{text} ({shorten(sorted(shown))})" if shown else text)
-        return lines
+        return lines + in_words(one for one in self.settings.values() if one.effect != "note")
+
+    def harmless(self) -> list[str]:
+        """Settings that differ, but not in what the weights compute when the model is evaluated."""
+        return in_words(one for one in self.settings.values() if one.effect == "note")
 
     def __bool__(self) -> bool:
-        return bool(self.tensors or self.optimizer)
+        return bool(self.tensors or self.optimizer or self.settings)
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
@@ -142,6 +168,24 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         else:
             _compare_contents(found, name, then, now, name in state.cut_blocks)
     return found
+
+
+def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
+    """Differences in what modules compute beside their weights, or that nobody recorded that. Local operation."""
+    here, recorded = semantics_of(model), manifest.semantics
+    if not recorded or not recorded["modules"]:
+        # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
+        asks = not recorded and deciding({name: one for name, one in here.items() if one.library == "te"})
+        values = deciding(here)
+        if values:
+            found.settings[SETTINGS] = Difference(SETTINGS, "none", values, "strict" if asks else "note")
+        return
+    alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
+    for one in differences(from_json(recorded), here, alone):
+        found.settings[one.name] = one
+    recipes = recorded.get("recipes"), _te.recipes_in_use(model)
+    if all(recipes) and recipes[0] != recipes[1]:
+        found.settings["recipes"] = Difference("recipes", *recipes, "note")
 
 
 def _compare_contents(

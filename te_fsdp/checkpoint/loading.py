@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree, rank
-from te_fsdp.checkpoint.compare import Differences, check_metadata, compare_model
+from te_fsdp.checkpoint.compare import SETTINGS, Differences, check_metadata, compare_model, compare_semantics
 from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed
 from te_fsdp.checkpoint.filling import Filling
@@ -63,9 +63,11 @@ def load(
             ``None``: saved optimizer state is not read. One that keeps main weights and goes on must be given: its
             next step would put the weights of before back.
         strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named
-            in the result and in a warning. Optimizer state is taken or left parameter by parameter.
+            in the result and in a warning. Optimizer state is taken or left parameter by parameter. Settings of
+            modules that change the function of the weights (another epsilon, other heads) raise all the same.
         allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left.
-            A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer.
+            A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer,
+            ``"*.eps"`` for a setting of modules, ``"settings"`` for all in a checkpoint that records none.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
         verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
             manifest, DCP's metadata, sizes of the files and what is read are checked; of checkpoints before
@@ -83,9 +85,9 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     source = Path(os.path.abspath(path))
-    patterns = ["*"] if not strict else [allow] if isinstance(allow, str) else list(allow)
+    patterns = [allow] if isinstance(allow, str) else list(allow)
     with collective_call("checkpoint.load"), in_use(source):
-        return _load(source, model, optimizer, allow=patterns, convert=convert, verify=verify)
+        return _load(source, model, optimizer, strict=strict, allow=patterns, convert=convert, verify=verify)
 
 
 def _load(
@@ -93,6 +95,7 @@ def _load(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
+    strict: bool,
     allow: list[str],
     convert: bool,
     verify: bool,
@@ -103,13 +106,14 @@ def _load(
     found = found.over_all_ranks()
     if not convert:
         found.refuse_conversions()
-    refused = found.without(allow)
+    refused = found.without(allow, strict=strict)
     if refused:
         raise CheckpointError(_does_not_fit(opened, refused))
     filling = Filling(opened, model, optimizer, state, found)
     extra = filling.run()
-    loaded = Loaded(extra, left=found.left(), converted=filling.converted(), notes=filling.notes)
-    _tell(source, found, loaded, opened.notes if rank() else [])
+    notes = [*filling.notes, *found.harmless()]
+    loaded = Loaded(extra, left=found.left(), converted=filling.converted(), notes=notes)
+    _tell(source, found, loaded, [*opened.notes, *found.harmless()] if rank() else [])
     _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
     return loaded
 
@@ -123,6 +127,7 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     settle_scaling(source, state.described)
     found = compare_model(manifest, state)
     compare_stacked(found, source, state.described)
+    compare_semantics(found, manifest, model, state)
     for kind, name, detail in compare_delayed(model, manifest.delayed):
         found.add(kind, name, detail)
     for name in found.converted.keys() & state.members.keys():
@@ -155,9 +160,14 @@ def _tell(source: Path, found: Differences, loaded: Loaded, silent: list[str]) -
 def _does_not_fit(source: Source, found: Differences) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
     origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
+    if SETTINGS in found.settings:
+        ways = f'load(..., allow=["{SETTINGS}"]) if the modules were built with these settings'
+    else:
+        ways = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
+    if all(setting.effect == "strict" for setting in found.settings.values()):
+        ways += ", or load(..., strict=False) to take what fits"
     return message(
         f"{source.path} does not fit: {'; '.join(found.texts())}",
         why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
-        fix="build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...]), "
-        "or load(..., strict=False) to take what fits",
+        fix=ways,
     )

@@ -19,7 +19,6 @@ __all__ = [
     "DCP_METADATA",
     "FILE_NAME",
     "FORMAT_VERSION",
-    "RECORDS_SEMANTICS",
     "STACKS_EXPERTS",
     "Manifest",
     "Tick",
@@ -34,8 +33,6 @@ FILE_NAME = "te_fsdp.json"
 FORMAT_VERSION = 3
 #: From this version on, the weights of a layer's experts are one tensor. Before, each had its own.
 STACKS_EXPERTS = 2
-#: From this version on, a save records what the modules compute.
-RECORDS_SEMANTICS = 3
 #: From this version on, files have checksums of their pieces, and all of a checkpoint the id of its save.
 SUMS_PIECES = 3
 #: DCP's own description of the tensors, written by its coordinator.
@@ -65,7 +62,7 @@ class Manifest:
         extra_states: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty.
         tied: Further names of parameters and buffers, with the first name, under which they are stored.
         semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
-            versions before 3, and in those that were not made from a model.
+            versions before 3, empty in those that come from files of other kinds.
         format_version: :data:`FORMAT_VERSION`.
         save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
 

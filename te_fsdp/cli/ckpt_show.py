@@ -20,6 +20,7 @@ from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.semantics import folded
 
 __all__ = ["diff", "inspect", "show_bar", "verify"]
 
@@ -61,6 +62,7 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
         "buffers": [_parameter(contents, n) for n in manifest.buffers if fnmatch.fnmatch(n, pattern)],
         "optimizer": _optimizer(contents),
         "delayed": manifest.delayed,
+        "semantics": manifest.semantics,
         "extra": manifest.extra,
         "bytes": sizes,
         "notes": contents.notes,
@@ -125,11 +127,27 @@ def _print_summary(summary: dict[str, Any], pattern: str) -> None:
     if summary["delayed"]:
         names = list(summary["delayed"])
         print_lines([f"delayed-scaling state: {len(names)} modules, {', '.join(names[:3])}"])
+    if summary["semantics"]:
+        print_lines(_semantics(summary["semantics"], pattern))
     if summary["extra"]:
         print_lines(["extra:", *(f"  {k}: {_short(v)}" for k, v in summary["extra"].items())])
     sizes = {kind: count for kind, count in summary["bytes"].items() if count}
     print_lines(["bytes: " + ", ".join(f"{kind} {human_bytes(count)}" for kind, count in sizes.items())])
     print_lines(f"note: {note}" for note in summary["notes"])
+
+
+def _semantics(recorded: dict[str, Any], pattern: str) -> list[str]:
+    """What modules compute, a line for each that is not like another."""
+    modules: dict[int, list[str]] = {}
+    for name, index in recorded["modules"].items():
+        if recorded["kinds"][index]["settings"] and fnmatch.fnmatch(name, pattern):
+            modules.setdefault(index, []).append(name)
+    lines = [f"settings of {sum(map(len, modules.values()))} modules:"] if modules else []
+    for index, names in modules.items():
+        one = recorded["kinds"][index]
+        values = ", ".join(f"{setting}={value}" for setting, value in one["settings"].items())
+        lines.append(f"  {one['library']}.{one['kind']} ({folded(names)}): {values}")
+    return lines
 
 
 def _heading(summary: dict[str, Any]) -> list[str]:

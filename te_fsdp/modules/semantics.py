@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "NOTHING",
     "SETTINGS",
     "Difference",
     "Semantics",
     "Setting",
+    "deciding",
     "differences",
+    "folded",
     "from_json",
+    "in_words",
     "record",
     "semantics_of",
     "to_json",
@@ -39,6 +44,8 @@ __all__ = [
 Effect = Literal["error", "strict", "note", "names"]
 
 _UNKNOWN = object()
+#: Stands in a difference for what one of the two models does not tell.
+_NOT_KNOWN = "not known"
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ SETTINGS: dict[str, Setting] = {
     "qkv_format": Setting("strict"),
     "attn_input_format": Setting("strict"),
     "batch_first": Setting("strict"),
+    "padding_idx": Setting("strict", None),
     # training alone
     "hidden_dropout": Setting("note", 0.0),
     "attention_dropout": Setting("note", 0.0),
@@ -282,6 +290,7 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
     else:
         channels = [module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v]
         settings["kv_channels"] = channels[0] if channels[0] == channels[1] else channels
+        settings.setdefault("softmax_scale", module.unfused_attention.softmax_scale)  # before TE 2.20
     _mask(settings)
 
 
@@ -337,6 +346,10 @@ def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
     return {"kinds": listed, "modules": modules}
 
 
+#: A record of a model of which nobody knows what its modules compute.
+NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
+
+
 def record(model: nn.Module) -> dict[str, Any]:
     """A model's semantics for a manifest, and the recipes under which it has run. Local operation."""
     return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model))}
@@ -368,16 +381,69 @@ class Difference:
     effect: Effect
 
     def __str__(self) -> str:
-        return f"{self.name}: saved {self.then}, model has {self.now}"
+        """The two values in words."""
+        return f"saved {self.then}, model has {self.now}"
 
 
-def differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
-    """What differs between modules that are in both. Local operation."""
+def differences(
+    saved: Mapping[str, Semantics], here: Mapping[str, Semantics], tensors: Iterable[str] = ()
+) -> list[Difference]:
+    """What differs between the modules of two models. Local operation.
+
+    Args:
+        saved: Of one.
+        here: Of the other.
+        tensors: Names of parameters and buffers that only one model has: these tell of a module that it alone has. Of
+            others, a user's class may stand on the other side, or a module without tensors be gone.
+    """
     found = []
     for name in saved.keys() & here.keys():
         for setting, then, now, effect in _compare(saved[name], here[name]):
             found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, effect))
+    alone = saved.keys() ^ here.keys()
+    owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
+    for name in alone - owners:
+        if name.rpartition(".")[0] not in alone:
+            then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
+            found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(found, key=lambda d: d.name)
+
+
+def in_words(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
+    """One text per setting and pair of values, with its modules; one for all that only one model tells."""
+    groups: dict[str, list[str]] = {}
+    untold: dict[str, list[str]] = {}
+    for one in found:
+        module, _, setting = one.name.rpartition(".")
+        if _NOT_KNOWN in (one.then, one.now):
+            untold.setdefault(setting, []).append(module)
+        else:
+            groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
+    texts, rest = (
+        [text + (f" ({folded(names)})" if any(names) else "") for text, names in each.items()]
+        for each in (groups, untold)
+    )
+    return texts + ([f"known of one alone, and not compared: {'; '.join(rest)}"] if rest else [])
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names of modules; many that differ in numbers alone as a pattern."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name or "model")
+    count = sum(map(len, patterns.values()))
+    shown = [p if len(alike) > 3 else ", ".join(alike) for p, alike in patterns.items()]
+    return ", ".join(shown) + (f": {count} modules" if count > 3 else "")
+
+
+def deciding(here: Mapping[str, Semantics]) -> str:
+    """The settings of a model that another one of the same tensors may not share, in words; empty if it has none."""
+    values: dict[str, dict[str, None]] = {}
+    for one in here.values():
+        for setting, value in one.settings.items():
+            if setting in SETTINGS and SETTINGS[setting].effect == "error":
+                values.setdefault(setting, {})[str(value)] = None
+    return ", ".join(f"{setting} {' or '.join(found)}" for setting, found in sorted(values.items()))
 
 
 def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
@@ -391,20 +457,27 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
     for setting in sorted({*saved.settings, *here.settings}):
         known = SETTINGS.get(setting, _ERROR)
         then, now = (s.settings.get(setting, known.absent) for s in (saved, here))
-        if then == now or known.effect == "names":
+        if _same(then, now) or known.effect == "names":
             continue
         effect = known.effect
         if _UNKNOWN in (then, now):  # a setting that one version of a library has
-            effect, then, now = "note", *("not known" if v is _UNKNOWN else v for v in (then, now))
+            effect, then, now = "note", *(_NOT_KNOWN if v is _UNKNOWN else v for v in (then, now))
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call
         yield setting, then, now, effect
+
+
+def _same(then: Any, now: Any) -> bool:
+    """Whether two values are one to kernels, which take numbers in fp32: ``d**-0.5`` and ``1 / sqrt(d)`` are."""
+    if isinstance(then, float) and isinstance(now, float):
+        return math.isclose(then, now, rel_tol=2**-24)
+    return then == now
 
 
 def _class(one: Semantics) -> str:
     return f"{'torch.nn' if one.library == 'torch' else 'te'}.{one.kind}"
 
 
-def _unpadded(mask: str) -> str:
+def _unpadded(mask: Any) -> str:
     """A mask without what it says of padding."""
-    return "_".join(part for part in mask.replace(",", "_").split("_") if part != "padding") or "no_mask"
+    return "_".join(part for part in str(mask).replace(",", "_").split("_") if part != "padding") or "no_mask"

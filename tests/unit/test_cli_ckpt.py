@@ -121,7 +121,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(["inspect", str(tmp_path)], capsys)
     assert set(found) == {
         *("ok", "path", "kind", "step", "saved_at", "versions", "mesh", "parameters", "buffers"),
-        *("optimizer", "delayed", "extra", "bytes", "notes"),
+        *("optimizer", "delayed", "semantics", "extra", "bytes", "notes"),
     }
     assert found["path"] == str(path), "the newest of the folder"
     assert (
@@ -157,6 +157,9 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "inspect", str(path), "--filter", "0.*"]) == 0
     text = capsys.readouterr().out
     assert "0.weight" in text and "2.weight" not in text and "step 200" in text and "AdamW" in text
+    assert "torch.BatchNorm" not in text, "it is filtered as well"
+    assert main(["ckpt", "inspect", str(path)]) == 0
+    assert "settings of 1 modules:\n  torch.BatchNorm (1): eps=1e-05" in capsys.readouterr().out
 
 
 def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +262,14 @@ def test_diff_of_options_and_extra(
     there = run_json(["diff", str(b), str(a), "--atol", "1e9"], capsys, code=int(bool(changes)))
     assert len(there["others"]) == len(found["others"]), "the same, whichever is named first"
     assert run_json([*words, "--weights-only"], capsys)["others"] == []
+
+
+def test_diff_of_what_modules_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, eps, momentum in (("a", 1e-5, 0.1), ("b", 1e-3, 0.1), ("c", 1e-5, 0.2)):
+        checkpoint.save(tmp_path / name, nn.Sequential(*(nn.BatchNorm1d(4, eps, momentum) for _ in range(5))))
+    found = run_json(["diff", str(tmp_path / "a"), str(tmp_path / "b")], capsys, code=1)
+    assert (found["others"], found["differences"]) == (["eps: 1e-05 / 0.001 (*: 5 modules)"], [])
+    assert run_json(["diff", str(tmp_path / "a"), str(tmp_path / "c")], capsys)["same"], "training alone"
 
 
 def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

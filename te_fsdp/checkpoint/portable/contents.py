@@ -24,6 +24,7 @@ from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
 from te_fsdp.checkpoint.portable.quantized import Dequantized
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, message
+from te_fsdp.modules.semantics import NOTHING
 
 __all__ = [
     "CHECKPOINT",
@@ -102,7 +103,7 @@ class Contents:
 def empty_manifest() -> Manifest:
     """A manifest of nothing, written now, by one process."""
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
-    return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {})
+    return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
 
 
 def describe(tensor: Lazy) -> dict[str, Any]:

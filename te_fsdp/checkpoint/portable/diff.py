@@ -11,6 +11,7 @@ import torch
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, Lazy
+from te_fsdp.modules.semantics import differences, from_json, in_words
 
 __all__ = ["Difference", "Report", "compare_contents"]
 
@@ -47,7 +48,7 @@ class Report:
 
     Attributes:
         differences: Of tensors.
-        others: Of the optimizer's options and ``extra``, in words.
+        others: Of the optimizer's options, ``extra`` and the settings of modules, in words.
         compared: Number of tensors whose values were compared.
         equal: Number of these within the tolerance.
     """
@@ -155,7 +156,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
 
 
 def _compare_plain(a: Contents, b: Contents) -> list[str]:
-    """Differences of the optimizer's options and the user's values, in words."""
+    """Differences of the optimizer's options, the user's values and what modules compute, in words."""
     texts = []
     one, other = a.manifest.optimizer, b.manifest.optimizer
     if one is not None and other is not None:
@@ -171,6 +172,10 @@ def _compare_plain(a: Contents, b: Contents) -> list[str]:
     elif (one is None) != (other is None):
         texts.append(f"optimizer: only in {'B' if one is None else 'A'}")
     texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
+    records = [from_json(r) for r in (a.manifest.semantics, b.manifest.semantics) if r and r["modules"]]
+    if len(records) == 2:  # files of other kinds have none
+        found = differences(records[0], records[1], set(a.names) ^ set(b.names))
+        texts += in_words((one for one in found if one.effect != "note"), "{} / {}")
     return texts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checkpointing import mistakes
+from checkpointing import mistakes, semantics
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -35,6 +35,25 @@ def test_another_model(pool, tmp_path, kind, words):
         assert word in text
     assert "(saved on ranks=2, dp_shard=2 by te_fsdp " in text
     assert "Fix: build model and optimizer as they were saved" in text
+
+
+def test_other_settings_of_modules(pool, tmp_path):
+    """What modules compute is compared over meshes, and on all ranks; a model whose ranks differ is not saved."""
+    found = same_on_all(pool.run(semantics.other_settings, 2, directory=str(tmp_path)))
+    words = {
+        "heads": "num_attention_heads: saved 8, model has 16 (self_attention.core_attention, self_attention)",
+        "rows": "qkv_weight_interleaved: saved False, model has True (self_attention)",
+        "activation": "activation: saved swiglu, model has geglu (layernorm_mlp)",
+        "one rank": "eps: saved 1e-05, model has 0.001 (layernorm_mlp, self_attention.layernorm_qkv)",
+    }
+    for name, text in words.items():
+        for tp in (1, 2):
+            kind, got = found[f"{name}, tp={tp}"]
+            assert kind == "CheckpointError" and text in got, got
+    assert (
+        "settings of modules of the model" in found["save"][1]
+        and "rank(s) 1 differ from rank 0" in found["save"][1]
+    )
 
 
 @pytest.mark.parametrize("allow", [None, ["third.*"]], ids=["strict", "allow"])

@@ -1,0 +1,365 @@
+"""Pairs of models whose tensors have the same names and shapes: refused or noted as the page says, and rightly so."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest, saving
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.semantics import SETTINGS, differences, from_json, semantics_of
+
+Build = Callable[..., nn.Module]
+#: How both models are made, the arguments of one, and those of the other.
+Pair = tuple[Build, dict[str, Any], dict[str, Any]]
+
+ROOT = Path(__file__).parents[2]
+LAYER = {
+    "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_gqa_groups": 2, "fuse_qkv_params": True,
+    "activation": "swiglu", "normalization": "RMSNorm", "qk_norm_type": "L2Normalization", "device": "cpu",
+}  # fmt: skip
+FEW, MANY = ({"num_attention_heads": h, "num_gqa_groups": h // 4, "kv_channels": 32 // h} for h in (4, 8))
+CLAMPED = {"activation": "clamped_swiglu"}
+DECODER = {"layer_type": "decoder"}
+
+
+def page() -> dict[str, str]:
+    """What the documentation says of each setting."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \| (error|strict|note|names) \|", text, re.M)
+    return {name: effect for names, effect in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+class Attention(nn.Module):
+    """Attention without weights, and something to load."""
+
+    def __init__(self, te: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.attention = te.DotProductAttention(4, 8, **kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)) for part in self.qkv(x).chunk(3, -1))
+        return self.attention(q, k[:5], v[:5], attention_mask=None)
+
+
+class Norm(nn.Module):
+    """A norm that is nobody's."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+
+class Rotary(nn.Module):
+    """A rotary embedding whose frequencies are in no checkpoint."""
+
+    def __init__(self, te: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.rope = te.attention.RotaryPositionEmbedding(8, **kwargs)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rope(12) * self.scale
+
+
+def layer(te: Any, **kwargs: Any) -> nn.Module:
+    return te.TransformerLayer(**{**LAYER, **kwargs})
+
+
+def after_linear(make: Build, te: Any, **kwargs: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), make(te, **kwargs))
+
+
+def op(name: str) -> Build:
+    return functools.partial(after_linear, lambda te, **kwargs: getattr(te.ops, name)(**kwargs))
+
+
+def torch_op(name: str, *args: Any) -> Build:
+    return functools.partial(after_linear, lambda te, **kwargs: getattr(nn, name)(*args, **kwargs))
+
+
+def ending(te: Any, **last: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), *(make() for make in last.values()))
+
+
+def apply(te: Any, model: nn.Module) -> torch.Tensor:
+    """A forward in which every setting has a say: positions, more keys than queries, values beyond limits."""
+    x = 3 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(5))
+    if not isinstance(model, te.TransformerLayer):
+        return model(x)
+    kwargs: dict[str, Any] = {"rotary_pos_emb": te.attention.RotaryPositionEmbedding(model.kv_channels)(9)}
+    if model.layer_type == "decoder":
+        kwargs["encoder_output"] = torch.randn(9, 2, 32, generator=torch.Generator().manual_seed(6))
+    return model(x, **kwargs)
+
+
+NO_MASK = {"attn_mask_type": "no_mask"}
+NEAR = {**NO_MASK, "window_size": (1, 1)}
+EIGHT = {"pretrained_max_position_embeddings": 8}
+WINDOW = {"enc_dec_window_size": (2, 2), **DECODER}
+#: By the setting that differs.
+PAIRS: dict[str, Pair] = {
+    "eps": (layer, {}, {"layernorm_epsilon": 1e-1}),
+    "zero_centered_gamma": (layer, {}, {"zero_centered_gamma": True}),
+    "activation": (layer, {}, {"activation": "geglu"}),
+    "activation_params": (layer, CLAMPED, {**CLAMPED, "activation_params": {"limit": 0.1}}),
+    "approximate": (torch_op("GELU"), {}, {"approximate": "tanh"}),
+    "limit": (op("ClampedSwiGLU"), {}, {"limit": 0.1}),
+    "alpha": (op("ClampedSwiGLU"), {}, {"alpha": 1.0}),
+    "glu_linear_offset": (op("ClampedSwiGLU"), {}, {"glu_linear_offset": 0.0}),
+    "glu_interleave_size": (op("SwiGLU"), {}, {"glu_interleave_size": 8}),
+    "beta1": (op("SiTUGLU"), {}, {"beta1": 1.0}),
+    "beta2": (op("SiTUGLU"), {}, {"beta2": 0.1}),
+    "scale": (op("ConstantScale"), {"scale": 1.0}, {"scale": 2.0}),
+    "shape": (op("Reshape"), {"shape": (6, 64)}, {"shape": (12, 32)}),
+    "num_attention_heads": (layer, FEW, MANY),
+    "num_gqa_groups": (layer, FEW, MANY),
+    "kv_channels": (layer, FEW, MANY),
+    "qkv_weight_interleaved": (layer, {}, {"qkv_weight_interleaved": False}),
+    "softmax_scale": (Attention, {}, {"softmax_scale": 1.0}),
+    "softmax_type": (Attention, {}, {"softmax_type": "off-by-one"}),
+    "softcap": (layer, {}, {"softcap": 0.1}),
+    "attn_mask_type": (Attention, {}, NO_MASK),
+    "self_attn_mask_type": (layer, {}, {"self_attn_mask_type": "no_mask"}),
+    "enc_dec_attn_mask_type": (layer, DECODER, {**DECODER, "enc_dec_attn_mask_type": "causal"}),
+    "window_size": (layer, {}, {"window_size": (1, 0)}),
+    "enc_dec_window_size": (layer, DECODER, WINDOW),
+    "bottom_right_diagonal": (Attention, NEAR, {**NEAR, "bottom_right_diagonal": False}),
+    "enc_dec_bottom_right_diagonal": (layer, WINDOW, {**WINDOW, "enc_dec_bottom_right_diagonal": False}),
+    "rotary_pos_interleaved": (layer, {}, {"rotary_pos_interleaved": True}),
+    "interleaved": (Rotary, {}, {"interleaved": True}),
+    "seq_len_interpolation_factor": (
+        Rotary, EIGHT, {**EIGHT, "seq_len_interpolation_factor": 2}
+    ),
+    "pretrained_max_position_embeddings": (
+        Rotary, {"seq_len_interpolation_factor": 2}, {**EIGHT, "seq_len_interpolation_factor": 2}
+    ),
+    "qk_norm_type": (layer, {}, {"qk_norm_type": None}),
+    "qk_norm_eps": (layer, {}, {"qk_norm_eps": 1.0}),
+    "parallel_attention_mlp": (layer, {}, {"parallel_attention_mlp": True}),
+    "apply_residual_connection_post_layernorm": (layer, {}, {"apply_residual_connection_post_layernorm": True}),
+    "class": (ending, {"last": nn.SiLU}, {"last": nn.GELU}),
+    "num_heads": (torch_op("MultiheadAttention", 32), {"num_heads": 4}, {"num_heads": 2}),
+    "qkv_format": (Attention, {}, {"qkv_format": "bshd"}),
+    "attn_input_format": (layer, {}, {"attn_input_format": "bshd"}),
+    "batch_first": (torch_op("MultiheadAttention", 32, 4), {}, {"batch_first": True}),
+    "padding_idx": (torch_op("Embedding", 4, 4), {}, {"padding_idx": 0}),
+    "hidden_dropout": (layer, {}, {"hidden_dropout": 0.5}),
+    "attention_dropout": (layer, {}, {"attention_dropout": 0.5}),
+    "drop_path_rate": (layer, {}, {"drop_path_rate": 0.5}),
+    "p": (op("Dropout"), {"p": 0.1}, {"p": 0.2}),
+    "dropout": (torch_op("MultiheadAttention", 32, 4), {}, {"dropout": 0.1}),
+    "momentum": (torch_op("BatchNorm1d", 2), {}, {"momentum": 0.2}),
+    "label_smoothing": (torch_op("CrossEntropyLoss"), {}, {"label_smoothing": 0.1}),
+}  # fmt: skip
+#: The same function, said otherwise.
+EQUALS: dict[str, Pair] = {
+    "nothing": (layer, {}, {}),
+    "a window that the mask implies": (layer, {}, {"window_size": (-1, 0)}),
+    "groups that are heads": (layer, {"num_gqa_groups": None}, {"num_gqa_groups": 4}),
+    "defaults of an activation": (
+        layer,
+        CLAMPED,
+        {**CLAMPED, "activation_params": {"limit": 7.0, "alpha": 1.702}},
+    ),
+    "a diagonal that the mask implies": (Attention, NO_MASK, {**NO_MASK, "bottom_right_diagonal": True}),
+    "a mask of the other attention": (layer, {}, {"enc_dec_attn_mask_type": "causal"}),
+    "the scale of a head": (Attention, {}, {"softmax_scale": 8**-0.5}),
+    "layer numbers and speed": (layer, {}, {"layer_number": 7, "fuse_wgrad_accumulation": True}),
+    "memory": (torch_op("ReLU"), {}, {"inplace": True}),
+}
+NOTES: dict[str, Pair] = {
+    "padding": (layer, {}, {"self_attn_mask_type": "padding_causal"}),
+    "Identity": (ending, {"last": nn.Identity}, {"last": nn.Dropout}),
+    "torch": (
+        lambda te, stock: (nn if stock else te).RMSNorm(32, eps=1e-5, device="cpu"),
+        {"stock": 1},
+        {"stock": 0},
+    ),
+    "a class of the user": (lambda te, cls: cls(32, eps=1e-5), {"cls": Norm}, {"cls": nn.RMSNorm}),
+    "a module more": (ending, {}, {"last": nn.Flatten}),
+}
+
+
+#: Of modules that are called otherwise, or that the emulation does not run.
+OTHER_INPUTS = {
+    "batch_first", "padding_idx", "momentum", "label_smoothing", "num_heads", "dropout", "qkv_format", "beta1", "beta2",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[nn.Module, Path]]:
+    """A model and its checkpoint; those made alike are one."""
+    done: dict[str, tuple[nn.Module, Path]] = {}
+
+    def make(build: Build, kwargs: dict[str, Any]) -> tuple[nn.Module, Path]:
+        key = f"{id(build)} {kwargs}"
+        if key not in done:
+            torch.manual_seed(0)
+            model, path = build(te, **kwargs).eval(), tmp_path_factory.mktemp("saved") / "a"
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)  # zeros and ones of biases and norms have no say
+            checkpoint.save(path, model)
+            done[key] = model, path
+        return done[key]
+
+    return make
+
+
+def test_the_page_lists_every_setting() -> None:
+    known = {name: setting.effect for name, setting in SETTINGS.items()}
+    extra = {"class": "error", "recipes": "note", "settings": "strict"}
+    assert page() == known | extra
+    hard = {
+        "normalization",
+        "attention_type",
+        "layer_type",
+        "output_layernorm",
+    }  # other names of parameters as well
+    unlikely = {"scale_bias", "tanh_clamp_scale", "num_householder", "qk_norm_before_rope", "rotary_base"}
+    noted = {"scale_grad_by_freq", "ignore_index", "reduction"}
+    names = {name for name, effect in page().items() if effect == "names"}
+    assert set(page()) - set(PAIRS) == names | hard | unlikely | noted | {"recipes", "settings"}
+
+
+def needs_2_20(te: Any) -> None:
+    if not hasattr(te.ops, "SiTUGLU"):
+        pytest.skip("TransformerEngine before 2.20 has no such setting")
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_setting_differs(te: Any, saved: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    if name in ("beta1", "beta2", "softcap"):
+        needs_2_20(te)
+    build, one, other = PAIRS[name]
+    model, path = saved(build, one)
+    torch.manual_seed(1)
+    here = build(te, **other).eval()
+    before = [parameter.detach().clone() for parameter in here.parameters()]
+    effect = page().get(name, "error")
+    if effect == "note":
+        loaded = checkpoint.load(path, here)
+        assert loaded.is_complete and any(f"{name}: saved " in note for note in loaded.notes)
+        assert caplog.text.count(f"{name}: saved ") == 1
+    else:
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: saved .*, model has .*Nothing was loaded.*allow="
+        ):
+            checkpoint.load(path, here, strict=effect == "strict")
+        with pytest.raises(CheckpointError, match=f"{name}: saved "):
+            checkpoint.load(path, here)
+        assert all(map(torch.equal, before, here.parameters())), "nothing was changed"
+        loaded = checkpoint.load(path, here, allow=["*"])
+        assert any(key.rpartition(".")[2] == name for key in loaded.left)
+    if name not in OTHER_INPUTS:
+        with torch.no_grad():
+            outputs = [apply(te, m) for m in (model, here)]
+        same = outputs[0].shape == outputs[1].shape and torch.equal(*outputs)
+        assert same == (effect == "note"), "whether the function is the same"
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_settings_that_act_alike(te: Any, saved: Any, name: str) -> None:
+    build, one, other = EQUALS[name]
+    here = build(te, **other).eval()
+    loaded = checkpoint.load(saved(build, one)[1], here)
+    assert loaded.is_complete and not loaded.notes and not loaded.converted
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_harmless_differences(te: Any, saved: Any, name: str) -> None:
+    build, one, other = NOTES[name]
+    loaded = checkpoint.load(saved(build, one)[1], build(te, **other).eval())
+    assert loaded.is_complete and len(loaded.notes) == 1
+
+
+def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
+    """Modules of many layers stand there as a pattern, single ones by their names; what is allowed is not told."""
+
+    def stack(te: Any, **kwargs: Any) -> nn.Module:
+        return nn.ModuleDict(
+            {"layers": nn.ModuleList([layer(te) for _ in range(4)]), "norm": nn.LayerNorm(32, **kwargs)}
+        )
+
+    path, here = saved(stack, {})[1], stack(te, eps=1e-3)
+    for one in here["layers"]:
+        one.layernorm_mlp.zero_centered_gamma = True
+    here["layers"][2].layernorm_mlp.eps = 1e-3
+    gamma = r"zero_centered_gamma: saved False, model has True \(layers.\*.layernorm_mlp: 4 modules\)"
+    every = rf"fit: {gamma}; eps: saved 1e-05, model has 0.001 \(layers.2.layernorm_mlp, norm\). Nothing"
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=every):
+            checkpoint.load(path, here, strict=strict)
+    with pytest.raises(
+        CheckpointError, match=r"a does not fit: eps: saved 1e-05, model has 0.001 \(norm\). Nothing"
+    ):
+        checkpoint.load(path, here, allow=["layers.*"])
+    loaded = checkpoint.load(path, here, allow=["layers.*", "norm.eps"])
+    assert loaded.left["norm.eps"] == "saved 1e-05, model has 0.001" and len(loaded.left) == 6
+    assert here["norm"].eps == 1e-3, "a model keeps its settings"
+
+
+def test_checkpoints_without_a_record(te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not recorded is asked for, where the model has settings that matter; nothing is asked of others."""
+    model, plain, torchs = layer(te), nn.Linear(4, 4), nn.LayerNorm(4)
+    describe = saving._describe
+    monkeypatch.setattr(saving, "_describe", lambda *args: replace(describe(*args), semantics=None))
+    for name, one in (("a", model), ("plain", plain), ("torch", torchs)):
+        checkpoint.save(tmp_path / name, one)
+    assert (
+        main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "converted"), "--to", "checkpoint"]) == 0
+    )
+    asks = r'settings: saved none, model has activation swiglu, .*eps 1e-.*_gamma False.*allow=\["settings"\]'
+    for name in ("a", "converted"):
+        with pytest.raises(CheckpointError, match=asks):
+            checkpoint.load(tmp_path / name, model)
+    for way in ({"allow": "settings"}, {"strict": False}):
+        assert "activation swiglu" in checkpoint.load(tmp_path / "a", model, **way).left["settings"]
+    loaded = checkpoint.load(tmp_path / "plain", plain)
+    assert loaded.is_complete and not loaded.notes
+    loaded = checkpoint.load(tmp_path / "torch", torchs)
+    assert loaded.is_complete and loaded.notes == ["settings: saved none, model has eps 1e-05"]
+
+
+def test_files_of_other_kinds_have_no_record(te: Any, tmp_path: Path) -> None:
+    model = layer(te)
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+    dcp.save(weights, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert (
+        main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "converted"), "--to", "checkpoint"]) == 0
+    )
+    for name in ("a", "converted"):
+        loaded = checkpoint.load(tmp_path / name, model)
+        assert loaded.is_complete
+        assert any("settings: saved none, model has activation" in note for note in loaded.notes)
+
+
+def test_versions_of_te_that_lack_a_setting(te: Any, saved: Any) -> None:
+    """Such a setting counts as the value by which that version acts; one that nobody knows is noted."""
+    needs_2_20(te)
+    path = saved(layer, {})[1]
+    old = manifest.read_manifest(path)
+    for one in old.semantics["kinds"]:
+        one["settings"].pop("softcap", None)
+    here = semantics_of(layer(te))
+    assert differences(from_json(old.semantics), here) == []
+    capped = layer(te)
+    capped.softcap = 2.0
+    found = differences(from_json(old.semantics), semantics_of(capped))
+    assert [(d.name, d.then, d.now, d.effect) for d in found] == [("softcap", 0.0, 2.0, "error")]
+    for one in old.semantics["kinds"]:
+        one["settings"].pop("attention_type", None)
+    found = differences(from_json(old.semantics), here)
+    assert {d.effect for d in found} == {"note"} and {d.then for d in found} == {"not known"}
