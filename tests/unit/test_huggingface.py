@@ -334,6 +334,23 @@ def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Modul
     assert all(torch.equal(lazy.whole(), after[name].whole()) for name, lazy in before.items())
 
 
+def test_one_parameter_for_all_experts(
+    te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    config, folder = originals["mixtral"].config, tmp_path / "mixtral"
+    originals["mixtral"].save_pretrained(folder)
+    model = TeModel(te, hf.read_config(config), config=config)
+    single = {"bias": False, "device": "cpu", "single_grouped_weight": True, "use_grouped_tensor": True}
+    model.layers[1].experts.fc1 = te.GroupedLinear(4, 32, 128, **single)
+    model.layers[1].experts.fc2 = te.GroupedLinear(4, 64, 32, **single)
+    assert "layers.1.experts.fc1.weight" in dict(model.named_parameters())
+    hf.load_huggingface(folder, model)
+    hf.save_huggingface(tmp_path / "back", model, config=config)
+    before, after = (open_safetensors(path)[0] for path in (folder, tmp_path / "back"))
+    assert all(torch.equal(lazy.whole(), after[name].whole()) for name, lazy in before.items())
+
+
 class Watch(TorchDispatchMode):
     """The most bytes of tensors that were made under it and lived at a time."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.manifest import read_manifest, write_manifest
+from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.contents import empty_manifest
@@ -19,6 +19,7 @@ from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
+from tests.unit.damage import as_format_2
 from tests.unit.huggingface_models import TeModel
 
 CONFIG = {
@@ -106,7 +107,7 @@ def test_another_layout_is_noticed(
     ):
         checkpoint.load(saved, model)
     assert ckpt("export", saved, tmp_path / "back", "--like", folder) == 0, "the manifest tells"
-    _forget_semantics(saved)
+    as_format_2(saved)
     old = ("export", saved, tmp_path / "old", "--like", folder)
     assert ckpt(*old) == 1
     lacking = "zero_centered_gamma, final_norm_zero_centered"
@@ -121,13 +122,6 @@ def test_another_layout_is_noticed(
     assert "semantics (eps, activation, window, ...) are not recorded" in capsys.readouterr().out
     told, known = (open_safetensors(tmp_path / name)[0] for name in ("old", "back"))
     assert all(torch.equal(told[name].whole(), known[name].whole()) for name in known)
-
-
-def _forget_semantics(path: Path) -> None:
-    """As a checkpoint that an older te_fsdp has written."""
-    manifest = read_manifest(path)
-    manifest.semantics = None
-    write_manifest(path, manifest)
 
 
 @pytest.mark.parametrize(
