@@ -8,10 +8,11 @@ from pathlib import Path
 from te_fsdp.checkpoint.collective import all_agree, gather, rank, world_size
 from te_fsdp.checkpoint.compare import check_metadata
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
-from te_fsdp.checkpoint.manifest import Manifest, check_files
+from te_fsdp.checkpoint.manifest import Manifest, Tick, check_files, read_manifest
 from te_fsdp.checkpoint.retention import in_use
+from te_fsdp.errors import CheckpointError
 
-__all__ = ["verify", "verify_together"]
+__all__ = ["problems_of", "verify", "verify_together"]
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -27,6 +28,17 @@ def verify(path: str | os.PathLike[str]) -> None:
         manifest = open_checkpoint(source)
         damaged(source, check_files(source, manifest, checksums=True))
         check_metadata(source, manifest)
+
+
+def problems_of(path: Path, tick: Tick) -> list[str]:
+    """Everything that is wrong with a checkpoint: manifest, files, and the two against DCP's metadata; in words."""
+    try:
+        problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
+        if not problems:
+            check_metadata(path, open_checkpoint(path))
+    except CheckpointError as error:
+        return [str(error)]
+    return problems
 
 
 def verify_together(source: Path, manifest: Manifest) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.portable.checking import file_problems
+from te_fsdp.checkpoint.manifest import check_files
 from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents
 from te_fsdp.checkpoint.portable.convert import (
     Transform,
@@ -133,7 +133,7 @@ def _open(source: Path, chosen: Choices, checksums: bool, as_json: bool) -> Cont
     manifest = contents.manifest
     total = sum(listed[0] for listed in manifest.files.values())
     with bytes_bar(f"verifying {contents.source.name}", total, show_bar(as_json)) as tick:
-        problems = file_problems(contents.source, manifest, tick)
+        problems = check_files(contents.source, manifest, checksums=True, tick=tick)
     if problems:
         raise CheckpointError(
             message(
