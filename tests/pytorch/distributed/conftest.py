@@ -19,7 +19,6 @@ from matrix import rotation
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
 _POOLS = pytest.StashKey["Pools"]()
-_SEED = pytest.StashKey[int]()
 
 
 class Pools:
@@ -90,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--matrix-seed",
         type=int,
         default=None,
-        help="which cases tests with the mark `covering` run (default: today's; the header says it)",
+        help="which cases test_matrix.py and tests with the mark `covering` run (default: today's; the header says it)",
     )
     group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
 
@@ -118,14 +117,12 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", line)
     config.stash[_POOLS] = Pools()
-    seed = config.getoption("--matrix-seed", default=None)
-    config.stash[_SEED] = rotation.seed_of_today() if seed is None else seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return (
         f"te_fsdp distributed tests: device {devices.device_type()}, backend {devices.backend()}, "
-        f"--matrix-seed {config.stash[_SEED]}"
+        f"--matrix-seed {rotation.seed_of(config)}"
     )
 
 
@@ -174,7 +171,8 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("covering")
         parameters = [item.callspec.params for item in cases]
         taken = {
-            cases[place] for place in rotation.chosen(parameters, **mark.kwargs, seed=config.stash[_SEED])
+            cases[place]
+            for place in rotation.chosen(parameters, **mark.kwargs, seed=rotation.seed_of(config))
         }
         left |= {item for item in cases if item not in taken and not _is_asked_for(config, item)}
     if left:
@@ -237,7 +235,7 @@ def device_type() -> str:
 @pytest.fixture(scope="session")
 def matrix_seed(request: pytest.FixtureRequest) -> int:
     """What decides whose turn it is today; the header prints it, `--matrix-seed` sets it."""
-    return request.config.stash[_SEED]
+    return rotation.seed_of(request.config)
 
 
 @pytest.fixture(scope="session")

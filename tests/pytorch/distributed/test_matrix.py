@@ -1,16 +1,18 @@
 """Every recipe through every module, on every mesh, with every option, by value against one process with stock TE.
 
 `matrix.definitions` says what is combined and what is refused, `matrix.tolerances` how close is close enough.
-By default a covering part runs. On 4 GPUs: `pytest tests/pytorch/distributed/test_matrix.py --matrix subset`.
+By default a covering part runs, another one each day. On 4 GPUs:
+`pytest tests/pytorch/distributed/test_matrix.py --matrix subset`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
 from harness import BodyFailed
-from matrix import bodies
+from matrix import bodies, rotation
 from matrix.definitions import MESHES, Case, Refusal, default, every_format, full, refused, subset
 from parity.runs import ENVIRONMENT
 
@@ -21,7 +23,8 @@ os.environ.update(ENVIRONMENT)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     arch = {"test_blackwell": "10.0", "test_hopper": "9.0"}.get(metafunc.definition.name)
     if arch is not None:
-        wanted = {"covering": default, "formats": every_format, "full": full, "subset": subset}[
+        today = functools.partial(default, rotation.seed_of(metafunc.config))
+        wanted = {"covering": today, "formats": every_format, "full": full, "subset": subset}[
             metafunc.config.getoption("--matrix", "covering")
         ]
         cases = [_param(case) for case in wanted() if case.arch == arch]

@@ -69,7 +69,7 @@ def check(results: list[dict], recipe: str, quantized: bool) -> None:
         )
 
 
-@pytest.mark.covering()
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("kind", "recipe", "quantized", "mesh"), _cases())
 def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
     dp_replicate, tp, ranks = mesh

@@ -14,10 +14,8 @@ from experts.bodies import _part, batch
 from experts.model import build
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from checkpointing.bodies import _bytes, differing
+from checkpointing.bodies import _bytes, differing, first_steps
 from checkpointing.mistakes import error_of
-
-STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,9 @@ class Run:
 
             self.optimizer = FusedAdam(groups, lr=2e-3, master_weights=True)
 
-    def train(self, steps: int = STEPS) -> list[float]:
-        """Losses of so many steps; the same ones every time."""
-        return [self._step(step) for step in range(steps)]
+    def train(self) -> list[float]:
+        """Losses of the steps before a save; the same ones every time."""
+        return [self._step(step) for step in range(first_steps(self.case.recipe))]
 
     def _step(self, step: int) -> float:
         data = batch(self.case.recipe, self.case.weights, self.case.experts, "uneven", step)

@@ -34,16 +34,20 @@ def covering(
     factors: Mapping[str, Sequence[Any]],
     allowed: Allowed,
     cost: Callable[[dict[str, Any]], int] = lambda case: 0,
+    seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Cases that contain every pair of values which some allowed case contains; always the same ones.
+    """Cases that contain every pair of values which some allowed case contains; always the same ones for a seed.
 
     Args:
         factors: Name -> values.
         allowed: Whether a whole case may occur.
         cost: Of cases that bring equally many missing pairs the cheapest is taken.
+        seed: Decides between those that are equal in this too; 0 takes the first.
     """
     names = tuple(factors)
     everything = list(all_cases(factors, allowed))
+    if seed:
+        random.Random(seed).shuffle(everything)
     contents = [frozenset(pairs_of(case, names)) for case in everything]
     return [everything[place] for place in cover(contents, lambda place: cost(everything[place]))]
 

@@ -22,6 +22,12 @@ def seed_of_today() -> int:
     return datetime.date.today().toordinal()
 
 
+def seed_of(config: Any) -> int:
+    """The seed of a run of pytest: what `--matrix-seed` says, else today's."""
+    asked = config.getoption("--matrix-seed", default=None)
+    return seed_of_today() if asked is None else asked
+
+
 def values_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     """The factors of a case and its value of each, as text. A dict or dataclass is as many factors as it has entries.
 
