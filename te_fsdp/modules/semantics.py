@@ -13,7 +13,6 @@ import functools
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -250,12 +249,8 @@ def _known(cls: type) -> _Known | None:
 
 
 def _library(cls: type) -> str | None:
-    for library, package in (("te", "transformer_engine.pytorch"), ("torch", "torch.nn.modules")):
-        if cls.__module__.startswith(f"{package}."):
-            # A class made from a stock one may bear its name and module.
-            stock = getattr(sys.modules.get(cls.__module__), cls.__name__, None)
-            return library if stock is cls else None
-    return None
+    packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
+    return next((library for library, name in packages.items() if cls.__module__.startswith(name)), None)
 
 
 def _plain_values(names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, Any]]:
