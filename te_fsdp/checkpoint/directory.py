@@ -1,25 +1,30 @@
-"""Directories of checkpoints: a save that is visible only when whole, and finding whole ones.
+"""Directories of checkpoints: what is written is visible only when whole, and by one job at a time; finding whole ones.
 
-A save writes into a hidden directory beside its target and renames it at the end; an old checkpoint is renamed
-before its files are removed. What a killed job leaves behind is hidden, never taken for a checkpoint, and removed
-by a later save.
+A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.locks`), and
+renames it at the end; an old checkpoint is renamed before its files are removed. What a killed job leaves behind is
+hidden, never taken for a checkpoint, and removed by a later save. All this holds for what is converted, too.
 
-    DIR/step-100                                     whole
-    DIR/.step-200.te_fsdp-saving.HOST.PID.TOKEN      being written, or left by a killed job
-    DIR/.step-50.te_fsdp-removing.HOST.PID.TOKEN     being removed, or left by a killed job
+    DIR/step-100                              whole
+    DIR/.step-200.te_fsdp-lock/OWNER          taken by whoever writes step-200
+    DIR/.step-200.te_fsdp-saving.OWNER        being written, or left by a killed job
+    DIR/.step-50.te_fsdp-removing.OWNER       being removed, or left by a killed job
+    DIR/.step-60.te_fsdp-replaced.OWNER       its place is being taken, or was when the job was killed
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
-import secrets
+import re
 import shutil
-import socket
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, take
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -27,117 +32,263 @@ from te_fsdp.checkpoint.manifest import (
     check_files,
     checksum,
     read_manifest,
+    save_number,
 )
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
+    "REMOVING",
     "begin",
     "commit",
     "damaged",
     "discard",
     "hidden_name",
+    "in_order",
     "latest",
+    "new_directory",
+    "new_file",
+    "next_number",
     "open_checkpoint",
+    "remove",
+    "sync",
+    "telling_full",
     "visible",
-    "sync_directory",
 ]
 
 _log = logging.getLogger("te_fsdp")
-_SAVING, _REMOVING = ".te_fsdp-saving.", ".te_fsdp-removing."
+_SAVING, REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
+_HIDDEN = re.compile(rf"\.(.+)({_SAVING}|{REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
 #: After so many seconds a temporary directory of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
+_FULL = {
+    errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
+    errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
+    errno.EFBIG: ("a file would be too large", "raise the limit (ulimit -f), or that of the file system"),
+}
 
 
-def begin(target: Path) -> Path:
-    """Make the hidden directory of a save, and remove what killed saves have left beside it.
+def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> Path:
+    """Take the lock of a target, remove what killed jobs have left beside it, and make the hidden directory.
 
-    Rank 0 alone calls this.
+    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it.
+
+    Args:
+        target: What is to appear.
+        force: Whether it may take the place of what lies there; ``None`` in a save, which may not.
+        is_file: Whether it is a file, of which the hidden path is returned only.
 
     Raises:
-        CheckpointError: Something lies at the target already.
+        CheckpointError: Another process writes this target, something lies there already, or the disk is full.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(
-            message(
-                f"{target}: exists already",
-                expected="a path where nothing lies, or an empty directory",
-                why="A checkpoint is replaced by nobody, so that a crash can never damage one",
-                fix="save under another name, such as step-<number>, or remove the old one first",
-            )
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for mark in (_SAVING, _REMOVING):
-        for left in target.parent.glob(f".*{mark}*"):
-            if _is_abandoned(left, mark, target):
-                _log.info("removing %s, left by a job that was killed", left)
-                shutil.rmtree(left, ignore_errors=True)
-    temporary = hidden_name(target, saving=True)
-    temporary.mkdir()
+    owner = Owner.new()
+    with telling_full(target):
+        if not target.parent.exists():  # else what is wrong with it shows below
+            target.parent.mkdir(parents=True, exist_ok=True)
+        take(target, owner)
+        temporary = hidden_name(target, _SAVING, owner)
+        try:
+            for left in target.parent.glob(".*.te_fsdp-*"):
+                _remove_left(left, target)
+            _check_free(target, force)
+            if not is_file:
+                temporary.mkdir()
+        except BaseException:
+            discard(temporary)
+            raise
     return temporary
 
 
-def hidden_name(target: Path, *, saving: bool) -> Path:
-    """A new name beside a checkpoint, for it while it is being written, or being removed."""
-    mark = _SAVING if saving else _REMOVING
-    return target.parent / f".{target.name}{mark}{_machine()}.{os.getpid()}.{secrets.token_hex(4)}"
+def hidden_name(path: Path, mark: str, owner: Owner | None = None) -> Path:
+    """A new name beside a checkpoint, for it while it is being written, or removed."""
+    return path.with_name(f".{path.name}{mark}.{owner or Owner.new()}")
+
+
+def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
+    """Make what was written visible, durably, and give the lock back. Local operation.
+
+    Of a save, rank 0 alone calls this, after all ranks have written.
+
+    Raises:
+        CheckpointError: Something lies at the target by now, or another process has its lock. :func:`discard` is
+            still to be called.
+    """
+    owner = _owner_of(temporary)
+    check(target, owner)
+    _check_free(target, force)
+    sync(temporary)
+    aside = None
+    if target.is_dir() or (temporary.is_dir() and os.path.lexists(target)):  # files are replaced in one step
+        aside = hidden_name(target, _REPLACED, owner)
+        os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    sync(target.parent)
+    release(target, owner)
+    if aside is not None:
+        remove(aside)
 
 
 def discard(temporary: Path) -> None:
-    """Remove the hidden directory of a save that failed. Rank 0 alone calls this."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Remove the hidden path of what failed, and give the lock back. Nothing after :func:`commit`. Local operation."""
+    remove(temporary)
+    found = _HIDDEN.fullmatch(temporary.name)
+    assert found is not None
+    release(temporary.with_name(found[1]), _owner_of(temporary))
 
 
-def _is_abandoned(left: Path, mark: str, target: Path) -> bool:
-    """Whether nobody works on a hidden directory any more.
+def _owner_of(hidden: Path) -> Owner:
+    owner = Owner.parse(hidden.name.rpartition(f"{_SAVING}.")[2])
+    assert owner is not None, hidden
+    return owner
 
-    It is of the same checkpoint's save, or its process on this machine is dead, or it is a day old.
+
+def _check_free(target: Path, force: bool | None) -> None:
+    if force or not os.path.lexists(target):
+        return
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        return
+    raise CheckpointError(
+        message(
+            f"{target}: exists already",
+            expected="a path where nothing lies, or an empty directory",
+            why="What lies there is replaced by nobody, so that a crash can never damage it",
+            fix="save under another name, such as step-<number>, or remove the old one first"
+            if force is None
+            else "choose another path, or replace what lies there with --force",
+        )
+    )
+
+
+def _remove_left(left: Path, target: Path) -> None:
+    """Remove a hidden path that nobody works on any more.
+
+    Its process is known to be dead, or has lost the target's lock to this one, or gave no sign of life for a day.
     """
-    name, _, owner = left.name.partition(mark)
-    if name == f".{target.name}" and mark == _SAVING:
-        return True
-    host, _, rest = owner.partition(".")
-    pid = rest.partition(".")[0]
-    if host == _machine() and pid.isdigit():
-        return not _is_alive(int(pid))
+    found = _HIDDEN.fullmatch(left.name)
+    if found is None:
+        return
+    name, mark, text = found.groups()
+    if mark == LOCK and text is None:
+        release_dead(left)
+        return
+    known = Owner.parse(text or "")
+    alive = known.is_alive() if known is not None else None
     try:
-        return time.time() - left.stat().st_mtime > _ABANDONED
+        silent = time.time() - left.stat().st_mtime > _ABANDONED
     except OSError:
-        return False
+        return  # somebody else has removed it
+    if alive or (alive is None and not silent and (name != target.name or mark != _SAVING)):
+        return
+    _log.info("%s was left by a job that was killed", left)
+    place = left.with_name(name)
+    if mark != _REPLACED or os.path.lexists(place):
+        remove(left)
+    elif place == target:  # the only copy; of other targets it waits for those who hold their locks
+        os.rename(left, place)
 
 
-def _machine() -> str:
-    """Where a process id means what it means here. Containers may share a host's name, and not its process ids."""
-    host = socket.gethostname().replace(".", "-")
+@contextmanager
+def new_directory(target: Path, *, force: bool = False, needed: int | None = None) -> Iterator[Path]:
+    """Yield a hidden directory beside ``target``, which becomes ``target`` when the block ends well.
+
+    Args:
+        target: Where the directory shall lie.
+        force: Replace what lies there; it stays until the new one is whole.
+        needed: Bytes that will be written, for messages.
+
+    Raises:
+        CheckpointError: Something lies there already, another process writes it, or it cannot be written.
+    """
+    with _new(target, force, needed, is_file=False) as temporary:
+        yield temporary
+        for path in temporary.rglob("*"):
+            sync(path)
+
+
+@contextmanager
+def new_file(target: Path, *, force: bool = False, needed: int | None = None) -> Iterator[Path]:
+    """Yield a hidden path beside ``target`` for a file, which becomes ``target`` when the block ends well.
+
+    See :func:`new_directory`.
+    """
+    with _new(target, force, needed, is_file=True) as temporary:
+        yield temporary
+
+
+@contextmanager
+def _new(target: Path, force: bool, needed: int | None, *, is_file: bool) -> Iterator[Path]:
     try:
-        return f"{host}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # no Linux
-        return host
+        with telling_full(target, needed):
+            temporary = begin(target, force=force, is_file=is_file)
+            try:
+                yield temporary
+                commit(temporary, target, force=force)
+            finally:
+                discard(temporary)
+    except OSError as error:
+        place = error.filename or target
+        raise CheckpointError(
+            message(
+                f"{target}: cannot be written ({error.strerror or error}: {place})",
+                why="Nothing has appeared there",
+                fix="check the path and the permissions",
+            )
+        ) from error
 
 
-def _is_alive(pid: int) -> bool:
+@contextmanager
+def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
+    """Say of a full disk that it is full, whatever was made of the system's error on its way here.
+
+    Args:
+        target: What is being written.
+        needed: Bytes that this process has to write.
+
+    Raises:
+        CheckpointError: In the place of an error that comes from a full disk, a quota or a limit.
+    """
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        yield
+    except BaseException as error:
+        # DCP's are no Exceptions, and torch.save raises another one when it closes its file.
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in _FULL:
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(cause, OSError):
+            raise
+        what, fix = _FULL[cause.errno]  # type: ignore[index]
+        place = next(path for path in target.parents if path.exists())
+        raise CheckpointError(
+            message(
+                f"{target}: {what} ({cause.strerror})",
+                expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
+                got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
+                fix=f"{fix}, or write elsewhere",
+            )
+        ) from error
 
 
-def commit(temporary: Path, target: Path) -> None:
-    """Make a finished save visible, durably. Rank 0 alone calls this, after all ranks have written."""
-    sync_directory(temporary)
-    os.rename(temporary, target)
-    sync_directory(target.parent)
+def remove(path: Path) -> None:
+    """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush a directory's entries to disk, where the system can."""
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries where the system can, to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError:
-        _log.debug("%s: this file system cannot sync directories", directory)
+    except OSError as error:
+        if error.errno in _FULL or not path.is_dir():  # told late, by file systems over a network
+            raise
+        _log.debug("%s: this file system cannot sync directories", path)
     finally:
         os.close(handle)
 
@@ -145,9 +296,9 @@ def sync_directory(directory: Path) -> None:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint in a directory of checkpoints. Local operation.
 
-    Newest by the time of the save, whatever the names; a rolled-back run therefore finds its own last
-    checkpoint. What is not whole (no readable manifest, files missing or of the wrong size) is passed over
-    with a warning.
+    Newest is what was saved last, by the number that each save gives its checkpoint, whatever the names, the steps and
+    the clock: a rolled-back run finds its own last checkpoint. See :func:`in_order`. What is not whole (no readable
+    manifest, files missing or of the wrong size) is passed over with a warning.
 
     Args:
         directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``.
@@ -155,18 +306,51 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Returns:
         Path of the checkpoint, or ``None`` where there is none, the directory itself included.
     """
-    found: list[tuple[int, str, Path]] = []
-    for path in visible(Path(directory)):
+    while True:
+        seen = visible(Path(directory))
+        newest = next(
+            (path for path, manifest in reversed(in_order(seen)) if _is_whole(path, manifest)), None
+        )
+        if all(path.exists() for path in seen):
+            return newest
+        # Another job's keep_last has removed some, since it has saved newer ones.
+
+
+def _is_whole(path: Path, manifest: Manifest) -> bool:
+    problems = _problems(path, manifest)
+    if problems and path.exists():
+        _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
+    return not problems
+
+
+def in_order(paths: Iterable[Path]) -> list[tuple[Path, Manifest]]:
+    """Those checkpoints whose manifests can be read, the oldest first; the others with a warning. Local operation.
+
+    In the order of their save numbers. Two jobs may give the same one at the same time: then in that of their steps
+    (``extra["step"]``, else the last number in the name). Those of earlier versions of te_fsdp, which have no number,
+    come before all others, in the order of their times.
+    """
+    found = []
+    for path in paths:
         try:
-            manifest = read_manifest(path)
-            problems = _problems(path, manifest)
+            found.append((path, read_manifest(path)))
         except CheckpointError as error:
-            problems, manifest = [str(error)], None
-        if problems or manifest is None:
-            _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
-        else:
-            found.append((manifest.saved_at, path.name, path))
-    return max(found)[2] if found else None
+            if path.exists():  # else another job has removed it
+                _log.warning("%s is passed over: %s", path, error)
+    return sorted(found, key=_age)
+
+
+def _age(checkpoint: tuple[Path, Manifest]) -> tuple[int, int, int, str]:
+    path, manifest = checkpoint
+    step = manifest.extra.get("step")
+    if type(step) is not int:
+        step = int((re.findall(r"\d+", path.name) or [-1])[-1])
+    return manifest.number, 0 if manifest.number else manifest.saved_at, step, path.name
+
+
+def next_number(directory: Path) -> int:
+    """The number of the next save into a directory: one more than the largest there. Local operation."""
+    return 1 + max((save_number(path) for path in visible(directory)), default=0)
 
 
 def _problems(path: Path, manifest: Manifest) -> list[str]:

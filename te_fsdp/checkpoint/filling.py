@@ -19,7 +19,14 @@ from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, shorten
-from te_fsdp.checkpoint.optimizer_loading import main_weight, prepare_loading, restore_groups, shared_numbers
+from te_fsdp.checkpoint.optimizer_loading import (
+    keeping_main_weights,
+    main_weight,
+    prepare_loading,
+    restore_groups,
+    set_main_weight,
+    shared_numbers,
+)
 from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError, message
@@ -62,6 +69,7 @@ class Filling:
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (self.state.members.keys() - set(self.names))
         self.main_loaded: set[str] = set()
+        self.others = keeping_main_weights(self.state.owned.values(), self.optimizer)
 
     def run(self) -> dict[str, Any]:
         """Read everything, then change the model and its optimizer. Collective over the world.
@@ -93,11 +101,16 @@ class Filling:
         for batch in batches(conversions, sizes):
             self._convert(batch, set(delayed))
         for owned in self._members(direct):
-            self._refresh_main_weight(owned, None)
+            self._refresh_main_weights(owned, None)
         if self.optimizer is not None and self.saved_optimizer is not None:
             loaded = self.state.members.keys() - self.left_states
             left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
+        for name in sorted({type(other).__name__ for other in self.others}):
+            self.notes.append(
+                f"{name}, which was not given to load: its main weights are those of the loaded weights, its other "
+                "state is as it was"
+            )
         if homeless:
             self.notes.append(
                 f"values per rank were saved on another mesh, so they are None: {shorten(homeless)}"
@@ -243,7 +256,7 @@ class Filling:
             owned = conversion.owned
             value = live[owned.fqn] if owned.fqn in live else conversion.value()
             conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
-            self._refresh_main_weight(owned, value)
+            self._refresh_main_weights(owned, value)
 
     def _sources(
         self, batch: list[Conversion], device: str | None = None
@@ -263,22 +276,13 @@ class Filling:
                     add_entry(wanted, key, entry)
         return live, wanted
 
-    def _refresh_main_weight(self, owned: Owned, value: torch.Tensor | None) -> None:
-        """A main weight that was not loaded follows the weight, lest the optimizer's step undo the load."""
-        if self.optimizer is None or owned.fqn in self.main_loaded:
-            return
-        # The quantized weight has less than what was read: the main weight is made of the latter.
-        quantized = _te.is_quantized(owned.local)
-        main = main_weight(self.optimizer, owned.parameter, make=quantized and value is not None)
-        if main is None:
-            return
-        if main.dtype == torch.int16:
-            main.zero_()  # what another weight lacked: this one is all there is
-            return
-        if value is None:
-            value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
-        chunk = chunk_in(self.optimizer, owned.parameter)
-        main.copy_(value if chunk is None else chunk.of(value))
+    def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
+        """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
+        if self.optimizer is not None and owned.fqn not in self.main_loaded:
+            # The quantized weight has less than what was read: the main weight is made of the latter.
+            set_main_weight(self.optimizer, owned, value, make=True)
+        for optimizer in self.others:
+            set_main_weight(optimizer, owned, value)
 
 
 def _fill_delayed(entries: dict[str, Entry], slots: dict[str, Entry]) -> None:

@@ -60,8 +60,8 @@ def load(
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one.
         model: The model on its device, sharded or not; what its parameters hold is overwritten.
         optimizer: Over the model's current parameters; its group options are overwritten by the saved ones.
-            ``None``: saved optimizer state is not read. One that keeps main weights and goes on must be given: its
-            next step would put the weights of before back.
+            ``None``: saved optimizer state is not read. Main weights of optimizers that are not given follow the
+            loaded weights, which ``notes`` tells; else their next step would put the weights of before back.
         strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named
             in the result and in a warning. Optimizer state is taken or left parameter by parameter. Settings of
             modules that change the function of the weights (another epsilon, other heads) raise all the same.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
@@ -25,6 +26,7 @@ __all__ = [
     "check_files",
     "checksum",
     "read_manifest",
+    "save_number",
     "write_manifest",
 ]
 
@@ -63,6 +65,7 @@ class Manifest:
         tied: Further names of parameters and buffers, with the first name, under which they are stored.
         semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
             versions before 3, empty in those that come from files of other kinds.
+        number: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers.
         format_version: :data:`FORMAT_VERSION`.
         save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
 
@@ -81,6 +84,7 @@ class Manifest:
     extra_states: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     semantics: dict[str, Any] | None = None
+    number: int = 0
     format_version: int = FORMAT_VERSION
     save_id: str = ""
 
@@ -119,7 +123,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """
     body = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
     with _unreadable(directory / FILE_NAME, "keep plain values in extra and in the optimizer's options"):
-        text = _lines({"digest": _NO_DIGEST, **body}).encode("ascii")
+        first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
+        text = _lines({**first, **body}).encode("ascii")
         body = json.loads(text)
         body.pop("digest")
         _parse(body)
@@ -178,6 +183,16 @@ def _unreadable(path: Path, fix: str) -> Iterator[None]:
     except (OSError, ValueError, RecursionError) as error:
         kind = "" if isinstance(error, InvalidError) else f"{type(error).__name__}: "
         raise CheckpointError(message(f"{path}: unreadable manifest ({kind}{error})", fix=fix)) from error
+
+
+def save_number(directory: Path) -> int:
+    """The number of the save, from the first lines of its manifest; 0 where there is none. Local operation."""
+    try:
+        with (directory / FILE_NAME).open("rb") as file:
+            found = re.search(rb'"number": (\d{1,18}),', file.read(120))
+    except OSError:  # another job has removed it
+        return 0
+    return int(found[1]) if found else 0
 
 
 def check_files(

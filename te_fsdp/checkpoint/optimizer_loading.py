@@ -15,19 +15,24 @@ from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.model_state import dtype_name
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.owned import Owned
+from te_fsdp.sharding.optimizer import optimizers_of
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
 from te_fsdp.sharding.outer_state import is_low
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.optim import Optimizer
 
 __all__ = [
     "compare_optimizer",
     "initialize_fused_adam",
+    "keeping_main_weights",
     "main_weight",
     "prepare_loading",
     "restore_groups",
+    "set_main_weight",
     "shared_numbers",
 ]
 
@@ -359,3 +364,42 @@ def main_weight(
         initialize_fused_adam(optimizer, parameter)
     main = optimizer.state.get(parameter, {}).get(_MAIN)
     return None if main is None else _torch.local_of(main)
+
+
+def keeping_main_weights(owned: Iterable[Owned], given: Optimizer | None = None) -> list[Optimizer]:
+    """Optimizers whose next step would put the weights of before a load back. Local operation.
+
+    Args:
+        owned: The model's parameters.
+        given: The one that is loaded, which is not among them.
+    """
+    found = optimizers_of(one.parameter for one in owned)
+    return [o for o in found if o is not given and any(_MAIN in state for state in o.state.values())]
+
+
+@torch.no_grad()
+def set_main_weight(
+    optimizer: Optimizer, owned: Owned, value: torch.Tensor | None, *, make: bool = False
+) -> None:
+    """Let a main weight follow its weight; nothing where there is none. Local operation.
+
+    Args:
+        optimizer: Any optimizer.
+        owned: The parameter, which has its new value.
+        value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
+        make: Make TE's FusedAdam begin the state of a quantized weight, if it has less than ``value``.
+    """
+    quantized = _te.is_quantized(owned.local)
+    main = main_weight(optimizer, owned.parameter, make=make and quantized and value is not None)
+    if main is None:
+        return
+    if main.dtype == torch.int16:
+        main.zero_()  # what another weight lacked: this one is all there is
+        return
+    if value is None:
+        value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
+    chunk = chunk_in(optimizer, owned.parameter)
+    if main.dtype == torch.float32:
+        main.copy_(value if chunk is None else chunk.of(value))
+    elif main.numel():  # FusedAdam's, with a scale of its own
+        optimizer.set_scaled_state(owned.parameter, _MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]

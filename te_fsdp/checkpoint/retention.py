@@ -5,16 +5,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from te_fsdp.checkpoint.directory import hidden_name, sync_directory, visible
-from te_fsdp.checkpoint.manifest import FILE_NAME, read_manifest
+from te_fsdp.checkpoint.directory import REMOVING, hidden_name, in_order, sync, visible
+from te_fsdp.checkpoint.manifest import FILE_NAME, Manifest
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["check_keep_last", "hide_old", "in_use", "remove"]
+__all__ = ["check_keep_last", "hide_old", "in_use"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -33,14 +32,15 @@ def check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def hide_old(newest: Path, keep_last: int | None) -> list[Path]:
+def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Path]:
     """Give all but the last few checkpoints of a directory hidden names; they are no checkpoints from then on.
 
     Renaming is one step, so that a crash leaves each of them whole or hidden. Rank 0 alone calls this, after
-    the newest one has become visible.
+    the newest one has become visible. What another job has saved since counts as newer, and stays.
 
     Args:
         newest: The checkpoint that was just made; always kept.
+        manifest: Its manifest.
         keep_last: How many to keep, the newest included; ``None`` for all.
 
     Returns:
@@ -48,19 +48,14 @@ def hide_old(newest: Path, keep_last: int | None) -> list[Path]:
     """
     if keep_last is None:
         return []
-    saved_at = {}
-    for path in visible(newest.parent):
-        try:
-            saved_at[path] = read_manifest(path).saved_at
-        except CheckpointError as error:
-            _log.warning("%s is neither counted nor removed: %s", path, error)
-    saved_at.pop(newest, None)
-    by_age = sorted(saved_at, key=lambda path: saved_at[path], reverse=True)
-    hidden = [_hide(path) for path in by_age[keep_last - 1 :]]
-    gone = [path for path in hidden if path is not None]
+    beside = in_order(path for path in visible(newest.parent) if path != newest)
+    older = [path for path, other in beside if other.number < manifest.number]
+    gone = [
+        hidden for path in older[: max(0, len(older) + 1 - keep_last)] if (hidden := _hide(path)) is not None
+    ]
     if gone:
         # The new names must be on disk before the first file goes: a partial directory must not reappear.
-        sync_directory(newest.parent)
+        sync(newest.parent)
     return gone
 
 
@@ -75,18 +70,14 @@ def _hide(path: Path) -> Path | None:
                 return None
             except OSError:
                 _log.debug("%s: this file system has no locks", path)
-            hidden = hidden_name(path, saving=False)
+            hidden = hidden_name(path, REMOVING)
             os.rename(path, hidden)
             return hidden
+    except FileNotFoundError:
+        return None  # another job has removed it
     except OSError as error:
         _log.warning("%s should be removed and cannot be: %s", path, error)
         return None
-
-
-def remove(hidden: list[Path]) -> None:
-    """Remove the files of hidden directories. What stays behind after a crash, a later save removes."""
-    for path in hidden:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

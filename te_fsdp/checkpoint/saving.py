@@ -39,7 +39,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.checkpoint.progress import bytes_bar
-from te_fsdp.checkpoint.retention import check_keep_last, hide_old, remove
+from te_fsdp.checkpoint.retention import check_keep_last, hide_old
 from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
@@ -189,6 +189,7 @@ def _prepare(
         What this rank writes, and the manifest without the list of files; complete on rank 0 alone.
     """
     found: list[_Collected] = []
+    begun: list[Path] = []
 
     def mine() -> _Seen:
         background().raise_unasked()
@@ -201,17 +202,18 @@ def _prepare(
         _check_same_model([digests for digests, _, _ in seen])
         found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded, _ in seen])
         experts = join_ranks_experts([own for _, _, own in seen])
-        return [(directories.begin(target), experts, secrets.token_hex(16))] * len(seen)
+        begun.append(directories.begin(target))
+        return [(begun[0], experts, secrets.token_hex(16))] * len(seen)
 
-    temporary, experts, save_id = ranks.round(mine, begin)
     try:
+        temporary, experts, save_id = ranks.round(mine, begin)
         manifest = replace(_describe(model, ranks, found[0], experts), save_id=save_id)
         plans = background().plans
         writing = plan_writing(ranks, temporary, found[0].entries(ranks.rank), save_id, plans.get(model))
         plans[model] = writing.plan
         return writing, manifest
     except BaseException:
-        if ranks.rank == 0:
+        for temporary in begun:
             directories.discard(temporary)
         raise
 
@@ -302,7 +304,10 @@ def _complete(
         if problem is not None:
             raise problem
         draw = bool(progress) and ranks.rank == 0
-        with bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick:
+        with (
+            directories.telling_full(target, writing.bytes),
+            bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick,
+        ):
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
@@ -316,19 +321,23 @@ def _complete(
                     fix="save onto a file system that all nodes mount",
                 )
             )
-        writing.finish([results for results, _ in written], manifest)
-        write_manifest(writing.path, manifest)
-        directories.commit(writing.path, target)
-        hidden.extend(hide_old(target, keep_last))
+        with directories.telling_full(target):
+            manifest.number = directories.next_number(target.parent)
+            writing.finish([results for results, _ in written], manifest)
+            write_manifest(writing.path, manifest)
+            directories.commit(writing.path, target)
+        hidden.extend(hide_old(target, manifest, keep_last))
         return [None] * len(written)
 
     try:
         ranks.round(mine, commit)
     except TeFsdpError as error:
+        raise as_failed_save(target, error, manifest.save_id) from error
+    finally:
         if ranks.rank == 0:
             directories.discard(writing.path)
-        raise as_failed_save(target, error) from error
-    remove(hidden)
+    for path in hidden:
+        directories.remove(path)
 
 
 def _versions() -> dict[str, str]:

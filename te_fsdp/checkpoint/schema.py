@@ -161,6 +161,7 @@ SCHEMA: dict[str, Any] = {
     "parameters": {...: _parameter},
     "buffers": {...: _TENSOR},
     "delayed": {...: _DELAYED},
+    "number": _whole(),
     "optimizer": _or_null(
         {
             "class": _TEXT,

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.checkpoint.staging import Block, Staging, blocks_of
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent
@@ -244,11 +244,14 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
     return Plan(token, signature, part, order, dict(shared), names, metadata[0] if metadata else None)
 
 
-def as_failed_save(path: Path, error: TeFsdpError) -> CheckpointError:
+def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
     """The error of a save that failed somewhere in its second half."""
-    why = "Nothing has appeared there; earlier checkpoints are as they were"
-    if (path / FILE_NAME).is_file():  # a rank died after it had written
-        why = "The checkpoint was whole by then, and lies there"
+    why = "Nothing has appeared there of this save; earlier checkpoints are as they were"
+    try:
+        if read_manifest(path).save_id == save_id:  # a rank died after it had written
+            why = "The checkpoint was whole by then, and lies there"
+    except CheckpointError:
+        pass  # there is none
     return CheckpointError(
         message(
             f"{path}: save failed {error}",

@@ -1,17 +1,22 @@
-"""Whether an optimizer still holds the model's parameters: sharding replaces them."""
+"""Whether an optimizer still holds the model's parameters, which sharding replaces; and which optimizers hold them."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from te_fsdp import _torch
 from te_fsdp.errors import OrderError, message
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-    from torch.optim import Optimizer
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "optimizers_of"]
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -44,3 +49,30 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
             )
         )
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """Every optimizer of this process that holds one of these parameters, which do not know it. Local operation.
+
+    Looks at all objects that the garbage collector knows: for loads alone.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()  # what gc.freeze() has put aside is not listed
+    try:
+        # By its type: proxies of all kinds answer isinstance with side effects.
+        known = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    finally:
+        if frozen:
+            gc.freeze()
+    holding = []
+    for optimizer in known:
+        stand_ins = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
+        if stand_ins is not None:
+            stand_ins.put_back(optimizer)  # a step that raised has left them in the parameters' places
+        # Of wrappers around another optimizer the inner one is enough.
+        groups = optimizer.__dict__.get("param_groups", ())
+        if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
+            holding.append(optimizer)
+    return holding

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, manifest, progress
+from te_fsdp.checkpoint import manifest, progress
 from te_fsdp.checkpoint.extra import decode, encode, tensor_slots
 from te_fsdp.errors import CheckpointError
 
@@ -196,24 +194,6 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for name in ("empty", "file"):
         with pytest.raises(CheckpointError, match=f"{name}: exists already.*step-<number>"):
             checkpoint.save(tmp_path / name, Model())
-
-
-def test_what_killed_saves_left(tmp_path: Path) -> None:
-    """Removed when its process is dead, when it is of the same checkpoint, or a day old; never while someone writes."""
-    (mine := directory.begin(tmp_path / "step-1")).joinpath("__0_0.distcp").touch()
-    host = mine.name.split(".")[-3]
-    dead = tmp_path / f".step-2.te_fsdp-saving.{host}.{2**22 + 1}.00000000"
-    elsewhere = tmp_path / ".step-3.te_fsdp-saving.other-host.1.00000000"
-    old = tmp_path / ".step-4.te_fsdp-saving.other-host.1.00000000"
-    for path in (dead, elsewhere, old):
-        path.mkdir()
-    yesterday = time.time() - 25 * 3600
-    os.utime(old, (yesterday, yesterday))
-    assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(tmp_path / "step-5", Model())
-    assert {p.name for p in tmp_path.iterdir()} == {"step-5", mine.name, elsewhere.name}
-    checkpoint.save(tmp_path / "step-1", Model())
-    assert {p.name for p in tmp_path.iterdir()} == {"step-5", "step-1", elsewhere.name}
 
 
 def test_each_element_is_written_once(tmp_path: Path) -> None:

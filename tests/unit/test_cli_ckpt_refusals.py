@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
+from te_fsdp.checkpoint.directory import new_directory, new_file
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Stored
 from te_fsdp.cli.main import main

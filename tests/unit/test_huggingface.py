@@ -434,3 +434,26 @@ def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.M
         state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].bfloat16()
         config = originals["llama"].config
         hf.load_huggingface(state, TeModel(te, hf.read_config(config)), config=config)
+
+
+def test_main_weights_follow_what_is_loaded(te: Any, originals: dict[str, nn.Module]) -> None:
+    """Else the next step of an optimizer that has made some would put the weights of before back."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    original = originals["llama"]
+    model, _ = build(te, original, "split")
+    optimizer = FusedAdam(model.parameters(), lr=0.5, master_weights=True)
+
+    def step() -> dict[str, torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    before = step()
+    hf.load_huggingface(original.state_dict(), model, config=original.config)
+    loaded = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    after = step()
+    assert all(torch.equal(after[name], loaded[name]) for name in loaded)
+    assert not any(torch.equal(after[name], before[name]) for name in loaded)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.directory import new_directory, new_file
 from te_fsdp.checkpoint.manifest import STACKS_EXPERTS, Tick, write_manifest
-from te_fsdp.checkpoint.portable.atomic import new_directory, new_file
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
     MANIFEST_KEY,
@@ -23,7 +23,7 @@ from te_fsdp.checkpoint.portable.contents import (
 )
 from te_fsdp.checkpoint.portable.dcp import write_dcp
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
-from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy
+from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy, total_bytes
 from te_fsdp.checkpoint.portable.main_weights import best_value
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
 from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
@@ -141,7 +141,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
-    with new_directory(target, force=force) as folder:
+    with new_directory(target, force=force, needed=total_bytes(contents.tensors)) as folder:
         manifest = write_dcp(folder, contents.tensors, tick, contents.manifest)
         write_manifest(folder, manifest)
     return sorted(manifest.files)
@@ -157,11 +157,12 @@ def write_safetensors(
     """
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
+    needed = total_bytes(tensors)
     if target.suffix == ".safetensors":
-        with new_file(target, force=force) as file:
+        with new_file(target, force=force, needed=needed) as file:
             write_file(file, tensors, metadata, tick)
         return [target.name]
-    with new_directory(target, force=force) as folder:
+    with new_directory(target, force=force, needed=needed) as folder:
         return write_folder(folder, tensors, metadata, tick, shard_bytes)
 
 
@@ -192,7 +193,7 @@ def write_pt(
         optimizer = optimizer_state_dict(contents)
         if optimizer is not None:
             objects["optimizer"] = optimizer
-    with new_file(target, force=force) as file:
+    with new_file(target, force=force, needed=total_bytes(contents.tensors)) as file:
         write_torch(file, objects, tick)
     return [target.name]
 

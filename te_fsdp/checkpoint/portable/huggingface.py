@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, own_ranks, rank, world_size
+from te_fsdp.checkpoint.directory import new_directory, sync
 from te_fsdp.checkpoint.experts import GROUPED, stacked_name
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, dtype_name, model_state, shorten, tied_names
-from te_fsdp.checkpoint.portable.atomic import new_directory, sync
+from te_fsdp.checkpoint.optimizer_loading import keeping_main_weights, set_main_weight
 from te_fsdp.checkpoint.portable.huggingface_config import (
     Architecture,
     causal_lm_class,
@@ -45,7 +46,7 @@ from te_fsdp.checkpoint.portable.huggingface_shares import (
     plan_exchange,
     shares_of,
 )
-from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
 from te_fsdp.checkpoint.portable.safetensors import (
     open_safetensors,
     shard_names,
@@ -190,7 +191,7 @@ def write_huggingface(
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
     """
-    with new_directory(target, force=force) as temporary:
+    with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
         names = write_folder(temporary, tensors, {}, tick or (lambda _: None), shard_bytes)
         return names + _write_beside(temporary, config, tensors)
 
@@ -371,7 +372,7 @@ def load_huggingface(
 
     The layers' options are read off the model. Each rank reads what it has pieces of and keeps these, converted to the
     parameter's dtype; it holds one group of tensors at a time. Buffers are left alone.
-    Collective over the world: call on all ranks, before the optimizer makes main weights.
+    Main weights of optimizers follow. Collective over the world: call on all ranks.
 
     Args:
         source: As for :func:`import_huggingface`.
@@ -406,6 +407,9 @@ def load_huggingface(
         state, weights, tensors = all_agree(prepare)
         layouts = weights.layouts()
         all_agree(move)
+        for optimizer in keeping_main_weights(state.owned.values()):
+            for owned in state.owned.values():
+                set_main_weight(optimizer, owned, None)
 
 
 def _targets(

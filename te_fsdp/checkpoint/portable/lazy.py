@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ __all__ = [
     "Stored",
     "pages",
     "read_bytes",
+    "total_bytes",
 ]
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
@@ -85,6 +86,11 @@ class Lazy:
     def shape_of(self, first: int, last: int) -> tuple[int, ...]:
         """Shape of some rows."""
         return (last - first, *self.shape[1:]) if self.shape else ()
+
+
+def total_bytes(tensors: Mapping[str, Lazy]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.bytes for tensor in tensors.values())
 
 
 @dataclass

@@ -162,7 +162,7 @@ def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> S
 
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
-    """Write a file. Local operation; neither atomic nor synced: see :mod:`te_fsdp.checkpoint.portable.atomic`.
+    """Write a file. Local operation; neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
 
     Args:
         path: The file; overwritten.

@@ -13,6 +13,7 @@ gaps afterwards, with their checksums. ``torch.load`` reads the result weights-o
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import zipfile
@@ -170,7 +171,7 @@ def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
     """Write nested dicts, lists and plain values with lazy tensors in them. Local operation.
 
-    Neither atomic nor synced: see :mod:`te_fsdp.checkpoint.portable.atomic`.
+    Neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
 
     Args:
         path: The file; overwritten.
@@ -185,8 +186,14 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
     def gap_of(tensor: Lazy) -> torch.Tensor:
         return gaps.setdefault(id(tensor), _torch.without_data(tensor.shape, tensor.dtype))
 
-    with serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(_map(objects, gap_of), path)
+    try:
+        with serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(_map(objects, gap_of), path)
+    except RuntimeError:
+        # "iostream error": torch does not tell what the system has refused. This asks for it again.
+        with path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, sum(gap.untyped_storage().nbytes() for gap in gaps.values()))
+        raise
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
         for tensor, gap in zip(_leaves(objects), _leaves(read_objects(path, str(path))), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from checkpointing import optimizers
+from checkpointing import main_weights, optimizers
 
 ORIGIN = {"dp_shard": 2, "tp": 2}
 # fp32: three chained sums of up to 48 products in another order. bf16: activations are rounded to 8 bits.
@@ -45,3 +45,10 @@ def test_every_optimizer_onto_other_meshes(pool, directory):
         assert len(outcome["wrong"]) >= 8
         assert outcome["options"] != saved[name]["options"]
         assert outcome["losses"] != pytest.approx(saved[name]["losses"], rel=1e-3, abs=0)
+
+
+@pytest.mark.ranks(4)
+def test_main_weights_follow_a_load_that_is_not_given_the_optimizer(pool, tmp_path):
+    cases = [("current", "fused", 1, 2), ("delayed", "adamw", 1, 2), ("current", "cut", 2, 1)]
+    results = pool.run(main_weights.not_given, 4, cases=cases, directory=str(tmp_path))
+    assert results == [[2, 2, 2]] * 4

@@ -1,0 +1,231 @@
+"""Loads that are not told of the optimizer: its main weights follow, as those of a new optimizer would begin.
+
+The step after has a learning rate of 0, so that it shows the main weights and nothing else: each parameter becomes its
+main weight, rounded or quantized once.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import te_fsdp
+from te_fsdp import checkpoint, emulation
+from te_fsdp.checkpoint import filling
+from te_fsdp.sharding.optimizer import optimizers_of
+
+MAIN = "master_param"
+SIZE = 128
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest, te: Any) -> Iterator[Any]:
+    """A recipe by its name, on an architecture that has it; ``None`` for "bf16"."""
+    from transformer_engine.common import recipe as recipes
+
+    emulation.switch_arch("9.0" if request.param == "Float8BlockScaling" else "10.0")
+    yield None if request.param == "bf16" else getattr(recipes, request.param)()
+    emulation.switch_arch("10.0")
+
+
+def build(te: Any, recipe: Any, seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(seed)
+    with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        layers = [te.Linear(SIZE, SIZE, params_dtype=dtype, device="cpu") for _ in range(2)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return model
+
+
+def fused(model: nn.Module, parameters: Any = None, **options: Any) -> Any:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam(
+        parameters or model.parameters(), lr=0.05, weight_decay=0.0, master_weights=True, **options
+    )
+
+
+def adamw(model: nn.Module, parameters: Any = None) -> Any:
+    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=0.05, weight_decay=0.0)
+    te_fsdp.main_weights(model, optimizer)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "fused": lambda m: [fused(m)],
+    "adamw": lambda m: [adamw(m)],
+    "fp16": lambda m: [fused(m, master_weight_dtype=torch.float16)],
+    "remainders": lambda m: [fused(m, store_param_remainders=True)],
+    "two": lambda m: [fused(m, m[0].parameters()), adamw(m, m[1].parameters())],
+}
+
+
+def step(model: nn.Module, optimizers: list[Any], lr: float | None = None) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape).to(parameter.dtype)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if lr is None else lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the parameters stand for; a copy."""
+    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+
+def trained(te: Any, recipe: Any, kind: str) -> tuple[nn.Module, list[Any]]:
+    model = build(te, recipe, seed=1)
+    optimizers = OPTIMIZERS[kind](model)
+    step(model, optimizers)
+    return model, optimizers
+
+
+def begun(
+    te: Any, recipe: Any, kind: str, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A new model with its new optimizer: what was loaded, and what the first step makes of it."""
+    model = build(te, recipe, seed=2)
+    optimizers = OPTIMIZERS[kind](model)
+    given = optimizers[0] if kind != "fp16" else None  # whose state has no place in checkpoints
+    checkpoint.load(path, model, given, strict=False)
+    now = values(model)
+    step(model, optimizers, lr=0.0)
+    return now, values(model)
+
+
+CASES = [
+    *[
+        (name, kind)
+        for name in ("bf16", "DelayedScaling", "Float8CurrentScaling")
+        for kind in ("fused", "adamw", "two")
+    ],
+    *[(name, kind) for name in ("Float8BlockScaling", "MXFP8BlockScaling") for kind in ("fused", "adamw")],
+    ("bf16", "fp16"),
+    ("bf16", "remainders"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "kind"), CASES, indirect=["recipe"])
+@pytest.mark.parametrize("way", ["the same", "fp32", "plain"])
+def test_the_next_step_keeps_what_was_loaded(
+    te: Any, recipe: Any, kind: str, way: str, tmp_path: Path
+) -> None:
+    source = build(
+        te, None if way != "the same" else recipe, 0, torch.float32 if way == "fp32" else torch.bfloat16
+    )
+    if way == "plain":
+        dcp.save(source.state_dict(), checkpoint_id=tmp_path / "a")
+    else:
+        checkpoint.save(tmp_path / "a", source)
+    model, optimizers = trained(te, recipe, kind)
+    loaded = checkpoint.load(tmp_path / "a", model)
+    assert len([n for n in loaded.notes if "its main weights are those of the loaded weights" in n]) == len(
+        optimizers
+    )
+    now = values(model)
+    step(model, optimizers, lr=0.0)
+    after = values(model)
+
+    one = {"0": "fused", "1": "adamw"} if kind == "two" else {"": kind}
+    for prefix, of_it in one.items():
+        loaded_new, expected = begun(te, recipe, of_it, tmp_path / "a")
+        assert_same(now, loaded_new)
+        if (
+            kind == "fp16" and way == "fp32"
+        ):  # was not told of the load: it has the rounded values, here the read ones
+            assert close(after, expected, 2**-7), (
+                "two roundings, to bf16 alone and to fp16 first: one step of bf16"
+            )
+            continue
+        of_those = [name for name in expected if name.startswith(prefix)]
+        assert_same({n: after[n] for n in of_those}, {n: expected[n] for n in of_those})
+    assert not close(after, values(trained(te, recipe, kind)[0]), 2**-3), "those of before are others"
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float) -> bool:
+    """Within the steps of an 8-bit format with three bits of mantissa."""
+    return all(torch.allclose(found[n], expected[n], rtol=rtol, atol=rtol) for n in found)
+
+
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling"], indirect=True)
+def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
+    model, optimizers = trained(te, recipe, "fused")
+    before = values(model)
+    monkeypatch.setattr(filling, "keeping_main_weights", lambda owned, given=None: [])
+    checkpoint.load(tmp_path / "a", model)
+    assert not close(values(model), before, 2**-3)
+    step(model, optimizers, lr=0.0)
+    assert close(values(model), before, 2**-3), "the step puts the weights of before back"
+
+
+@pytest.mark.parametrize("recipe", ["MXFP8BlockScaling"], indirect=True)
+def test_only_what_is_loaded_is_followed(te: Any, recipe: Any, tmp_path: Path) -> None:
+    """Another optimizer than the given one, weights that are left, and one that has no state yet."""
+    source = build(te, recipe, seed=0)
+    checkpoint.save(tmp_path / "a", nn.Sequential(source[0]), fused(source, source[0].parameters()))
+    model, (first, second) = trained(te, recipe, "two")
+    idle = fused(model)
+    mains = {name: second.state[p][MAIN].clone() for name, p in model[1].named_parameters()}
+    left = values(model[1])
+    loaded = checkpoint.load(tmp_path / "a", model, first, strict=False)
+    assert not idle.state and len(loaded.left) >= 2
+    for name, parameter in model[1].named_parameters():
+        assert torch.equal(second.state[parameter][MAIN], mains[name]), "its weight was not loaded"
+    step(model, [first, second], lr=0.0)
+    assert_same(values(model[1]), left)
+    assert_same(values(model[0]), values(source[0]))
+
+
+@pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
+def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: Path) -> None:
+    """Put aside from the garbage collector, behind a wrapper, or with stand-ins that a failed step has left."""
+    model, (optimizer,) = trained(te, recipe, "adamw")
+    checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        @property
+        def param_groups(self) -> Any:
+            return self.inner.param_groups
+
+    wrapper = Wrapper(optimizer)
+    assert optimizers_of(model.parameters()) == [optimizer] and wrapper.inner is optimizer
+    assert optimizers_of(build(te, recipe, seed=0).parameters()) == []
+    gc.freeze()
+    try:
+        assert optimizers_of(model.parameters()) == [optimizer] and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    hook = optimizer.register_step_pre_hook(_stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        step(model, [optimizer])
+    hook.remove()
+    assert optimizer.param_groups[0]["params"][0] is not next(model.parameters())
+    checkpoint.load(tmp_path / "a", model)
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    now = values(model)
+    step(model, [optimizer], lr=0.0)
+    assert_same(values(model), now)
+
+
+def _stop(*args: Any, **how: Any) -> None:
+    raise RuntimeError("stopped")

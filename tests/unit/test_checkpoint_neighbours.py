@@ -1,0 +1,446 @@
+"""Jobs that meet at one path, clocks that are set back, and disks that are full: nothing lost, and said as it is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import directory, locks, manifest, retention, writing
+from te_fsdp.checkpoint.locks import LOCK, Owner
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+
+SCRIPT = Path(__file__).with_name("neighbour_worker.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+#: Above the largest process id of a Linux kernel.
+DEAD = 2**22 + 1
+
+
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def names(where: Path) -> list[str]:
+    return sorted(path.name for path in where.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ jobs at one path
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What came of jobs that met, by plan."""
+    where = tmp_path_factory.mktemp("met")
+    plans = ("stopped", "killed", "replaced", "slow")
+    (where / "stopped").mkdir()
+    command = [sys.executable, str(SCRIPT), str(where), *plans]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
+    assert ran.returncode == 0, ran.stderr
+    outcomes = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return {plan: [o for o in outcomes if o["plan"] == plan] for plan in plans}
+
+
+def _is_true(told: str, winner: int) -> bool:
+    """Whether a loser's text says what was the case."""
+    return (
+        "exists already" in told
+        or f"another job is writing it: expected one writer for a path, got process {winner} on" in told
+    )
+
+
+def test_one_of_two_jobs_wins_wherever_they_meet(met: dict[str, list[dict[str, Any]]]) -> None:
+    refused = set()
+    for outcome in met["stopped"]:
+        won = [told == "done" for told in outcome["told"]]
+        assert sum(won) == 1, outcome
+        winner = won.index(True)
+        assert outcome["text"] == ("first", "second")[winner] and outcome["names"] == ["x"], outcome
+        told = outcome["told"][1 - winner]
+        assert _is_true(told, outcome["pids"][winner]), outcome
+        refused.add((winner, "exists already" in told))
+    assert len(refused) == 4, "each job has lost, to one that was writing and to one that had written"
+    assert len(met["stopped"]) > 40
+
+
+def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
+    for outcome in met["slow"]:
+        told, values, kept = outcome["told"], outcome["values"], outcome["names"]
+        assert set(outcome["seen"]) <= {"step-3", "step-4", "step-5"}, (
+            "there is a newest whole one at any time"
+        )
+        if outcome["same"]:
+            assert sorted(t == "done" for t in told) == [False, True], outcome
+            winner = told.index("done")
+            assert _is_true(told[1 - winner], outcome["pids"][winner]), outcome
+            assert values == {"step-3": 3.0, "step-4": (4.0, 5.0)[winner]}, outcome
+        else:
+            assert told == ["done", "done"], outcome
+            # Saved at the same time they may have the same number: then neither counts the other as older.
+            assert values in (
+                {"step-4": 4.0, "step-5": 5.0},
+                {"step-3": 3.0, "step-4": 4.0, "step-5": 5.0},
+            ), outcome
+        assert kept == sorted(values), "nothing hidden is left"
+
+
+def test_a_job_killed_anywhere_holds_up_nobody(met: dict[str, list[dict[str, Any]]]) -> None:
+    """The next one saves to the same path at once, unless the killed one was whole."""
+    told = set()
+    for outcome in met["killed"]:
+        whole = outcome["newest"] == "step-3"
+        assert outcome["newest"] in ("step-2", "step-3"), outcome
+        assert outcome["told"] == "done" if not whole else "step-3: exists already" in outcome["told"], (
+            outcome
+        )
+        assert outcome["value"] == (3.0 if whole else 4.0) and outcome["names"] == ["step-3", "step-4"], (
+            outcome
+        )
+        assert outcome["seconds"] < locks.SILENCE / 4, "nobody is waited for"
+        told.add(whole)
+    assert told == {True, False} and len(met["killed"]) > 20
+
+
+def test_what_is_replaced_is_there_before_and_after(met: dict[str, list[dict[str, Any]]]) -> None:
+    texts = []
+    for outcome in met["replaced"]:
+        assert "exists already" in outcome["told"] and outcome["names"] == ["x"], outcome
+        texts.append(outcome["text"])
+    assert texts == sorted(texts, reverse=True) and set(texts) == {"old", "new"}
+
+
+# ------------------------------------------------------------------------------------------------ who holds a lock
+
+
+def holder_of(target: Path, owner: Owner) -> Path:
+    """A lock that somebody holds."""
+    lock = target.with_name(f".{target.name}{LOCK}")
+    lock.mkdir(parents=True)
+    (lock / str(owner)).touch()
+    return lock
+
+
+def test_a_process_id_that_was_given_again(tmp_path: Path) -> None:
+    """It lives, and is another process: this one, which started later than the dead holder."""
+    here = Owner.new()
+    for number, start in enumerate(("1", here.start)):
+        target = tmp_path / f"step-{number}"
+        holder_of(target, Owner(here.machine, here.pid, start, here.since, "0" * 8))
+        if start == "1":
+            checkpoint.save(target, model())
+            continue
+        with pytest.raises(
+            CheckpointError, match=rf"another job is writing it.*got process {os.getpid()} \(this"
+        ):
+            checkpoint.save(target, model())
+    assert names(tmp_path) == [f".step-1{LOCK}", "step-0"]
+
+
+def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
+    """A zombie has a process id, and writes nothing any more."""
+    child = subprocess.Popen(["sleep", "100"])
+    owner = Owner(locks._machine(), child.pid, locks._start_of(child.pid) or "", 0, "0" * 8)
+    assert owner.is_alive() is True
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert owner.is_alive() is False
+    child.wait()
+    assert owner.is_alive() is False
+
+
+def test_a_holder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With signs of life it is respected and named; without them its lock is taken over, and it finds out."""
+    monkeypatch.setattr(locks, "SILENCE", 0.5)
+    target, owner = tmp_path / "step-1", Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
+    file = holder_of(target, owner) / str(owner)
+    ended = threading.Event()
+
+    def live() -> None:
+        while not ended.wait(0.02):
+            os.utime(file)
+
+    alive = threading.Thread(target=live)
+    alive.start()
+    try:
+        with pytest.raises(
+            CheckpointError, match="another job is writing it.*process 17 on node7, since 2023-11-1.*Fix"
+        ):
+            checkpoint.save(target, model())
+        assert names(tmp_path) == [f".step-1{LOCK}"] and file.exists()
+    finally:
+        ended.set()
+        alive.join()
+    began = time.monotonic()
+    checkpoint.save(target, model())
+    assert time.monotonic() - began > 0.5 and names(tmp_path) == ["step-1"]
+
+
+def test_a_job_that_was_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "SILENCE", 0.1)
+    target = tmp_path / "x"
+    late = directory.begin(target)
+    (lock,) = tmp_path.glob(f"*{LOCK}")
+    monkeypatch.setattr(locks, "_machine", lambda: "elsewhere-00000000")
+    with directory.new_directory(target) as folder:
+        (folder / "text").write_text("new")
+        assert not late.exists(), "its lock was taken over, so what it wrote is nobody's"
+        with pytest.raises(
+            CheckpointError, match="another job has taken over.*gave no sign of life.*got process"
+        ):
+            directory.commit(late, target)
+        directory.discard(late)
+        assert len(list(lock.iterdir())) == 1, "a lock is given back by its holder alone"
+    assert (target / "text").read_text() == "new" and names(tmp_path) == ["x"]
+
+
+def test_signs_of_life_are_given_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "BEAT", 0.01)
+    temporary = directory.begin(tmp_path / "x")
+    (file,) = (tmp_path / f".x{LOCK}").iterdir()
+    first, deadline = file.stat().st_mtime_ns, time.monotonic() + 30
+    while file.stat().st_mtime_ns == first:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    directory.discard(temporary)
+    deadline = time.monotonic() + 30
+    while any(str(file.name) in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread ends with the lock"
+        time.sleep(0.01)
+    assert names(tmp_path) == []
+
+
+def test_what_killed_jobs_left(tmp_path: Path) -> None:
+    """Removed where its process is dead, or it is a day old; never what a living one writes."""
+    here = Owner.new()
+    dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
+    mine = directory.begin(tmp_path / "step-1")
+    left = {
+        f".step-2.te_fsdp-saving.{dead}": False,
+        f".step-2{LOCK}.{dead}": False,
+        f".step-2.te_fsdp-removing.{dead}": False,
+        f".step-3.te_fsdp-saving.{elsewhere}": True,
+        f".step-3.te_fsdp-removing.{elsewhere}": True,
+        f".step-4.te_fsdp-saving.{elsewhere}": False,  # a day old
+        f".step-5.te_fsdp-saving.{elsewhere}": False,  # of the same checkpoint, whose lock it has lost
+        ".step-5.te_fsdp-saving.other-host.1.00000000": False,  # of an earlier version
+        ".step-6.te_fsdp-saving.other-host.1.00000000": True,
+        ".notes.te_fsdp-things": True,
+        f".step-8.te_fsdp-replaced.{dead}": True,  # the only copy, until somebody holds its lock
+    }
+    for name in left:
+        (tmp_path / name).mkdir()
+    holder_of(tmp_path / "step-6", dead)
+    holder_of(tmp_path / "step-7", elsewhere)
+    yesterday = time.time() - 25 * 3600
+    os.utime(tmp_path / f".step-4.te_fsdp-saving.{elsewhere}", (yesterday, yesterday))
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path / "step-5", model())
+    stays = [name for name, expected in left.items() if expected]
+    assert set(names(tmp_path)) == {"step-5", mine.name, f".step-1{LOCK}", f".step-7{LOCK}", *stays}
+    directory.discard(mine)
+
+
+def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process id means nothing in a container with its own ones, nor on another host of the same name."""
+    here, stat, read = locks._machine(), os.stat, Path.read_text
+    assert locks._machine() == here
+
+    def other_container(path: Any, **how: Any) -> Any:
+        found = stat(path, **how)
+        if str(path) != "/proc/self/ns/pid":
+            return found
+        return os.stat_result((found.st_mode, found.st_ino + 1, *found[2:]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", other_container)
+        assert locks._machine() != here
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path, *a: read(path, *a) + "x" * ("boot_id" in str(path)))
+        assert locks._machine() != here
+    assert locks._machine() == here
+
+
+# ------------------------------------------------------------------------------------------------- order, not time
+
+
+def test_order_when_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [2 * 10**18]
+
+    def clock() -> int:
+        now[0] -= 10**12
+        return now[0]
+
+    monkeypatch.setattr(time, "time_ns", clock)
+    for step in (9, 10, 100):
+        checkpoint.save(tmp_path / f"step-{step}", model(), extra={"step": step})
+        assert checkpoint.latest(tmp_path) == tmp_path / f"step-{step}"
+    checkpoint.save(
+        tmp_path / "step-50", model(), extra={"step": 50}, keep_last=2
+    )  # a run that was rolled back
+    assert names(tmp_path) == ["step-100", "step-50"] and checkpoint.latest(tmp_path) == tmp_path / "step-50"
+    assert [manifest.read_manifest(tmp_path / name).number for name in names(tmp_path)] == [3, 4]
+    assert manifest.save_number(tmp_path / "step-50") == 4
+
+
+def test_order_of_what_has_no_number_or_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "next_number", lambda where: 0)  # as earlier versions saved, ...
+        for name, when in (("old-2", 8), ("old-1", 9)):
+            patch.setattr(time, "time_ns", lambda when=when: when * 10**18)
+            checkpoint.save(tmp_path / name, model())
+    monkeypatch.setattr(directory, "next_number", lambda where: 3)  # ... and two jobs at the same time
+    for name in ("step-10", "step-9", "c"):
+        checkpoint.save(tmp_path / name, model(), extra={"step": 7} if name == "c" else None)
+    monkeypatch.undo()
+    ordered = [path.name for path, _ in directory.in_order(directory.visible(tmp_path))]
+    assert ordered == ["old-2", "old-1", "c", "step-9", "step-10"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+    checkpoint.save(tmp_path / "new", model(), keep_last=3)
+    assert names(tmp_path) == ["new", "step-10", "step-9"], "what latest would find last goes first"
+
+
+def test_latest_while_a_neighbour_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between a look at the names and one at the files a newer one appears, and those that were seen go."""
+    checkpoint.save(tmp_path / "step-1", model())
+    read = manifest.read_manifest
+
+    def late(path: Path) -> Any:
+        if not (tmp_path / "step-2").exists():
+            monkeypatch.setattr(directory, "read_manifest", read)
+            checkpoint.save(tmp_path / "step-2", model(), keep_last=1)
+        return read(path)
+
+    monkeypatch.setattr(directory, "read_manifest", late)
+    with caplog.at_level(logging.WARNING, logger="te_fsdp"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-2"
+    assert not caplog.records, "nothing was damaged"
+
+
+def test_two_jobs_that_remove_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path / f"step-{step}", model())
+    hide = retention._hide
+
+    def other_was_quicker(path: Path) -> Path | None:
+        shutil.rmtree(path)
+        return hide(path)
+
+    monkeypatch.setattr(retention, "_hide", other_was_quicker)
+    with caplog.at_level(logging.WARNING, logger="te_fsdp"):
+        checkpoint.save(tmp_path / "step-4", model(), keep_last=2)
+    assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records
+
+
+# ------------------------------------------------------------------------------------------------------ full disks
+
+
+def _always(number: int) -> Any:
+    def fail(*args: Any, **how: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of",
+    errno.EFBIG: "a file would be too large",
+}
+PLACES = {
+    "lock": (Path, "touch"),
+    "directory": (Path, "mkdir"),
+    "tensors": (writing.Writing, "blocks"),
+    "sync": (os, "fsync"),
+    "manifest": (manifest, "_digest"),
+    "rename": (os, "rename"),
+}
+
+
+@pytest.mark.parametrize("number", FULL)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
+) -> None:
+    checkpoint.save(tmp_path / "a", model())
+    text = (
+        rf"b: {FULL[number]}.*\({os.strerror(number)}\): expected space for .* got [0-9,]+ bytes free .*Fix: "
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(*PLACES[place], _always(number))
+        asynchronous = number == errno.EDQUOT
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.save(tmp_path / "b", model(), keep_last=1, asynchronous=asynchronous).result()
+    assert names(tmp_path) == ["a"] and checkpoint.latest(tmp_path) == tmp_path / "a"
+    checkpoint.verify(tmp_path / "a")
+    checkpoint.save(tmp_path / "b", model())
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rename = tmp_path / "x", os.rename
+    with directory.new_directory(target) as folder:
+        (folder / "text").write_text("old")
+
+    def full(old: Path, new: Path) -> None:
+        if ".te_fsdp-saving" in Path(old).name:
+            _always(errno.ENOSPC)()
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", full)
+    with (
+        pytest.raises(CheckpointError, match="x: the disk is full"),
+        directory.new_directory(target, force=True),
+    ):
+        pass
+    assert (target / "text").read_text() == "old" and names(tmp_path) == ["x"]
+
+
+LIMIT = """
+import resource, sys
+import torch
+from te_fsdp import checkpoint
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+where = sys.argv[1]
+large, extra = torch.nn.Linear(256, 256), {"text": "x" * 200_000}
+checkpoint.save(f"{where}/a", large)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+small = torch.nn.Linear(2, 2)
+for name, model, more in (("b", large, {}), ("c", large, {"asynchronous": True}), ("d", small, {"extra": extra})):
+    try:
+        checkpoint.save(f"{where}/{name}", model, **more).result()
+    except CheckpointError as error:
+        print(error)
+for name in ("x.pt", "x.safetensors", "x"):
+    for way in (["--to", "safetensors"], ["--to", "checkpoint"]) if name == "x" else ([],):
+        assert main(["ckpt", "convert", f"{where}/a", f"{where}/{name}", *way]) == 1
+"""
+
+
+def test_a_limit_that_the_system_sets(tmp_path: Path) -> None:
+    """Real errors, through torch.save and DCP, which make others of them."""
+    command = [sys.executable, "-c", LIMIT, str(tmp_path)]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = [line for line in (ran.stdout + ran.stderr).splitlines() if "too large (File too large)" in line]
+    assert len([line for line in told if "save failed" in line]) >= 3, ran.stdout + ran.stderr
+    assert len([line for line in told if "te-fsdp: error:" in line and "263,168 bytes of" in line]) == 4, (
+        ran.stderr
+    )
+    assert names(tmp_path) == ["a"]
+    assert main(["ckpt", "verify", str(tmp_path / "a")]) == 0
