@@ -1,12 +1,14 @@
 """Time of checkpoints against plain torch.distributed.checkpoint (DCP), and the stall of asynchronous saves.
 
     torchrun --nproc-per-node 4 benchmarks/checkpoint.py --gib 4 --out benchmarks/results/checkpoint-MACHINE.json
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py --tensors 8000 --out benchmarks/results/checkpoint-small-M.json
 
-One model of plain linear layers, sharded by te_fsdp over all ranks, and AdamW state. In each round: a save by plain DCP
-of the same tensors, a synchronous save, an asynchronous save, then a load by each; every other round in the opposite
-order. Between saves dirty pages are flushed, so that no save pays for the one before. Times are the slowest rank's.
-What is reported: medians over rounds, the ratio of the best rounds (what remains when others use the machine as
-well), and CPU seconds of the busiest rank.
+One model of plain linear layers, or of many parameters of 64 elements, sharded by te_fsdp over all ranks, and AdamW
+state. In each round: a save by plain DCP of the same tensors, a synchronous save, an asynchronous save, then a load by
+each and te_fsdp's load of plain DCP's directory; every other round in the opposite order. Between saves dirty pages are
+flushed, so that no save pays for the one before. Times are the slowest rank's. What is reported: medians over rounds,
+the ratio of the best rounds (what remains when others use the machine as well), and CPU seconds of the busiest rank.
+While an asynchronous save runs, a step of many small operations is timed, and again when none runs.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=0.5, help="weights and optimizer state together, GiB")
+    parser.add_argument("--tensors", type=int, default=0, help="so many parameters of 64 elements instead")
     parser.add_argument("--replicate", type=int, default=1, help="HSDP replicas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", help="where checkpoints go (default: a temporary directory)")
@@ -45,13 +48,19 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(gib: float, replicate: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model with AdamW state, about so large in fp32: three tensors per parameter."""
+def build(
+    gib: float, tensors: int, replicate: int, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model with AdamW state, about so large in fp32, or of so many tensors: three, and a step, for each."""
     layers = max(1, round(gib * 2**30 / (3 * 4 * HIDDEN * HIDDEN)))
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=i % 4 == 0, device=device) for i in range(layers)))
+    if tensors:
+        model: nn.Module = nn.ParameterList(torch.randn(64, device=device) for _ in range(tensors))
+    else:
+        linear = (nn.Linear(HIDDEN, HIDDEN, bias=i % 4 == 0, device=device) for i in range(layers))
+        model = nn.Sequential(*linear)
     meshes = te_fsdp.Meshes.build(dp_replicate=replicate, dp_shard=-1, device_type=device.type)
-    te_fsdp.fully_shard(model, meshes, units=[nn.Linear])
+    te_fsdp.fully_shard(model, meshes, units=[] if tensors else [nn.Linear])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -93,6 +102,15 @@ def flush() -> None:
     dist.barrier()
 
 
+def small_step(device: torch.device) -> float:
+    """Seconds of many small operations, as in a step that Python sets the pace of."""
+    values, began = torch.ones(256, 256, device=device), time.perf_counter()
+    for _ in range(300):
+        values = values * 0.5 + 0.5
+    values.sum().item()
+    return time.perf_counter() - began
+
+
 def one_round(
     model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, device: torch.device, number: int
 ) -> dict[str, float]:
@@ -109,8 +127,18 @@ def one_round(
 
     def asynchronous() -> None:
         flush()
+        alone = [small_step(device) for _ in range(20)]
         call = lambda: save(where / "async", model, optimizer, asynchronous=True)  # noqa: E731
-        timed("async rest", timed("async stall", call).result)
+        handle, beside = timed("async stall", call), []
+
+        def rest() -> None:
+            while not handle.done():
+                beside.append(small_step(device))
+            handle.result()
+
+        timed("async rest", rest)
+        timed.seconds["step"] = statistics.median(alone)
+        timed.seconds["step while saving"] = statistics.median(beside or alone)
 
     save, load, timed = te_fsdp.checkpoint.save, te_fsdp.checkpoint.load, Stopwatch(device)
     saves: list[Callable[[], Any]] = [
@@ -125,6 +153,7 @@ def one_round(
         lambda: timed("plain load", plain_load),
         lambda: timed("load", lambda: load(where / "sync", model, optimizer)),
         lambda: timed("load with verify", lambda: load(where / "sync", model, optimizer, verify=True)),
+        lambda: timed("load of plain", lambda: load(where / "plain", model, optimizer)),
     ]
     order = 1 if number % 2 else -1
     for operation in saves[::order]:
@@ -147,7 +176,9 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     def ratio(above: str, below: str) -> dict[str, float]:
         found = {"of medians": median(above) / median(below)}
         found["of the best rounds"] = min(r[above] for r in rounds) / min(r[below] for r in rounds)
-        return found | {"of CPU time": median(f"{above} (CPU)") / median(f"{below} (CPU)")}
+        if f"{above} (CPU)" in rounds[0]:
+            found["of CPU time"] = median(f"{above} (CPU)") / median(f"{below} (CPU)")
+        return found
 
     def median(key: str) -> float:
         return statistics.median(r[key] for r in rounds)
@@ -158,6 +189,9 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
         "save / plain save": ratio("save", "plain save"),
         "load / plain load": ratio("load", "plain load"),
         "load with verify / plain load": ratio("load with verify", "plain load"),
+        "load of plain / plain load": ratio("load of plain", "plain load"),
+        "async stall / plain save": ratio("async stall", "plain save"),
+        "step while saving / step": ratio("step while saving", "step"),
     }
 
 
@@ -170,7 +204,7 @@ def main() -> None:
     ]
     dist.broadcast_object_list(box)
     where = Path(box[0] or "")
-    model, optimizer = build(options.gib, options.replicate, device)
+    model, optimizer = build(options.gib, options.tensors, options.replicate, device)
     # The first round pays for groups, imports and memory; it is not counted, but for the first stall.
     first = one_round(model, optimizer, where, device, 0)
     rounds = [one_round(model, optimizer, where, device, n) for n in range(options.rounds)]

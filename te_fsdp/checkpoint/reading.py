@@ -30,7 +30,7 @@ from te_fsdp import _torch
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, view_of
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, view_of, without_collector
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Rectangle", "Staged", "read_metadata", "read_stored", "rectangle", "unpickle_metadata"]
@@ -81,7 +81,8 @@ def unpickle_metadata(data: bytes) -> Metadata:
     Raises:
         pickle.UnpicklingError: It names something else, or is damaged. Damaged ones may raise anything.
     """
-    metadata = _Unpickler(io.BytesIO(data)).load()
+    with without_collector():
+        metadata = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
     return metadata

@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.checkpoint.staging import Block, Staging, blocks_of
-from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent
+from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
 __all__ = ["Plan", "Writing", "plan_writing"]
@@ -233,7 +233,8 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
             [(numbers[item.index], at) for at, item in enumerate(plan.items) if item.index in numbers]
             for plan in plans
         ]
-        final, described = planner.create_global_plan(plans)
+        with without_collector():
+            final, described = planner.create_global_plan(plans)
         metadata.append(described)
         token = secrets.token_hex(16)
         return [(token, *each) for each in zip(writer.prepare_global_plan(final), shared, strict=True)]

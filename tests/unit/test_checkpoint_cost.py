@@ -18,6 +18,7 @@ from te_fsdp.checkpoint import writing
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.portable.dcp import open_dcp
+from te_fsdp.checkpoint.reading import unpickle_metadata
 from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.
@@ -194,3 +195,21 @@ def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
     del model
     gc.collect()
     assert weight() is None and len(plans) == count - 1
+
+
+def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
+    """Weights and moments are cut alike; and the garbage collector is left as it was."""
+    model, optimizer = small_model()
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            checkpoint.save(tmp_path / str(enabled), model, optimizer)
+            described = unpickle_metadata((tmp_path / str(enabled) / ".metadata").read_bytes())
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+        tensors = described.state_dict_metadata
+        assert tensors["model.p0"].chunks[0] is tensors["optimizer.state.p0.exp_avg"].chunks[0]
+        assert tensors["model.p0"].chunks[0] is not tensors["model.p1"].chunks[0]
+        for index in described.storage_data:
+            assert index.offset is tensors[index.fqn].chunks[index.index].offsets
