@@ -4,8 +4,8 @@ A copy of a small tensor costs a call to the device each, and so does each call 
 dtype, shape and device are stacked where they are, and copied and written as one.
 
 DCP's ``DefaultStager`` keeps memory too, but copies whole storages one by one. 8,000 tensors of 64 elements take it
-0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor take it twice the memory, since the other
-half is copied along; and it page-locks each copy by itself.
+0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor take it twice the memory, since the
+other half is copied along; and it page-locks each copy by itself.
 """
 
 from __future__ import annotations

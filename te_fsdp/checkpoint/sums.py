@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -152,16 +150,11 @@ class SummingWriter(dcp.FileSystemWriter):
                     places = [(one(chunk.offsets), one(chunk.sizes)) for chunk in saved.chunks]
                     # They have no hash of their own.
                     saved.chunks = [same.setdefault(place, ChunkStorageMetadata(*place)) for place in places]
-            super().finish(
-                metadata,
-                [
-                    [
-                        replace(r, index=MetadataIndex(one(r.index.fqn), one(r.index.offset), r.index.index))
-                        for r in each
-                    ]
-                    for each in results
-                ],
-            )
+            for result in (result for each in results for result in each):
+                # A new index would copy the offset.
+                object.__setattr__(result.index, "fqn", one(result.index.fqn))
+                object.__setattr__(result.index, "offset", one(result.index.offset))
+            super().finish(metadata, results)
 
     def list_metadata(self) -> Listed:
         """Sync DCP's metadata to disk; the manifest's entry of it. Local operation."""
