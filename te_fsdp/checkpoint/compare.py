@@ -33,6 +33,7 @@ __all__ = [
     "check_metadata",
     "compare_model",
     "compare_semantics",
+    "stored_tensors",
 ]
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
@@ -241,7 +242,7 @@ def check_metadata(source: Path, manifest: Manifest) -> Metadata:
     """
     metadata = read_metadata(source, manifest)
     have, wrong = metadata.state_dict_metadata, []
-    for key, shape, dtype in _stored(manifest):
+    for key, shape, dtype in stored_tensors(manifest):
         saved = have.get(key)
         if not isinstance(saved, TensorStorageMetadata):
             wrong.append(f"{key} is missing")
@@ -260,7 +261,7 @@ def check_metadata(source: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-def _stored(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | None]]:
+def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | None]]:
     """Key, shape and dtype of the tensors that a manifest lists; no shape for components."""
     for name, described in {**manifest.parameters, **manifest.buffers}.items():
         if described.get("format") is not None:

@@ -216,6 +216,10 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(arguments, str(error), 1)
     except KeyboardInterrupt:
         return _fail(arguments, "interrupted", 130)
+    except Exception as error:  # a file that no check knows: the text says what to report
+        return _fail(
+            arguments, f"unexpected {type(error).__name__}: {error}; please report it with this command", 1
+        )
 
 
 def _fail(arguments: Sequence[str], text: str, code: int) -> int:

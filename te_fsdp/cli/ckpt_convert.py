@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.manifest import check_files
-from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents
+from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.convert import (
     Transform,
+    check_apart,
     open_any,
     transformed,
     weights_only,
@@ -23,9 +23,8 @@ from te_fsdp.checkpoint.portable.convert import (
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.cli.ckpt_huggingface import Model, open_model, write_model
-from te_fsdp.cli.ckpt_show import show_bar
+from te_fsdp.cli.ckpt_show import check_good, show_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
-from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["Target", "UsageError", "choices", "convert", "export"]
 
@@ -91,7 +90,8 @@ def convert(
 ) -> int:
     """Convert a checkpoint, or a Hugging Face model onto ``model``; 0."""
     kind = target.settle(None)
-    contents = open_model(source, model) if model else _open(source, chosen, checksums, as_json)
+    contents = open_model(source, model) if model else open_any(source, chosen)
+    _check(contents, target, checksums, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
     into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
     if kind != "checkpoint" and not everything:
@@ -113,7 +113,8 @@ def export(
 ) -> int:
     """Write weights for inference, those of ``model`` as a Hugging Face model like ``target.like``; 0."""
     target.settle("safetensors")
-    contents = _open(source, Choices(), checksums, as_json)
+    contents = open_any(source, Choices())
+    _check(contents, target, checksums, as_json)
     into, sources = transformed(contents, Transform(_dtype(dtype), True, weights))
     into = weights_only(into)
     files = _write(target, into, everything=False, as_json=as_json, model=model)
@@ -125,24 +126,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _open(source: Path, chosen: Choices, checksums: bool, as_json: bool) -> Contents:
-    """Open a source; the files of a checkpoint are checked first, lest a copy give damage new checksums."""
-    contents = open_any(source, chosen)
-    if contents.kind != CHECKPOINT or not checksums:
-        return contents
-    manifest = contents.manifest
-    total = sum(listed[0] for listed in manifest.files.values())
-    with bytes_bar(f"verifying {contents.source.name}", total, show_bar(as_json)) as tick:
-        problems = check_files(contents.source, manifest, checksums=True, tick=tick)
-    if problems:
-        raise CheckpointError(
-            message(
-                f"{contents.source}: damaged checkpoint: {'; '.join(problems)}",
-                why="Nothing was written",
-                fix="convert an earlier one, or copy this one again",
-            )
-        )
-    return contents
+def _check(contents: Contents, target: Target, checksums: bool, as_json: bool) -> None:
+    """The target lies apart from what is read, and a checkpoint's files are good, lest a copy give damage new sums."""
+    for source in (contents.source, target.like):
+        if source is not None:
+            check_apart(source, target.path)
+    if checksums:
+        check_good(contents, as_json)
 
 
 def _write(

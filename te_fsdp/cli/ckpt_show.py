@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from te_fsdp.checkpoint.extra import decode
-from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents, resolve
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.diff import compare_contents
@@ -22,12 +22,34 @@ from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import folded
 
-__all__ = ["diff", "inspect", "show_bar", "verify"]
+__all__ = ["check_good", "diff", "inspect", "show_bar", "verify"]
 
 
 def show_bar(as_json: bool) -> bool:
     """Whether somebody would see a progress bar."""
     return sys.stderr.isatty() and not as_json
+
+
+def check_good(contents: Contents, as_json: bool) -> None:
+    """Compare a checkpoint's files with their checksums; what else is read is compared as it is read, if it has any.
+
+    Raises:
+        CheckpointError: Damaged files.
+    """
+    if contents.kind != CHECKPOINT:
+        return
+    manifest, path = contents.manifest, contents.source
+    total = sum(listed[0] for listed in manifest.files.values())
+    with bytes_bar(f"verifying {path.name}", total, show_bar(as_json)) as tick:
+        problems = check_files(path, manifest, sorted(manifest.files), checksums=True, tick=tick)
+    if problems:
+        raise CheckpointError(
+            message(
+                f"{path}: damaged checkpoint: {'; '.join(problems)}",
+                why="Nothing was written",
+                fix="take an earlier one, or copy this one again",
+            )
+        )
 
 
 # --- inspect
@@ -219,6 +241,8 @@ def diff(
 ) -> int:
     """Compare two checkpoints; 0 if they are the same."""
     one, other = open_any(a), open_any(b)
+    for contents in (one, other):
+        check_good(contents, as_json)
     with bytes_bar("comparing", one.bytes, show_bar(as_json)) as tick:
         report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)
     same = report.is_same(strict=strict)

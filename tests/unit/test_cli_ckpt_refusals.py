@@ -88,7 +88,8 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.Captu
     bad = bytearray(good)
     bad[place] ^= 1
     data.write_bytes(bad)
-    assert "contents have changed" in refuse(capsys, "convert", path, tmp_path / "x.pt")
+    for words in (["convert", tmp_path / "x.pt"], ["export", tmp_path / "x.pt"], ["diff", path]):
+        assert "have changed" in refuse(capsys, words[0], path, words[1])
     assert listing(tmp_path) == {"a"}
     assert main(["ckpt", "convert", str(path), str(tmp_path / "x.pt"), "--check", "sizes"]) == 0, (
         "the control"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import struct
 import zipfile
@@ -12,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.cli import ckpt_show
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
 
@@ -127,3 +130,178 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
         assert torch.equal(
             contents.value(name).whole().view(torch.uint8), want.contiguous().view(torch.uint8)
         ), name
+
+
+# ------------------------------------------------------------------------------------------ whatever lies there
+
+TENSOR = torch.ones(4, 3)
+RECURSIVE: list = []
+RECURSIVE.append(RECURSIVE)
+#: Of torch.save: names that are none, optimizers that are none, objects of no known class, entries of TE that are none.
+OBJECTS = [
+    {1: TENSOR},
+    {("a", 1): TENSOR, "b": TENSOR},
+    [TENSOR],
+    TENSOR,
+    3,
+    {},
+    {"w": TENSOR, "l": RECURSIVE},
+    torch.nn.Linear(2, 2),
+    {"w": TENSOR.to_sparse()},
+    {"model": {"w": TENSOR}, "te_fsdp": {"manifest": "[]", "tensors": 3}},
+    {"model": {"w": TENSOR}, "te_fsdp": {"manifest": "[" * 100_000, "tensors": {}}},
+    {"l.weight": TENSOR, "l._extra_state": torch.frombuffer(bytearray(b"\x80\x05junk"), dtype=torch.uint8)},
+]
+OPTIMIZERS = [
+    {"state": 3, "param_groups": [3]},
+    {"param_groups": [{}]},
+    {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], "param_names": ["w", "v"]}]},
+    {"state": {0: {"step": 1}}, "param_groups": [{"params": [0], "param_names": [[1]]}]},
+]
+GOOD = {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}
+#: Headers of safetensors.
+HEADERS = [
+    b"",
+    b"[" * 200_000,
+    b'{"\xff": 1}',
+    b'{"w": NaN}',
+    [],
+    None,
+    {"w": []},
+    {"w": {**GOOD, "shape": [4.0, 3]}},
+    {"w": {**GOOD, "shape": [-4, -3]}},
+    {"w": {**GOOD, "shape": [True, 12]}},
+    {"w": {**GOOD, "shape": [2**63, 3]}},
+    {"w": {**GOOD, "dtype": []}},
+    {"w": {**GOOD, "data_offsets": [48, 0]}},
+    {"w": {**GOOD, "data_offsets": [0]}},
+    {"w": {**GOOD, "data_offsets": [0, 48]}, "v": {**GOOD, "data_offsets": [24, 72]}},
+    {"w": {**GOOD, "shape": [3], "data_offsets": [0, 12]}},
+    {"__metadata__": {"a": 1}, "w": GOOD},
+    {"__metadata__": [], "w": GOOD},
+    {"__metadata__": {"te_fsdp": "{}"}, "w": GOOD},
+    {"__metadata__": {"te_fsdp": "[" * 100_000}, "w": GOOD},
+]
+
+
+def strange(folder: Path) -> list[Path]:
+    """Files and directories that are no checkpoints, but look like some."""
+    made: list[Path] = []
+
+    def file(name: str, data: bytes) -> None:
+        made.append(folder / name)
+        made[-1].write_bytes(data)
+
+    for suffix in ("", ".pt", ".safetensors"):
+        file(f"empty{suffix}", b"")
+        file(f"zip{suffix}", b"PK\x05\x06" + bytes(18))
+        (folder / f"folder{suffix}").mkdir()
+        made.append(folder / f"folder{suffix}")
+    for number, objects in enumerate(OBJECTS):
+        torch.save(objects, folder / f"{number}.pt")
+        made.append(folder / f"{number}.pt")
+    torch.save({"w": TENSOR}, folder / "old.pt", _use_new_zipfile_serialization=False)
+    for number, header in enumerate(HEADERS):
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        file(f"{number}.safetensors", struct.pack("<Q", len(text)) + text + bytes(48))
+    file("length.safetensors", struct.pack("<Q", 2**63) + bytes(50))
+    for name, index in (("list", "[]"), ("deep", "[" * 100_000), ("outside", '{"weight_map": {"a": ".."}}')):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors.index.json").write_text(index)
+        made.append(folder / name)
+    for name in (".metadata", "te_fsdp.json", "a.safetensors"):  # a directory in the place of a file
+        (folder / f"d{name}" / name).mkdir(parents=True)
+        made.append(folder / f"d{name}")
+    (folder / "loop").symlink_to(folder / "pool")
+    (folder / "pool").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe.pt")
+    names = ("old.pt", "loop", "loop/x.pt", "pipe.pt", "0.pt/x", "a\0b", "x" * 300)
+    return [*made, *(folder / name for name in names)]
+
+
+def test_whatever_lies_there_ends_in_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 and one line that names the path, never a traceback, nor a fault that no check knew."""
+    sources = strange(tmp_path)
+    assert len(sources) > 50
+    for source in sources:
+        for words in (["convert", source, tmp_path / "out", "--to", "checkpoint"], ["diff", source, source]):
+            assert main(["ckpt", *map(str, words)]) == 1, source
+            text = capsys.readouterr().err
+            assert text.startswith("te-fsdp: error: ") and "unexpected " not in text, (source, text)
+            assert source.name[:40] in text or source.parent.name in text, (source, text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fault_that_no_check_knows_ends_in_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("x")
+
+    monkeypatch.setattr(ckpt_show, "open_any", fail)
+    assert main(["ckpt", "inspect", str(tmp_path)]) == 1
+    assert "unexpected ZeroDivisionError: x; please report it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
+def test_what_is_no_optimizer_is_left(tmp_path: Path, optimizer: object) -> None:
+    torch.save({"model": {"w": TENSOR}, "optimizer": optimizer}, tmp_path / "a.pt")
+    contents = open_any(tmp_path / "a.pt")
+    assert contents.manifest.optimizer is None and contents.names == ["w"]
+    assert any(note.startswith("optimizer: left, ") for note in contents.notes)
+
+
+def test_names_of_any_script(tmp_path: Path) -> None:
+    """Tensors keep their names, whatever these are."""
+    values = {"\u00fc.\u4e2d\U0001f600": TENSOR, "a/../b": TENSOR * 2, "": TENSOR * 3, "w:x": TENSOR * 4}
+    torch.save(values, tmp_path / "a.pt")
+    assert main(["ckpt", "convert", str(tmp_path / "a.pt"), str(tmp_path / "x"), "--to", "checkpoint"]) == 0
+    assert main(["ckpt", "export", str(tmp_path / "x"), str(tmp_path / "y"), "--dtype", "float32"]) == 0
+    for path in (tmp_path / "x", tmp_path / "y"):
+        contents = open_any(path)
+        assert {name: contents.value(name).whole().tolist() for name in contents.names} == {
+            name: value.tolist() for name, value in values.items()
+        }
+
+
+def test_no_source_is_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as itself, inside of it or around it; by relative paths, links and hard links; with --force or without."""
+    folder = tmp_path / "around" / "a"
+    torch.save(state(), tmp_path / "s.pt")
+    assert main(["ckpt", "convert", str(tmp_path / "s.pt"), str(folder), "--to", "checkpoint"]) == 0
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "up").symlink_to(tmp_path / "around")
+    (tmp_path / "file").symlink_to(tmp_path / "s.pt")
+    os.link(tmp_path / "s.pt", tmp_path / "hard.pt")
+    monkeypatch.chdir(folder)
+
+    def digest() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    before = digest()
+    targets = [
+        (
+            folder,
+            [folder, folder / "x", folder / "x/y", folder.parent, tmp_path, "x", "../a/x", "../../up/a/z"],
+        ),
+        (folder, [tmp_path / "link", tmp_path / "link" / "x", tmp_path / "up" / "a", tmp_path / "up"]),
+        (tmp_path / "link", [folder / "x", folder.parent]),
+        (
+            tmp_path / "s.pt",
+            [tmp_path / "s.pt", tmp_path / "file", tmp_path / "hard.pt", tmp_path, tmp_path / "s.pt/x"],
+        ),
+    ]
+    for source, names in targets:
+        for target in names:
+            kind = "torch" if str(target).endswith(".pt") else "safetensors"
+            for way in ([], ["--force"]):
+                for words in (["convert", source, target, "--to", kind], ["export", source, target]):
+                    capsys.readouterr()
+                    assert main(["ckpt", *map(str, words), *way]) == 1, (source, target)
+                    assert "a path outside of the source" in capsys.readouterr().err, (source, target)
+    assert digest() == before
+    assert main(["ckpt", "export", str(folder), str(tmp_path / "around" / "b")]) == 0, (
+        "the control: beside it"
+    )

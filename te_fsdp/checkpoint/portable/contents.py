@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import te_fsdp
-from te_fsdp.checkpoint.compare import check_metadata
+from te_fsdp.checkpoint.compare import check_metadata, stored_tensors
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
 from te_fsdp.checkpoint.experts import GROUPED
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
@@ -23,6 +23,7 @@ from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
 from te_fsdp.checkpoint.portable.quantized import Dequantized
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
+from te_fsdp.checkpoint.schema import check_manifest
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 
@@ -215,13 +216,12 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     Raises:
         CheckpointError: The manifest is unreadable, or lists tensors that the file lacks.
     """
-    known = {f.name for f in fields(Manifest)}
     try:
         body = json.loads(text)
-        if set(body) - known:
-            raise ValueError(f"written by a newer te_fsdp: {', '.join(sorted(set(body) - known))}")
+        check_manifest(body, {f.name for f in fields(Manifest) if f.default is f.default_factory})
         manifest = Manifest(**body)
-    except (ValueError, TypeError) as error:
+    # No text at all, or no object; deep nesting ends the recursion of the parser.
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(message(f"{path}: unreadable description by te_fsdp ({error})")) from error
     keys = {
         name.removeprefix(_OTHER) if name.startswith(_OTHER) else f"model.{name}": tensor
@@ -229,17 +229,13 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
         if name.partition(":")[0] not in manifest.tied
     }
     contents = Contents(path, kind, manifest, keys)
-    wanted = {f"model.{n}" for n in contents.names if manifest.parameters.get(n, {}).get("format") is None}
-    wanted |= {
-        f"model.{n}:{c}" for n, d in manifest.parameters.items() if d.get("format") for c in d["components"]
-    }
-    states = (manifest.optimizer or {"state": {}})["state"]
-    wanted |= {f"optimizer.state.{n}.{k}" for n, s in states.items() for k, d in s.items() if "dtype" in d}
-    absent = sorted(wanted - keys.keys())
-    for name in contents.names:
-        tensor, described = keys.get(f"model.{name}"), manifest.tensor(name)
-        if tensor is not None and describe(tensor) != {**described, "layout": None, "format": None}:
-            absent.append(f"{name} as {described['dtype']} {tuple(described['shape'])}")
+    absent = []
+    for key, shape, dtype in stored_tensors(manifest):
+        tensor = keys.get(key)
+        if tensor is None or (
+            shape is not None and [*tensor.shape, dtype_name(tensor.dtype)] != [*shape, dtype]
+        ):
+            absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
     if absent:
         raise CheckpointError(
             message(
@@ -247,4 +243,5 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
                 fix="the file was changed after te_fsdp wrote it",
             )
         )
+    _add_empty(contents)
     return contents

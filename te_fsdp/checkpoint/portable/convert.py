@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ from te_fsdp.checkpoint.portable.state_dicts import (
     refuse_scrambled,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
+from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
     "Transform",
+    "check_apart",
     "open_any",
     "transformed",
     "weights_only",
@@ -68,6 +71,28 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         refuse_scrambled(contents)
         return contents
     return open_torch_contents(where, choices or Choices())
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Raise where writing a target would write into its source, or replace it. Local operation.
+
+    Args:
+        source: What is read, a file or directory.
+        target: What is to be written; links on the way are followed.
+    """
+    one, other = (Path(os.path.realpath(path)) for path in (source, target))
+    same = one == other or (other.exists() and os.path.samefile(one, other))
+    if same or one.is_relative_to(other) or other.is_relative_to(one):
+        where = "the source itself" if same else "inside of it" if other.is_relative_to(one) else "around it"
+        raise CheckpointError(
+            message(
+                f"{target}: cannot be written",
+                expected=f"a path outside of the source {source}",
+                got=where,
+                why="The source would be changed while it is read, and be another checkpoint afterwards",
+                fix="choose another target",
+            )
+        )
 
 
 @dataclass(frozen=True)

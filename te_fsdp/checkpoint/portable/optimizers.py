@@ -39,6 +39,11 @@ def add_optimizer(
     except _NotTaken as reason:
         contents.notes.append(f"optimizer: left, {reason}")
         return False
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        contents.notes.append(
+            f"optimizer: left, no torch optimizer's state_dict() ({type(error).__name__}: {error})"
+        )
+        return False
     contents.manifest.optimizer = described
     contents.tensors |= tensors
     contents.notes.append(f"optimizer: taken, {described['class']} with {len(described['state'])} states")

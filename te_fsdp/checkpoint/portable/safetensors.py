@@ -94,7 +94,7 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         files = sorted(set(where.values()))
         if any(Path(name).name != name for name in files):
             raise ValueError("a file outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(index, f"unreadable index ({type(error).__name__}: {error})") from error
     tensors: dict[str, Lazy] = {}
     metadata: dict[str, str] = {}

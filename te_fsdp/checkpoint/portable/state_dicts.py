@@ -74,7 +74,12 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
     Raises:
         CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
     """
-    tree = _with_places(read_objects(path, str(path)), "")
+    try:
+        tree = _with_places(read_objects(path, str(path)), "")
+    except RecursionError as error:
+        raise CheckpointError(
+            message(f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict")
+        ) from error
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
         try:
             return _own_file(path, tree)
@@ -246,14 +251,16 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     for name, value in state.items():
         if _is_extra(str(name)):
             continue
-        if isinstance(value, Stored) and value.bytes:
+        if isinstance(value, Stored) and value.bytes and isinstance(name, str):
             # Tied weights are one tensor under several names; a checkpoint holds it under the first.
             place = (value.offset, value.start, value.shape, value.stride, value.dtype)
             if first.setdefault(place, name) != name:
                 contents.notes.append(f"{name}: tied to {first[place]}, stored once")
                 manifest.tied[name] = first[place]
                 continue
-        if isinstance(value, _WithParts):
+        if not isinstance(name, str):
+            unread.append(f"{name!r} is no name")
+        elif isinstance(value, _WithParts):
             _add_quantized(contents, name, value)
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
@@ -300,7 +307,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
 
     That is delayed scaling's state as a dict of tensors, under the condition that loading depends on if there is one.
     """
-    key = f"{module}.{_EXTRA}".lstrip(".")
+    key = f"{contents.source}: {f'{module}.{_EXTRA}'.lstrip('.')}"
     if isinstance(value, dict) and set(value) != {DELAYED}:  # te_fsdp's until version 0.1
         condition = str(next(iter(value), ""))
         _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
