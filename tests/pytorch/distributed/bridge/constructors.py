@@ -199,7 +199,9 @@ def lifecycle() -> dict[str, Any]:
         model.load_state_dict(state)
         found["loaded"] = torch.equal(model(data), before) and not torch.equal(doubled, before)
         # What a state dict holds is what the optimizer updates: written to while weights are gathered.
-        for value in model.state_dict().values():
+        values = list(model.state_dict().values())  # taking it cuts the weights again
+        model.start_param_sync(force_sync=True)
+        for value in values:
             value.to_local().mul_(2.0)
         model.install_optimized_model_weights()
         found["installed"] = torch.equal(model(data), doubled)
