@@ -18,7 +18,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp.errors import OrderError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters, refuse
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.optimizer import check_optimizer, remember
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
 from te_fsdp.sharding.state import settle
@@ -53,6 +53,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         PrecisionError: A FusedAdam that keeps none, or not in fp32, over quantized weights.
     """
     check_optimizer(model, optimizer)
+    remember(optimizer)
     settle(model)
     if _te.is_fused_adam(optimizer):
         for label, parameter, local in quantized_parameters(optimizer):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["check_optimizer", "optimizers_of"]
+__all__ = ["check_optimizer", "remember", "optimizers_of"]
+
+
+@functools.cache
+def _met() -> weakref.WeakSet[Optimizer]:
+    """Optimizers that were given main weights, or have begun a step on parameters of a sharded model."""
+    return weakref.WeakSet()
+
+
+def remember(optimizer: Optimizer) -> None:
+    """From now on :func:`optimizers_of` finds this optimizer, wherever it is. Local operation."""
+    _met().add(optimizer)
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -54,18 +67,13 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     """Every optimizer of this process that holds one of these parameters, which do not know it. Local operation.
 
-    Looks at all objects that the garbage collector knows: for loads alone.
+    Looks at all objects that the garbage collector knows: for loads alone. What ``gc.freeze()`` has put aside is not
+    listed, and could not be put aside again by itself; optimizers of sharded models that have stepped are known.
     """
     wanted = {id(parameter) for parameter in parameters}
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()  # what gc.freeze() has put aside is not listed
-    try:
-        # By its type: proxies of all kinds answer isinstance with side effects.
-        known = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-    finally:
-        if frozen:
-            gc.freeze()
+    # By its type: proxies of all kinds answer isinstance with side effects.
+    listed = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    known = {id(optimizer): optimizer for optimizer in [*listed, *_met()]}.values()
     holding = []
     for optimizer in known:
         stand_ins = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)

@@ -29,6 +29,7 @@ from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.optimizer import remember
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
 from te_fsdp.sharding.precision_plan import OTHER, gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
@@ -241,6 +242,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state, _ in models:
         state.arrivals.wait()
         state.stepping = weakref.ref(optimizer)
+        remember(optimizer)
     if models and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
         _refuse_closure(optimizer, [p for _, parameters in models for p in parameters])
     for state, parameters in models:
