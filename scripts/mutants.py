@@ -253,10 +253,18 @@ def judge(mutant: Mutant, tree: Path, forked: Forked | None = None) -> Result:
     if status == FAILED:
         if mutant.survives:
             return Result(mutant, STALE, seconds, "a row that `survives` was noticed: drop that key")
-        return Result(mutant, KILLED, seconds)
+        return Result(mutant, KILLED, seconds, _reason(output))
     if status == PASSED:
         return Result(mutant, EXPLAINED if mutant.survives else SURVIVED, seconds)
     return Result(mutant, STALE, seconds, f"pytest ended with {status}: {output[-300:]}")
+
+
+def _reason(output: str) -> str:
+    """The line of pytest's output that says why a test failed, to see that it did for the fault's sake."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next(
+        (line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1] if lines else ""
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, meant, message
+from te_fsdp.sharding.state import state_of
 from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ Wanted = Iterable[type | str] | type | str
 
 
 def check_order(model: nn.Module) -> None:
-    """FSDP2 must not have been applied to any part before."""
+    """Neither FSDP2 nor ``fully_shard`` must have been applied to any part before, nor to a model that holds this."""
     for name, module in model.named_modules():
         if _torch.is_fsdp_module(module):
             raise OrderError(
@@ -42,6 +43,18 @@ def check_order(model: nn.Module) -> None:
                     expected="a plain parameter or a DTensor on the tp mesh",
                     got=f"placements {tuple(parameter.placements)}",
                     fix="build the model anew",
+                )
+            )
+        # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
+        state = state_of(parameter)
+        if state is not None:
+            raise OrderError(
+                message(
+                    f"{name}: fully_shard on a parameter that is sharded already",
+                    expected="a model that fully_shard was not called on",
+                    got=f"a parameter of a sharded {type(state.model).__name__}",
+                    why="Its gradients would be averaged twice",
+                    fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
                 )
             )
 

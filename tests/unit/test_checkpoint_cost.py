@@ -115,7 +115,7 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
         "bits": torch.randint(0, 2, (70,)).bool(),
         "complex": torch.randn(3, 2, dtype=torch.complex64),
         "bytes": torch.randint(0, 255, (4, 6), dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "halves": [torch.randn(5).bfloat16() for _ in range(3)],
+        "halves": [torch.randn(5).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)],
     }
     checkpoint.save(tmp_path / "warm", nn.Linear(1, 1))
     calls = counted(monkeypatch, torch, "save")
@@ -133,7 +133,8 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
         for key in ("large", "number", "bits", "complex"):
             assert torch.equal(loaded[key], extra[key]) and torch.equal(found[f"extra/{key}"], extra[key])
         assert torch.equal(loaded["bytes"].view(torch.uint8), extra["bytes"].view(torch.uint8))
-        assert all(torch.equal(a, b) for a, b in zip(loaded["halves"], extra["halves"], strict=True))
+        for got, value in zip(loaded["halves"], extra["halves"], strict=True):
+            assert got.dtype == value.dtype and torch.equal(got, value)
 
 
 def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     """Exit code 1; returns the error's text."""
     capsys.readouterr()
     assert main(["ckpt", *map(str, words)]) == 1
-    return capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "unexpected" not in text, text  # that of an error which nobody foresaw
+    return text
 
 
 def listing(folder: Path) -> set[str]:

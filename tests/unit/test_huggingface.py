@@ -440,8 +440,9 @@ def test_main_weights_follow_what_is_loaded(te: Any, originals: dict[str, nn.Mod
     """Else the next step of an optimizer that has made some would put the weights of before back."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    original = originals["llama"]
+    original = copy.deepcopy(originals["llama"]).bfloat16()
     model, _ = build(te, original, "split")
+    model.bfloat16()  # fp32 weights have no main weights
     optimizer = FusedAdam(model.parameters(), lr=0.5, master_weights=True)
 
     def step() -> dict[str, torch.Tensor]:

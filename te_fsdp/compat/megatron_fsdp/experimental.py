@@ -35,7 +35,6 @@ from te_fsdp.sharding.schedule import microbatch as native_microbatch
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -54,6 +53,7 @@ __all__ = [
 
 _log = logging.getLogger("te_fsdp")
 _NOTED = "_te_fsdp_megatron_noted"
+_SHARDED = "_te_fsdp_megatron_sharded"  # on a parameter that was replaced: its successor
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,8 @@ def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:
     """Shard the model whose parameters an optimizer holds, and prepare the optimizer, in place.
 
-    Parameter groups keep their options. Collective over the world.
+    Parameter groups keep their options. Several optimizers of one model are given one after the other. Collective
+    over the world.
 
     Args:
         optimizer: Over parameters of modules given to :func:`fully_shard`; must not have stepped.
@@ -230,7 +231,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     held = [p for group in optimizer.param_groups for p in group["params"]]
     given = {id(note): note for p in held if (note := p.__dict__.get(_NOTED)) is not None}.values()
     notes = [note for note in given if note.module.__dict__.get(_NOTED) is note]  # not sharded yet
-    if notes and optimizer.state:
+    if optimizer.state and (notes or any(_SHARDED in p.__dict__ for p in held)):
         raise OrderError(
             message(
                 f"fully_shard_optimizer({type(optimizer).__name__})",
@@ -239,14 +240,14 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
                 why="Its parameters are replaced by sharded ones",
             )
         )
-    sharded: dict[int, torch.Tensor] = {}
     for note in notes:
         before = dict(note.module.named_parameters(remove_duplicate=False))
         _shard(note)
-        after = dict(note.module.named_parameters(remove_duplicate=False))
-        sharded |= {id(parameter): after[name] for name, parameter in before.items()}
+        for name, parameter in note.module.named_parameters(remove_duplicate=False):
+            if parameter is not before[name]:
+                before[name].__dict__[_SHARDED] = parameter
     for group in optimizer.param_groups:
-        group["params"][:] = [sharded.get(id(parameter), parameter) for parameter in group["params"]]
+        group["params"][:] = [p.__dict__.get(_SHARDED, p) for p in group["params"]]
     first_fully_shard_optimizer(optimizer)
 
 

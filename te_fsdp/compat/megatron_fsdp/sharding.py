@@ -200,12 +200,17 @@ def _step(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
 
 
 def _zero_grad(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """``zero_grad`` that takes Megatron-FSDP's argument more."""
+    """``zero_grad`` that takes Megatron-FSDP's argument more.
+
+    What lies in buffers is forgotten for a model as a whole; an optimizer over a part of one leaves the gradients of
+    the others alone, which may not have stepped yet.
+    """
 
     @functools.wraps(stock)
     def zero_grads(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        if zero_grad_buffer:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if zero_grad_buffer and all(id(p) in held for p in model.parameters() if p.requires_grad):
             to_none = kwargs.get("set_to_none", args[0] if args else None)
             zero_grad(model, set_to_none=to_none is not False)
         return result

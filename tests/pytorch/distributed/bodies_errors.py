@@ -115,6 +115,24 @@ def sharded_twice() -> None:
     te_fsdp.fully_shard(model, meshes)
 
 
+def sharded_twice_without_fsdp2() -> None:
+    """Nothing of ``no_shard`` is a DTensor, nor any module FSDP2's."""
+    import te_fsdp
+
+    meshes = _meshes()
+    model = te_fsdp.fully_shard(Block(nn.Linear(8, 8, device="meta"), "meta"), meshes, strategy="no_shard")
+    te_fsdp.fully_shard(model, meshes, strategy="no_shard")
+
+
+def part_of_a_sharded_model() -> None:
+    """A module whose parameters belong to a model around it."""
+    import te_fsdp
+
+    meshes = _meshes()
+    model = te_fsdp.fully_shard(Block(nn.Linear(8, 8, device="meta"), "meta"), meshes, units=[])
+    te_fsdp.fully_shard(model.linear, meshes)
+
+
 def unfit_blocks() -> None:
     """MXFP8 shards of 8 rows."""
     import transformer_engine.pytorch as te

@@ -36,6 +36,16 @@ CASES = [
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
     (bodies.sharded_twice, "OrderError", ["fully_shard", "sharded already", "Fix:"]),
     (
+        bodies.sharded_twice_without_fsdp2,
+        "OrderError",
+        ["sharded already", "a sharded Block", "units=", "Fix:"],
+    ),
+    (
+        bodies.part_of_a_sharded_model,
+        "OrderError",
+        ["weight:", "sharded already", "a sharded FSDPBlock", "Fix:"],
+    ),
+    (
         bodies.unfit_blocks,
         "PlacementError",
         [

@@ -33,20 +33,20 @@ def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
     net, reference = make_nested(), make_nested()
     for module in (net[0][0], net[0], net) if nested else (net,):
         v2.fully_shard(module, mesh, placements)
-    groups = [{"params": list(net[0].parameters()), "lr": 0.2}, {"params": list(net[2].parameters())}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    assert v2.fully_shard_optimizer(optimizer) is None
+    groups = [{"params": [net[0][0].weight], "lr": 0.2}, {"params": [*net[0].parameters()][1:]}]
+    optimizer, second = torch.optim.SGD(groups, lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)
+    for each in (optimizer, second):  # both were built before the model is sharded
+        assert v2.fully_shard_optimizer(each) is None
     v2.fully_shard_optimizer(torch.optim.SGD(net.parameters()))  # another one over the same model
-    expected = torch.optim.SGD(
-        [{"params": reference[0].parameters(), "lr": 0.2}, {"params": reference[2].parameters()}], lr=0.1
-    )
+    slower = [p for p in reference.parameters() if p is not reference[0][0].weight]
+    expected = torch.optim.SGD([{"params": [reference[0][0].weight], "lr": 0.2}, {"params": slower}], lr=0.1)
     for step in range(2):
         for number in range(2):
             with v2.microbatch(net, is_last=number == 1):
                 net(batch(step, number, dist.get_rank())).square().mean().backward()
             for rank in range(world):
                 (reference(batch(step, number, rank)).square().mean() / world).backward()
-        for each in (optimizer, expected):
+        for each in (optimizer, second, expected):
             each.step()
             each.zero_grad()
     units = sum(hasattr(module, "reshard") for module in net.modules())
