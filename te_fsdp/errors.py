@@ -1,8 +1,8 @@
 """The exceptions of te_fsdp: one root, one subclass per kind of mistake.
 
-Every message follows one template, built by :func:`message`: what is wrong and in which module or parameter,
-what was expected, what was found, and the fix. The subclasses also derive from the built-in exception a
-Python user would catch (``ValueError`` for arguments, ``RuntimeError`` for order and state).
+Every message follows one template, built by :func:`message` from what an exception is given: what is wrong and in
+which module or parameter, what was expected, what was found, and the fix. The subclasses also derive from the built-in
+exception a Python user would catch (``ValueError`` for arguments, ``RuntimeError`` for order and state).
 """
 
 from __future__ import annotations
@@ -27,7 +27,22 @@ __all__ = [
 
 
 class TeFsdpError(Exception):
-    """Root of everything that te_fsdp raises on purpose."""
+    """Root of everything that te_fsdp raises on purpose.
+
+    Args:
+        what: The problem, see :func:`message`; with nothing else, the whole text as it is.
+        expected: As there.
+        got: As there.
+        why: As there.
+        fix: As there.
+    """
+
+    def __init__(
+        self, what: str = "", *, expected: object = None, got: object = None, why: str = "", fix: str = ""
+    ) -> None:
+        if expected is not None or got is not None or why or fix:
+            what = message(what, expected=expected, got=got, why=why, fix=fix)
+        super().__init__(what)  # the text alone: errors travel to other ranks as pickles
 
 
 class MeshError(TeFsdpError, ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from te_fsdp.checkpoint.staging import Staging
-from te_fsdp.errors import CheckpointError, TeFsdpError, message
+from te_fsdp.errors import CheckpointError, TeFsdpError
 
 __all__ = ["Background", "SaveHandle", "background"]
 
@@ -101,11 +101,9 @@ class Background:
         error = None if last is None else last.unasked()
         if error is not None:
             raise CheckpointError(
-                message(
-                    f"save: the one before has failed, and nobody has asked for its result: {error}",
-                    why="This one was not begun",
-                    fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
-                )
+                f"save: the one before has failed, and nobody has asked for its result: {error}",
+                why="This one was not begun",
+                fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
             )
 
     def _report(self) -> None:

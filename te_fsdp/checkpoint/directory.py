@@ -152,14 +152,12 @@ def _check_free(target: Path, force: bool | None) -> None:
     if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         return
     raise CheckpointError(
-        message(
-            f"{target}: exists already",
-            expected="a path where nothing lies, or an empty directory",
-            why="What lies there is replaced by nobody, so that a crash can never damage it",
-            fix="save under another name, such as step-<number>, or remove the old one first"
-            if force is None
-            else "choose another path, or replace what lies there with --force",
-        )
+        f"{target}: exists already",
+        expected="a path where nothing lies, or an empty directory",
+        why="What lies there is replaced by nobody, so that a crash can never damage it",
+        fix="save under another name, such as step-<number>, or remove the old one first"
+        if force is None
+        else "choose another path, or replace what lies there with --force",
     )
 
 
@@ -232,11 +230,9 @@ def _new(target: Path, force: bool, needed: int | None, *, is_file: bool) -> Ite
     except OSError as error:
         place = error.filename or target
         raise CheckpointError(
-            message(
-                f"{target}: cannot be written ({error.strerror or error}: {place})",
-                why="Nothing has appeared there",
-                fix="check the path and the permissions",
-            )
+            f"{target}: cannot be written ({error.strerror or error}: {place})",
+            why="Nothing has appeared there",
+            fix="check the path and the permissions",
         ) from error
 
 
@@ -263,12 +259,10 @@ def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
         what, fix = _FULL[cause.errno]  # type: ignore[index]
         place = next(path for path in target.parents if path.exists())
         raise CheckpointError(
-            message(
-                f"{target}: {what} ({cause.strerror})",
-                expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
-                got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
-                fix=f"{fix}, or write elsewhere",
-            )
+            f"{target}: {what} ({cause.strerror})",
+            expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
+            got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
+            fix=f"{fix}, or write elsewhere",
         ) from error
 
 
@@ -394,11 +388,9 @@ def damaged(path: Path, problems: list[str]) -> None:
     """
     if problems:
         raise CheckpointError(
-            message(
-                f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",
-                why="Nothing was loaded",
-                fix="load an earlier checkpoint, or copy this one again",
-            )
+            f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",
+            why="Nothing was loaded",
+            fix="load an earlier checkpoint, or copy this one again",
         )
 
 

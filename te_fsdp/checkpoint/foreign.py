@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_cont
 from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.verifying import verify_together
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,14 +94,12 @@ def _check_same(path: Path, name: str) -> None:
     others = [f"{where} on rank {r}" for r, (where, found) in enumerate(seen) if found != seen[0][1]]
     if others:
         raise CheckpointError(
-            message(
-                f"{seen[0][0]}: the ranks see different checkpoints",
-                expected="the same on all ranks",
-                got=", ".join([f"{seen[0][0]} on rank 0", *others[:3]]),
-                why="Weights of two moments would be mixed. Nothing was loaded",
-                fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
-                "same path, mount one file system on all nodes",
-            )
+            f"{seen[0][0]}: the ranks see different checkpoints",
+            expected="the same on all ranks",
+            got=", ".join([f"{seen[0][0]} on rank 0", *others[:3]]),
+            why="Weights of two moments would be mixed. Nothing was loaded",
+            fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
+            "same path, mount one file system on all nodes",
         )
 
 

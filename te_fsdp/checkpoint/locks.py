@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["LOCK", "Owner", "check", "release", "release_dead", "take"]
 
@@ -168,14 +168,12 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
     alive = known.is_alive() if known is not None else None
     if alive or (alive is None and not _is_silent(holder)):
         raise CheckpointError(
-            message(
-                f"{target}: another job is writing it",
-                expected="one writer for a path",
-                got=known.told() if known is not None else f"unknown: {holder}",
-                why="Nothing was written",
-                fix="save under another name, such as a directory per run; or end that job, whose lock is then "
-                "taken over",
-            )
+            f"{target}: another job is writing it",
+            expected="one writer for a path",
+            got=known.told() if known is not None else f"unknown: {holder}",
+            why="Nothing was written",
+            fix="save under another name, such as a directory per run; or end that job, whose lock is then "
+            "taken over",
         )
     try:
         os.rename(holder, lock / str(owner))
@@ -235,13 +233,11 @@ def check(target: Path, owner: Owner) -> None:
     holder = _holder(lock)
     known = Owner.parse(holder.name) if holder is not None else None
     raise CheckpointError(
-        message(
-            f"{target}: another job has taken over, since this one gave no sign of life for {SILENCE:.0f} s",
-            expected=f"the lock of {owner.told()}",
-            got=known.told() if known is not None else "none",
-            why="Nothing of this save has appeared",
-            fix="save under another name; find out what held this process up",
-        )
+        f"{target}: another job has taken over, since this one gave no sign of life for {SILENCE:.0f} s",
+        expected=f"the lock of {owner.told()}",
+        got=known.told() if known is not None else "none",
+        why="Nothing of this save has appeared",
+        fix="save under another name; find out what held this process up",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from te_fsdp.checkpoint.schema import InvalidError, check_manifest
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, checksum, silent
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = [
     "DCP_METADATA",
@@ -148,12 +148,10 @@ def read_manifest(directory: Path) -> Manifest:
             raise InvalidError("no object with a format_version")
         if body["format_version"] > FORMAT_VERSION:
             raise CheckpointError(
-                message(
-                    f"{path}: written by a newer te_fsdp, {body.get('versions')!a:.200}",
-                    expected=f"format version {FORMAT_VERSION} or older",
-                    got=str(body["format_version"])[:40],
-                    fix="update te_fsdp",
-                )
+                f"{path}: written by a newer te_fsdp, {body.get('versions')!a:.200}",
+                expected=f"format version {FORMAT_VERSION} or older",
+                got=str(body["format_version"])[:40],
+                fix="update te_fsdp",
             )
         # Of the text, not of what it means: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))
@@ -182,7 +180,7 @@ def _unreadable(path: Path, fix: str) -> Iterator[None]:
     # Deep nesting ends the recursion of the parser; bad UTF-8 is a ValueError.
     except (OSError, ValueError, RecursionError) as error:
         kind = "" if isinstance(error, InvalidError) else f"{type(error).__name__}: "
-        raise CheckpointError(message(f"{path}: unreadable manifest ({kind}{error})", fix=fix)) from error
+        raise CheckpointError(f"{path}: unreadable manifest ({kind}{error})", fix=fix) from error
 
 
 def save_number(directory: Path) -> int:

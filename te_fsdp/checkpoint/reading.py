@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, view_of, without_collector
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["Rectangle", "Staged", "read_metadata", "read_stored", "rectangle", "unpickle_metadata"]
 
@@ -108,10 +108,8 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     except Exception as error:
         kind = "" if isinstance(error, DamagedFileError) else f"{type(error).__name__}: "
         raise CheckpointError(
-            message(
-                f"{path}: unreadable {DCP_METADATA} ({kind}{error})",
-                fix="the checkpoint is damaged, load an earlier one",
-            )
+            f"{path}: unreadable {DCP_METADATA} ({kind}{error})",
+            fix="the checkpoint is damaged, load an earlier one",
         ) from error
     return metadata
 

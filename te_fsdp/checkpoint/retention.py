@@ -11,7 +11,7 @@ from pathlib import Path
 
 from te_fsdp.checkpoint.directory import REMOVING, hidden_name, in_order, sync, visible
 from te_fsdp.checkpoint.manifest import FILE_NAME, Manifest
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["check_keep_last", "hide_old", "in_use"]
 
@@ -26,9 +26,7 @@ def check_keep_last(keep_last: int | None) -> None:
     """
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(
-            message(
-                "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
-            )
+            "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
         )
 
 

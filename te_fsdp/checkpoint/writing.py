@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.checkpoint.staging import Block, Staging, blocks_of
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent, without_collector
-from te_fsdp.errors import CheckpointError, TeFsdpError, message
+from te_fsdp.errors import CheckpointError, TeFsdpError
 
 __all__ = ["Plan", "Writing", "plan_writing"]
 
@@ -254,9 +254,7 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
     except CheckpointError:
         pass  # there is none
     return CheckpointError(
-        message(
-            f"{path}: save failed {error}",
-            why=why,
-            fix="see the cause above; check that all ranks reach the directory, and the space left",
-        )
+        f"{path}: save failed {error}",
+        why=why,
+        fix="see the cause above; check that all ranks reach the directory, and the space left",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 
 import pytest
 import torch
@@ -34,6 +35,16 @@ def test_the_template():
     whole = message("up: wrong", expected="a", got="b.", why="It matters.", fix="do this.")
     assert whole == message("up: wrong", expected="a", got="b", why="It matters", fix="do this")
     assert whole == "up: wrong: expected a, got b. It matters. Fix: do this."
+
+
+def test_errors_build_their_texts():
+    parts = {"expected": 2, "got": 4, "why": "It matters", "fix": "do this"}
+    error = MeshError("up: wrong", **parts)
+    assert str(error) == message("up: wrong", **parts) and error.args == (str(error),)
+    for one in (error, MeshError("up: wrong"), TeFsdpError()):
+        again = pickle.loads(pickle.dumps(one))
+        assert type(again) is type(one) and again.args == one.args
+    assert str(MeshError("up: wrong")) == "up: wrong" and str(MeshError("up", got=0)) == "up: got 0."
 
 
 def test_each_part_stands_without_the_others():

@@ -127,7 +127,7 @@ def resolve(path: Path) -> tuple[Path, str]:
     """
     if ".te_fsdp-" in path.name and path.name.startswith("."):
         raise CheckpointError(
-            message(f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before")
+            f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
         )
     if path.is_dir():
         if (path / FILE_NAME).is_file():
@@ -146,12 +146,10 @@ def resolve(path: Path) -> tuple[Path, str]:
         if zipfile.is_zipfile(path):
             return path, "torch"
         raise CheckpointError(
-            message(
-                f"{path}: neither a safetensors file nor one that torch.save wrote",
-                fix="the file is truncated, older than torch 1.6, or of another kind",
-            )
+            f"{path}: neither a safetensors file nor one that torch.save wrote",
+            fix="the file is truncated, older than torch 1.6, or of another kind",
         )
-    raise CheckpointError(message(f"{path}: nothing there", fix="check the path"))
+    raise CheckpointError(f"{path}: nothing there", fix="check the path")
 
 
 def open_checkpoint_contents(path: Path) -> Contents:
@@ -238,10 +236,8 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
             absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
     if absent:
         raise CheckpointError(
-            message(
-                f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
-                fix="the file was changed after te_fsdp wrote it",
-            )
+            f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
+            fix="the file was changed after te_fsdp wrote it",
         )
     _add_empty(contents)
     return contents

@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.portable.pickled import Quantized
 from te_fsdp.checkpoint.portable.torch_files import moved, read_objects, records_of, stored
 from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.checkpoint.sums import SummingWriter, Tick
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
 
@@ -88,12 +88,10 @@ class Piece(Lazy):
             )
             if got != (self.shape, self.dtype):
                 raise CheckpointError(
-                    message(
-                        f"{self.key}: its bytes in {self.file}",
-                        expected=(self.shape, self.dtype),
-                        got=got,
-                        fix="the checkpoint is damaged, take an earlier one",
-                    )
+                    f"{self.key}: its bytes in {self.file}",
+                    expected=(self.shape, self.dtype),
+                    got=got,
+                    fix="the checkpoint is damaged, take an earlier one",
                 )
             self.found = stored(tensor, self.key)
         return self.found
@@ -201,10 +199,8 @@ def open_dcp(path: Path) -> Opened:
             by_key.setdefault(index.fqn, []).append((index, place))
     except Exception as error:
         raise CheckpointError(
-            message(
-                f"{path}: unreadable .metadata ({type(error).__name__}: {error})",
-                fix="the checkpoint is damaged, take an earlier one",
-            )
+            f"{path}: unreadable .metadata ({type(error).__name__}: {error})",
+            fix="the checkpoint is damaged, take an earlier one",
         ) from error
     _check_files(path, places.values())
     opened, known = Opened({}, {}, dict(metadata.planner_data or {})), {}
@@ -234,9 +230,7 @@ def _check_files(path: Path, places: Iterable[Any]) -> None:
             problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
     if problems:
         raise CheckpointError(
-            message(
-                f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix="copy the whole directory again"
-            )
+            f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix="copy the whole directory again"
         )
 
 
@@ -248,7 +242,7 @@ def _tensor(
     for index, place in places:
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(
-                message(f"{key} in {path}: stored with {place.transform_descriptors}", expected="plain bytes")
+                f"{key} in {path}: stored with {place.transform_descriptors}", expected="plain bytes"
             )
         offsets = tuple(index.offset or (0,) * len(meta.size))
         shape = sizes.get(offsets, tuple(meta.size))
@@ -322,8 +316,6 @@ def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Man
         if isinstance(first, CheckpointError):
             raise first from None
         raise CheckpointError(
-            message(
-                f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
-            )
+            f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
         ) from first
     return replace(manifest, files={**writer.listed, DCP_METADATA: writer.list_metadata()})

@@ -157,10 +157,8 @@ class Record:
             found = zlib.crc32(memoryview(data)[: self.count])
         if found != self.crc:
             raise CheckpointError(
-                message(
-                    f"{self.label} in {self.file}: its contents have changed (CRC-32)",
-                    fix="the file is damaged: copy it again, or take another one",
-                )
+                f"{self.label} in {self.file}: its contents have changed (CRC-32)",
+                fix="the file is damaged: copy it again, or take another one",
             )
         self.crc = None
 
@@ -257,7 +255,7 @@ def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mma
                     filled += got
     except OSError as error:
         raise CheckpointError(
-            message(f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file")
+            f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file"
         ) from error
     return data
 
@@ -299,12 +297,10 @@ class Chunked(Lazy):
         ranks = {len(o) for o, _ in self.chunks} | {len(p.shape) for _, p in self.chunks}
         if have != math.prod(self.shape) or not inside or ranks - {len(self.shape)}:
             raise CheckpointError(
-                message(
-                    f"{self.key}: stored pieces",
-                    expected=f"pieces that cover {self.shape} once",
-                    got=f"{len(self.chunks)} piece(s) with {have} elements",
-                    fix="the checkpoint is damaged, take an earlier one",
-                )
+                f"{self.key}: stored pieces",
+                expected=f"pieces that cover {self.shape} once",
+                got=f"{len(self.chunks)} piece(s) with {have} elements",
+                fix="the checkpoint is damaged, take an earlier one",
             )
 
     def rows(self, first: int, last: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["Quantized", "read_extra_state", "unpickle", "with_record"]
 
@@ -327,13 +327,11 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}
     except Exception as error:
         raise CheckpointError(
-            message(
-                f"{key}: not a state that te_fsdp can read",
-                expected="the delayed-scaling state of TransformerEngine 2, or an empty entry",
-                got=f"{type(error).__name__}: {error}",
-                why="It is a pickle, and nothing in it is run",
-                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-            )
+            f"{key}: not a state that te_fsdp can read",
+            expected="the delayed-scaling state of TransformerEngine 2, or an empty entry",
+            got=f"{type(error).__name__}: {error}",
+            why="It is a pickle, and nothing in it is run",
+            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
         ) from error
 
 

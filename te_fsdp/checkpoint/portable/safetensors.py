@@ -77,12 +77,10 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise CheckpointError(
-                message(
-                    f"{path}: a folder of safetensors files",
-                    expected=f"{INDEX}, or one file",
-                    got=f"{len(files)} files without an index",
-                    fix="add the index, or name one file",
-                )
+                f"{path}: a folder of safetensors files",
+                expected=f"{INDEX}, or one file",
+                got=f"{len(files)} files without an index",
+                fix="add the index, or name one file",
             )
         return _open_file(files[0])
     return _open_sharded(index)
@@ -118,7 +116,7 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(message(f"{path}: {what}", fix="the file is damaged or truncated, copy it again"))
+    return CheckpointError(f"{path}: {what}", fix="the file is damaged or truncated, copy it again")
 
 
 def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
@@ -178,11 +176,7 @@ def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, s
     for key, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise CheckpointError(
-                message(
-                    f"{key}: safetensors cannot hold it",
-                    expected=", ".join(_NAMES.values()),
-                    got=tensor.dtype,
-                )
+                f"{key}: safetensors cannot hold it", expected=", ".join(_NAMES.values()), got=tensor.dtype
             )
         end = at + tensor.bytes
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}

@@ -30,7 +30,7 @@ from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
 from te_fsdp.checkpoint.portable.pickled import UnknownNameError, unpickle, with_record
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["read_objects", "records_of", "stored", "write_torch"]
 
@@ -110,13 +110,11 @@ def read_objects(file: Path, label: str, offset: int = 0, length: int | None = N
         if "GroupedTensor" in str(error):
             fix = "load it with torch and save it with te_fsdp.checkpoint.save"
         raise CheckpointError(
-            message(
-                f"{label}: cannot be read weights-only",
-                expected="tensors, TransformerEngine's quantized tensors and plain containers",
-                got=f"an object of {error}",
-                why="Anything else in a pickle may run code",
-                fix=fix,
-            )
+            f"{label}: cannot be read weights-only",
+            expected="tensors, TransformerEngine's quantized tensors and plain containers",
+            got=f"an object of {error}",
+            why="Anything else in a pickle may run code",
+            fix=fix,
         ) from error
     except CheckpointError:
         raise
@@ -146,11 +144,9 @@ def moved(tensor: torch.Tensor, file: Path, offset: int, label: str) -> torch.Te
 def _no_torch_file(label: str, error: Exception) -> CheckpointError:
     first = str(error).strip().partition("\n")[0]
     return CheckpointError(
-        message(
-            f"{label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
-            expected="torch.save's zip format",
-            fix="the file is damaged, truncated or of another kind",
-        )
+        f"{label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
+        expected="torch.save's zip format",
+        fix="the file is damaged, truncated or of another kind",
     )
 
 
