@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests in two parts, side by side: the distributed ones, whose ranks often wait for each other, and those of one
-# process, which use that time at a lower priority. Their output comes one part after the other.
+# Runs the tests in two parts, side by side: the distributed ones, whose ranks often wait for each other, so that two
+# pools of them share the cores, and those of one process, which use what is left at a lower priority. Their output comes
+# one part after the other.
 #
 #   usage: scripts/test.sh PYTHON [PYTEST OPTION...]
 set -uo pipefail
@@ -31,7 +32,7 @@ listen='import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os
 nice -n 5 "$python" -c "$listen" \
   -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit tests/conformance "$@" >"$units" 2>&1 &
 unit_tests=$!
-"$python" -m pytest tests/pytorch/distributed "$@"
+"$python" -m pytest -n auto tests/pytorch/distributed "$@"
 second=$?
 echo "== distributed tests: pytest's exit code $second; tests of one process:"
 wait "$unit_tests"

@@ -14,7 +14,15 @@ sys.path.insert(
 )  # so that `import harness` works in every import mode of pytest
 
 from harness import WorkerPool, bodies, devices
+from harness.side_by_side import (
+    pytest_xdist_auto_num_workers,
+    pytest_xdist_make_scheduler,
+    received_timings,
+    send_timings,
+)
 from matrix import rotation
+
+__all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
@@ -203,6 +211,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = max(marker.args[0] if marker else 1, _parameter(item, "world_size", int) or 1)
     if on_gpu and needed > devices.gpu_ranks():
         pytest.skip(f"needs {needed} GPUs, found {devices.gpu_ranks()} (--nodes can pretend more)")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    send_timings(session.config, session.config.stash[_POOLS].timings)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    node.config.stash[_POOLS].timings += received_timings(node)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,0 +1,56 @@
+"""The distributed tests in several processes of pytest, with `-n` of pytest-xdist: each has a pool of its own.
+
+Ranks wait for each other for a third of a run, which is time for the ranks of another pool. `conftest` makes the hooks
+of this file its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+import pytest
+
+from .devices import device_type
+from .pool import Timing
+
+MOST = 2
+"""Pools that `-n auto` starts at most. Eight ranks take 3 GB."""
+_TIMINGS = "te_fsdp_timings"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many pools `-n auto` means: no second one where ranks fill GPUs."""
+    return 0 if device_type() == "cuda" else min(MOST, os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out a file's tests of one architecture as one, in the order in which they were collected.
+
+    Tests of a file share what they save; a pool that changes its architecture starts anew.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFileAndArchitecture(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            found = re.search(r"[\[-](\d+\.\d)[\]-]", test)
+            return f"{file} {found[1] if found else ''}"
+
+    config.option.loadscopereorder = False  # xdist's default is to begin with the most tests
+    return ByFileAndArchitecture(config, log)
+
+
+def send_timings(config: pytest.Config, timings: list[Timing]) -> None:
+    """In a process that `-n` has started: let the first one know how long the pool took."""
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_TIMINGS] = [dataclasses.astuple(timing) for timing in timings]
+
+
+def received_timings(node: Any) -> list[Timing]:
+    """In the first process: what a process that ends has sent."""
+    return [Timing(*values) for values in getattr(node, "workeroutput", {}).get(_TIMINGS, [])]
