@@ -23,6 +23,7 @@ __all__ = [
     "TeFsdpError",
     "meant",
     "message",
+    "shorten",
 ]
 
 
@@ -126,3 +127,9 @@ def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | No
     # A ratio of 0.75 lets one or two letters of these short words be wrong, and no more.
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     return known[near[0]] if near else None
+
+
+def shorten(names: list[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

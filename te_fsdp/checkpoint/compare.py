@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.collective import gather
-from te_fsdp.checkpoint.experts import GROUPED
+from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.extra import references
-from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import ModelState, dtype_name, shorten
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name
+from te_fsdp.checkpoint.model_state import ModelState
 from te_fsdp.checkpoint.reading import read_metadata
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.checkpoint.entries import Entry, Piece, add_entry, cut_entry
-from te_fsdp.checkpoint.experts import ExpertPlace, per_expert
-from te_fsdp.checkpoint.owned import Owned
+from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
+from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
@@ -90,16 +89,11 @@ class Conversion:
 
     def _rectangles(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:
         """What this rank holds of one expert's weight each: offsets and sizes in it, and the place in local memory."""
-        found: list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]] = []
-        for box in self.boxes:
-            if not self.owned.is_grouped:
-                found.append((self.owned.expert, box.original, box.sizes, box.local_slices()))
-                continue
-            for index in range(box.sizes[0]):
-                place = ExpertPlace(box.original[0] + index, self.original[0])
-                where = (box.local[0] + index, *box.local_slices()[1:])
-                found.append((place, box.original[1:], box.sizes[1:], where))
-        return found
+        return [
+            (part.place, box.original, box.sizes, part.where(box))
+            for part in self.owned.parts()
+            for box in part.boxes
+        ]
 
     def value(self) -> torch.Tensor:
         """What was read, float32 of the local shape. Local operation; frees what it came from."""

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.collective import world_size
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.experts import own_experts
-from te_fsdp.checkpoint.owned import clean_name
+from te_fsdp.checkpoint.model_state import clean_name, own_experts
 
 if TYPE_CHECKING:
     from torch import nn

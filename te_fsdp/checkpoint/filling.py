@@ -18,7 +18,7 @@ from te_fsdp.checkpoint.delayed import make_delayed, other_format_modules, reset
 from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import ModelState, shorten
+from te_fsdp.checkpoint.model_state import ModelState, Owned
 from te_fsdp.checkpoint.optimizer_loading import (
     keeping_main_weights,
     main_weight,
@@ -27,9 +27,8 @@ from te_fsdp.checkpoint.optimizer_loading import (
     set_main_weight,
     shared_numbers,
 )
-from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.checkpoint.source import Source
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.sharding.outer_optimizer import chunk_in
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from te_fsdp.checkpoint.manifest import (
     Manifest,
     checksum,
 )
-from te_fsdp.checkpoint.model_state import shorten, tied_names
+from te_fsdp.checkpoint.model_state import tied_names
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_cont
 from te_fsdp.checkpoint.reading import read_metadata
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.verifying import verify_together
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch import nn

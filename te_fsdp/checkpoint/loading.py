@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree, rank
@@ -16,22 +16,49 @@ from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed
 from te_fsdp.checkpoint.filling import Filling
 from te_fsdp.checkpoint.foreign import compare_stacked, open_source, settle_scaling
-from te_fsdp.checkpoint.loaded import Loaded
-from te_fsdp.checkpoint.model_state import ModelState, model_state, shorten
+from te_fsdp.checkpoint.model_state import ModelState, model_state
 from te_fsdp.checkpoint.optimizer_loading import compare_optimizer
 from te_fsdp.checkpoint.optimizer_state import check_scaled_state
 from te_fsdp.checkpoint.retention import in_use
 from te_fsdp.checkpoint.source import Source
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["load"]
+__all__ = ["Loaded", "load"]
 
 _log = logging.getLogger("te_fsdp")
+
+
+class Loaded(dict[str, Any]):
+    """What ``save`` was given as ``extra``, and what the load did.
+
+    Attributes:
+        left: Name of a tensor, module or optimizer state that was not loaded -> why.
+        converted: Name -> from what to what, and where the values came from.
+        notes: Other things that came from elsewhere than usual, in words.
+    """
+
+    def __init__(
+        self,
+        extra: dict[str, Any] | None = None,
+        *,
+        left: dict[str, str] | None = None,
+        converted: dict[str, str] | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
+        super().__init__(extra or {})
+        self.left: dict[str, str] = dict(left or {})
+        self.converted: dict[str, str] = dict(converted or {})
+        self.notes: list[str] = list(notes or [])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing was left."""
+        return not self.left
 
 
 def load(

@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from te_fsdp.checkpoint.schema import InvalidError, check_manifest
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, checksum, silent
 from te_fsdp.errors import CheckpointError
@@ -25,6 +27,7 @@ __all__ = [
     "Tick",
     "check_files",
     "checksum",
+    "dtype_name",
     "read_manifest",
     "save_number",
     "write_manifest",
@@ -241,3 +244,8 @@ def _lines(body: dict[str, Any]) -> str:
 def _digest(text: bytes) -> str:
     """Of the manifest's text with zeros in the place of the digest."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,35 +1,203 @@
 """A model's side of a checkpoint: its tensors as entries, and the manifest's description of them.
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
-quantized weight. The parameters of a layer's experts are one tensor, see :mod:`te_fsdp.checkpoint.experts`.
+quantized weight. The parameters of a layer's experts are one tensor, see :mod:`te_fsdp.checkpoint.entries`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.collective import world_size
-from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
-from te_fsdp.checkpoint.experts import GROUPED
-from te_fsdp.checkpoint.owned import Owned, by_key, clean_name, owned_buffers, owned_parameters
-from te_fsdp.checkpoint.quantized import describe_quantized, finish_quantized, quantized_entries
-from te_fsdp.errors import CheckpointError, PlacementError, message
+from te_fsdp.checkpoint.entries import (
+    GROUPED,
+    Entry,
+    ExpertPlace,
+    add_entry,
+    cut_entry,
+    stacked_name,
+    whole_entry,
+)
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.errors import CheckpointError, PlacementError, message, shorten
+from te_fsdp.layout.boxes import Box
+from te_fsdp.layout.experts import expert_index
 from te_fsdp.layout.rules import PLAIN, Layout
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.quantized.components import components_of, describe_format, finish_writing
+from te_fsdp.quantized.dequantize import needed_components
+from te_fsdp.quantized.grouped import plain_of
+from te_fsdp.quantized.grouped_gather import derive_transposes
+from te_fsdp.quantized.grouped_weight import empty_experts
+from te_fsdp.sharding.state import settle, sharding_state
 
-if TYPE_CHECKING:
-    from torch import nn
+__all__ = [
+    "ModelState",
+    "Owned",
+    "Part",
+    "clean_name",
+    "model_state",
+    "modules_with_extra_state",
+    "own_experts",
+    "owned_parameters",
+    "tied_names",
+]
 
-    from te_fsdp.modules.shards import ShardInfo
 
-__all__ = ["ModelState", "dtype_name", "model_state", "modules_with_extra_state", "shorten", "tied_names"]
+@dataclass(frozen=True)
+class Part:
+    """Rectangles of a weight that is not divided further: a parameter's, or one expert's.
+
+    Attributes:
+        place: Of the expert in the tensor of all; ``None``: it is a tensor of the files by itself.
+        index: Of the expert in the local tensor; ``None``: the local tensor is this weight's alone.
+        boxes: What this rank holds of the original.
+        original: Shape of the original.
+    """
+
+    place: ExpertPlace | None
+    index: int | None
+    boxes: tuple[Box, ...]
+    original: tuple[int, ...]
+
+    def where(self, box: Box) -> tuple[Any, ...]:
+        """Index of a box in the local tensor."""
+        return (*(() if self.index is None else (self.index,)), *box.local_slices())
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter, or a persistent buffer, with its owner.
+
+    Attributes:
+        fqn: Name in the model, without what wrappers add.
+        module: Owner.
+        name: Name in the owner.
+        parameter: The parameter or buffer.
+        expert: Where it lies in the tensor of all experts; ``None``: it is a tensor of the files by itself.
+    """
+
+    fqn: str
+    module: nn.Module
+    name: str
+    parameter: torch.Tensor
+    expert: ExpertPlace | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the files' tensor: its own, or that of all experts."""
+        return self.fqn if self.expert is None else stacked_name(self.fqn)
+
+    def entry(self, entry: Entry) -> Entry:
+        """An entry of this parameter's own tensor as one of the files' tensor; views of the same memory."""
+        return entry if self.expert is None else self.expert.lift(entry)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's local tensor. Of TE's ``GroupedTensor`` the ordinary tensor over its memory."""
+        local = _torch.local_of(self.parameter)
+        plain = plain_of(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
+        return local if plain is local else plain.detach()
+
+    def info(self) -> ShardInfo:
+        """Where the local tensor lies in the original."""
+        return self._info
+
+    @cached_property
+    def _info(self) -> ShardInfo:
+        return shard_info(self.module, self.name, self.parameter, label=self.fqn)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it holds the weights, or biases, of several experts."""
+        return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
+
+    def parts(self) -> list[Part]:
+        """What this rank holds, one expert's weight at a time where it holds those of several. Local operation."""
+        info = self.info()
+        if not self.is_grouped:
+            return [Part(self.expert, None, info.boxes, info.original_shape)]
+        total, *original = info.original_shape
+        found = []
+        for box in info.boxes:
+            one = Box(box.original[1:], box.local[1:], box.sizes[1:])
+            for index in range(box.sizes[0]):
+                place = ExpertPlace(box.original[0] + index, total)
+                found.append(Part(place, box.local[0] + index, (one,), tuple(original)))
+        return found
+
+
+def owned_parameters(model: nn.Module) -> list[Owned]:
+    """Every parameter once, under its first name; FSDP2 units are resharded first. Local operation.
+
+    New weights on their way are waited for.
+    """
+    settle(model)
+    for module in model.modules():
+        if _torch.is_fsdp_module(module):
+            module.reshard()  # type: ignore[operator]
+    found: dict[int, Owned] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in found:
+                place = _place_of(module, name)
+                found[id(parameter)] = Owned(clean_name(prefix, name), module, name, parameter, place)
+    return list(found.values())
+
+
+def _owned_buffers(model: nn.Module) -> Iterator[Owned]:
+    """Every persistent buffer once, under its first name. Local operation."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen and _torch.is_persistent(module, name):
+                seen.add(id(buffer))
+                yield Owned(clean_name(prefix, name), module, name, buffer)
+
+
+def clean_name(prefix: str, name: str) -> str:
+    """Full name without the parts that wrappers add."""
+    return _torch.without_wrappers(".".join(part for part in (prefix, name) if part))
+
+
+def own_experts(module: nn.Module) -> tuple[int, int, int] | None:
+    """First expert, their number and that of all experts of a ``GroupedLinear``; ``None`` for other modules."""
+    if _te.kind_of(module) != "GroupedLinear":
+        return None
+    binding = binding_of(module)
+    experts = binding.experts if binding is not None else None
+    if experts is not None:
+        return experts.first, experts.count, experts.total
+    return 0, int(module.num_gemms), int(module.num_gemms)  # type: ignore[arg-type]
+
+
+def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
+    """Where a module's own parameter lies in a grouped tensor; ``None`` for one that is a tensor of its own."""
+    index = expert_index(name)  # a global one: under expert parallelism parameters are registered so
+    experts = own_experts(module) if index is not None else None
+    if experts is None or index is None:
+        return None
+    first, count, total = experts
+    if not first <= index < first + count:
+        raise CheckpointError(
+            message(
+                f"{type(module).__name__}.{name}",
+                expected=f"experts {first} to {first + count - 1} of {total}",
+                got=f"expert {index}",
+                fix="do not register parameters of experts by hand",
+            )
+        )
+    return ExpertPlace(index, total)
 
 
 @dataclass
@@ -56,10 +224,11 @@ class ModelState:
     cut_blocks: set[str] = field(default_factory=set)
 
     def finish_loading(self, names: set[str]) -> None:
-        """Drop what quantized weights derived from the bytes that were replaced. Local operation."""
+        """Forget, or make anew, what quantized weights derived from the bytes that were replaced. Local operation."""
         for owned in (one for name in names & self.members.keys() for one in self.members[name]):
-            if _te.is_quantized(owned.local):
-                finish_quantized(owned.local)
+            local = owned.local
+            if _te.is_quantized(local):
+                (derive_transposes if owned.is_grouped else finish_writing)(local)
 
 
 def _check_whole_job(model: nn.Module) -> None:
@@ -94,8 +263,9 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     """
     _check_whole_job(model)
     state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
-    state.members = by_key(state.owned.values())
-    buffers = list(owned_buffers(model))
+    for owned in state.owned.values():
+        state.members.setdefault(owned.key, []).append(owned)
+    buffers = list(_owned_buffers(model))
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
@@ -139,9 +309,9 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
         described["format"] = None
         entries[f"model.{name}"] = owned.entry(_plain_entry(owned, info))
     else:
-        described |= describe_quantized(owned)
+        described |= _describe_quantized(owned)
         try:
-            entries = quantized_entries(owned, info)
+            entries = _quantized_entries(owned)
         except PlacementError:
             if not may_cut_blocks:
                 raise
@@ -165,17 +335,6 @@ def _differing_experts(name: str, owned: Owned, first: dict[str, Any], other: di
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` of ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def shorten(names: list[str], most: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def modules_with_extra_state(model: nn.Module) -> list[str]:
     """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
     stock = torch.nn.Module.get_extra_state
@@ -192,3 +351,45 @@ def tied_names(model: nn.Module) -> dict[str, str]:
             if first.setdefault(id(tensor), name) != name:
                 tied[clean_name("", name)] = clean_name("", first[id(tensor)])
     return tied
+
+
+def _describe_quantized(owned: Owned) -> dict[str, Any]:
+    """The manifest's ``format`` and ``components`` of a quantized parameter. Local operation.
+
+    Raises:
+        CheckpointError: Its components do not give its values.
+    """
+    local: Any = owned.local
+    one = local
+    if owned.is_grouped:
+        # A rank that holds no expert has none to describe.
+        shape = (1, *owned.info().original_shape[1:])
+        held = (
+            local.experts or empty_experts(shape, _te.quantizer_of(local), local.dtype, local.device).experts
+        )
+        one = held[0]
+    names = sorted(component.name for component in components_of(one, owned.fqn))
+    described = describe_format(one)
+    assert described is not None
+    needed_components(described, names, owned.fqn)  # raises: nothing may be saved whose bytes are elsewhere
+    return {"format": described, "components": names}
+
+
+def _quantized_entries(owned: Owned) -> dict[str, Entry]:
+    """Entries of a quantized parameter's components, by file key: views of its buffers. Local operation.
+
+    Raises:
+        PlacementError: A rank's rectangle cuts through blocks.
+    """
+    entries: dict[str, Entry] = {}
+    local: Any = owned.local
+    for part in owned.parts():
+        one = local if part.index is None else local.experts[part.index]
+        for component in components_of(one, owned.fqn):
+            entry = whole_entry(component.tensor)
+            if component.block is not None:
+                rectangles = component.boxes(part.boxes, owned.fqn, part.original)
+                entry = cut_entry(component.tensor, component.shape(part.original), rectangles)
+            key = f"model.{owned.key}:{component.name}"
+            add_entry(entries, key, entry if part.place is None else part.place.lift(entry))
+    return entries

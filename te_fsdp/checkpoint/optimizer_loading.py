@@ -9,12 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.compare import GROUPS, Differences
-from te_fsdp.checkpoint.entries import Entry, add_entry
-from te_fsdp.checkpoint.experts import per_expert
+from te_fsdp.checkpoint.entries import Entry, add_entry, per_expert
 from te_fsdp.checkpoint.extra import decode
-from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.checkpoint.optimizer_state import describe_state
-from te_fsdp.checkpoint.owned import Owned
 from te_fsdp.sharding.optimizer import optimizers_of
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, whole_entry
-from te_fsdp.checkpoint.experts import join_experts
+from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, join_experts, whole_entry
 from te_fsdp.checkpoint.extra import encode
-from te_fsdp.checkpoint.model_state import dtype_name
-from te_fsdp.checkpoint.owned import Owned
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.layout.boxes import cut_boxes
 from te_fsdp.sharding.outer_chunks import rows_of_state

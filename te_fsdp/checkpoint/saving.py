@@ -25,13 +25,7 @@ from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
-from te_fsdp.checkpoint.model_state import (
-    ModelState,
-    model_state,
-    modules_with_extra_state,
-    shorten,
-    tied_names,
-)
+from te_fsdp.checkpoint.model_state import ModelState, model_state, modules_with_extra_state, tied_names
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     check_scaled_state,
@@ -42,7 +36,7 @@ from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.retention import check_keep_last, hide_old
 from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
-from te_fsdp.errors import CheckpointError, TeFsdpError, message
+from te_fsdp.errors import CheckpointError, TeFsdpError, message, shorten
 from te_fsdp.modules.semantics import record
 from te_fsdp.sharding.optimizer import check_optimizer
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import owned, saving
+from te_fsdp.checkpoint import model_state, saving
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
@@ -163,7 +163,7 @@ def test_checkpoints_of_the_first_format(
     run = Run(te, recipe, seed=0).step().step()
     checkpoint.save(tmp_path / "new", run.model, run.optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(owned, "place_of", lambda module, name: None)
+        patch.setattr(model_state, "_place_of", lambda module, name: None)
         write = manifests.write_manifest
 
         def write_first(directory: Path, manifest: Any) -> None:

@@ -16,12 +16,11 @@ import torch
 import te_fsdp
 from te_fsdp.checkpoint.compare import check_metadata, stored_tensors
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
-from te_fsdp.checkpoint.experts import GROUPED
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest
-from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.entries import GROUPED
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
-from te_fsdp.checkpoint.portable.quantized import Dequantized
+from te_fsdp.checkpoint.portable.quantized import Dequantized, Remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.checkpoint.schema import check_manifest
 from te_fsdp.errors import CheckpointError, message
@@ -94,6 +93,38 @@ class Contents:
             {part: tensor.select(index) for part, tensor in parts.items()} for index in range(shape[0])
         ]
         return Stack([Dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
+
+    def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
+        """A parameter's or buffer's value, and where it came from.
+
+        Args:
+            name: Of the parameter or buffer.
+            weights: ``"main"``: the optimizer's main weights, an error where a quantized weight has none;
+                ``"auto"``: main weights where there are any; ``"compute"``: never.
+
+        Returns:
+            The value, and ``"main"``, ``"dequantized"`` or ``"stored"``.
+
+        Raises:
+            CheckpointError: ``"main"`` for a quantized weight that has none.
+        """
+        states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
+        quantized = self.components(name) is not None
+        if weights != "compute" and "master_param" in states:
+            main = self.tensors[f"optimizer.state.{name}.master_param"]
+            if main.dtype == torch.int16:
+                main = Remainders(self.value(name), main)
+            return main, "main"
+        if weights == "main" and quantized:
+            raise CheckpointError(
+                message(
+                    f"{name}: no main weight",
+                    expected="an optimizer that keeps main weights (FusedAdam with master_weights=True)",
+                    got="a checkpoint without one",
+                    fix="export with --weights auto, which takes the dequantized weight",
+                )
+            )
+        return self.value(name), "dequantized" if quantized else "stored"
 
     @property
     def bytes(self) -> int:

@@ -25,7 +25,6 @@ from te_fsdp.checkpoint.portable.contents import (
 from te_fsdp.checkpoint.portable.dcp import write_dcp
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy, total_bytes
-from te_fsdp.checkpoint.portable.main_weights import best_value
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
 from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
 from te_fsdp.checkpoint.portable.state_dicts import (
@@ -102,7 +101,7 @@ class Transform:
     Attributes:
         dtype: Of floating-point parameters in high precision; ``None``: as they are. Buffers stay as they are.
         dequantize: Whether quantized weights become high precision.
-        weights: ``"compute"``, ``"auto"`` or ``"main"``, see :func:`best_value`; the latter two dequantize.
+        weights: ``"compute"``, ``"auto"`` or ``"main"``, see :meth:`Contents.best_value`; the latter two dequantize.
     """
 
     dtype: torch.dtype | None = None
@@ -127,7 +126,7 @@ def transformed(contents: Contents, transform: Transform) -> tuple[Contents, dic
             tensors |= {f"model.{name}:{part}": tensor for part, tensor in parts.items()}
             sources[name] = "quantized"
             continue
-        value, sources[name] = best_value(contents, name, transform.weights)
+        value, sources[name] = contents.best_value(name, transform.weights)
         is_parameter = name in manifest.parameters
         if is_parameter and value.dtype.is_floating_point and transform.dtype not in (None, value.dtype):
             value = Cast(value, transform.dtype)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.experts import GROUPED, ExpertPlace, join_experts, per_expert, stacked_name
+from te_fsdp.checkpoint.entries import GROUPED, ExpertPlace, join_experts, per_expert, stacked_name
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy, Stack
 

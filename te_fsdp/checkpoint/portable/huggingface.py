@@ -22,9 +22,9 @@ from te_fsdp import _te
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.collective import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.checkpoint.directory import new_directory, sync
-from te_fsdp.checkpoint.experts import GROUPED, stacked_name
-from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.model_state import ModelState, dtype_name, model_state, shorten, tied_names
+from te_fsdp.checkpoint.entries import GROUPED, stacked_name
+from te_fsdp.checkpoint.manifest import Tick, dtype_name
+from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
 from te_fsdp.checkpoint.optimizer_loading import keeping_main_weights, set_main_weight
 from te_fsdp.checkpoint.portable.huggingface_config import (
     Architecture,
@@ -54,7 +54,7 @@ from te_fsdp.checkpoint.portable.safetensors import (
     write_folder,
     write_index,
 )
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.semantics import semantics_of
 from te_fsdp.sharding.optimizer import check_optimizer
 

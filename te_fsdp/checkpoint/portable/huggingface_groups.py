@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from te_fsdp.checkpoint.experts import GROUPED
+from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.layout.rules import PLAIN, Layout
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.checkpoint.owned import clean_name
+from te_fsdp.checkpoint.model_state import clean_name
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.checkpoint.portable.huggingface_names import TeNames
 from te_fsdp.errors import CheckpointError, message

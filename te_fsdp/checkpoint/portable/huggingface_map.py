@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.experts import GROUPED, stacked_name
-from te_fsdp.checkpoint.model_state import shorten
+from te_fsdp.checkpoint.entries import GROUPED, stacked_name
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
 from te_fsdp.checkpoint.portable.huggingface_groups import Group, Shape
 from te_fsdp.checkpoint.portable.huggingface_layers import (
@@ -29,7 +28,7 @@ from te_fsdp.checkpoint.portable.huggingface_layers import (
 from te_fsdp.checkpoint.portable.huggingface_names import TeNames, groups_of
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 
 __all__ = ["Tensors", "WeightMap"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_fsdp.checkpoint.experts import stacked_name
+from te_fsdp.checkpoint.entries import stacked_name
 from te_fsdp.checkpoint.extra import decode, encode
-from te_fsdp.checkpoint.model_state import dtype_name
+from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError, message

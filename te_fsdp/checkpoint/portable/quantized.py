@@ -1,9 +1,9 @@
-"""Quantized weights without TransformerEngine: their components in files, and the values that they stand for."""
+"""Values of weights in files without TransformerEngine: of quantized ones, and of main weights in two halves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,7 @@ from te_fsdp.errors import CheckpointError, PlacementError, message
 from te_fsdp.quantized.components import components_from
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 
-__all__ = ["Dequantized", "components_in_file"]
+__all__ = ["Dequantized", "Remainders", "components_in_file"]
 
 
 @dataclass
@@ -50,6 +50,33 @@ class Dequantized(Lazy):
                 stored_part.whole() if block is None else stored_part.rows(start[0], start[0] + size[0])
             )
         return dequantize_box(self.format, parts, self.needed, offsets, sizes).to(self.dtype)
+
+
+@dataclass
+class Remainders(Lazy):
+    """fp32 main weights that FusedAdam keeps as bf16 weights and the 16 bits that these lack.
+
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
+    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+
+    Attributes:
+        upper: The bf16 weights.
+        lower: The int16 remainders.
+    """
+
+    upper: Lazy
+    lower: Lazy
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        self.shape = self.upper.shape
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        lower = self.lower.rows(first, last).to(torch.int32)
+        upper = self.upper.rows(first, last).view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
 
 
 def components_in_file(found: Quantized, key: str) -> dict[str, Lazy]:

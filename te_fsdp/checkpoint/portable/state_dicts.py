@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.model_state import dtype_name, shorten
+from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
 from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.checkpoint.portable.torch_files import read_objects, stored
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 
