@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name
 from te_fsdp.checkpoint.model_state import ModelState
 from te_fsdp.checkpoint.reading import read_metadata
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
 if TYPE_CHECKING:
@@ -252,11 +252,9 @@ def check_metadata(source: Path, manifest: Manifest) -> Metadata:
             wrong.append(f"{key} is {there[0]} {there[1]} instead of {tuple(shape)} {dtype}")
     if wrong:
         raise CheckpointError(
-            message(
-                f"{source}: damaged checkpoint: {shorten(wrong)}",
-                why="Its manifest and its tensors are not of one save",
-                fix="load an earlier checkpoint, or copy this one again",
-            )
+            f"{source}: damaged checkpoint: {shorten(wrong)}",
+            why="Its manifest and its tensors are not of one save",
+            fix="load an earlier checkpoint, or copy this one again",
         )
     return metadata
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from te_fsdp.layout.boxes import Box
@@ -177,12 +177,10 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
         have = states.setdefault(key, described)
         if {**have, "experts": None} != {**described, "experts": None}:
             raise CheckpointError(
-                message(
-                    f"optimizer.state.{label}.{key}: experts {have['experts']} and {described['experts']}",
-                    expected="the same kind of state for all experts of a layer",
-                    got=f"{_told(have)} and {_told(described)}",
-                    fix="give all experts of a layer to one optimizer, with the same options",
-                )
+                f"optimizer.state.{label}.{key}: experts {have['experts']} and {described['experts']}",
+                expected="the same kind of state for all experts of a layer",
+                got=f"{_told(have)} and {_told(described)}",
+                fix="give all experts of a layer to one optimizer, with the same options",
             )
         states[key] = {**have, "experts": sorted({*have["experts"], *described["experts"]})}
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.entries import Entry, whole_entry
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = [
     "OwnParts",
@@ -108,12 +108,10 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
     if isinstance(value, PerRank):
         got = "PerRank inside of PerRank, or outside of extra"
     raise CheckpointError(
-        message(
-            f"{where}: cannot be stored",
-            expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
-            got=got,
-            fix="convert it, for example number.item() or str(path)",
-        )
+        f"{where}: cannot be stored",
+        expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
+        got=got,
+        fix="convert it, for example number.item() or str(path)",
     )
 
 
@@ -136,12 +134,10 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
     for rank, parts in enumerate(ranks):
         if parts.keys() != ranks[0].keys():
             raise CheckpointError(
-                message(
-                    f"extra: PerRank values at different places on rank 0 and rank {rank}",
-                    expected=sorted(ranks[0]),
-                    got=sorted(parts),
-                    fix="give extra the same keys on all ranks",
-                )
+                f"extra: PerRank values at different places on rank 0 and rank {rank}",
+                expected=sorted(ranks[0]),
+                got=sorted(parts),
+                fix="give extra the same keys on all ranks",
             )
 
     def join(node: Any) -> Any:
@@ -174,11 +170,9 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
         if set(node) == {_PER_RANK}:
             if len(node[_PER_RANK]) != saved.get("ranks", 1):
                 raise CheckpointError(
-                    message(
-                        f"{where}: values of {len(node[_PER_RANK])} ranks",
-                        expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
-                        fix="the checkpoint is damaged, load an earlier one",
-                    )
+                    f"{where}: values of {len(node[_PER_RANK])} ranks",
+                    expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
+                    fix="the checkpoint is damaged, load an earlier one",
                 )
             if not same:
                 lost.append(where)
@@ -264,19 +258,15 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     """
     if state is None:
         raise CheckpointError(
-            message(
-                "set_rng_state: no state",
-                why="States of single ranks, saved on another mesh, belong to none of these ranks",
-                fix="seed the ranks anew, for example torch.manual_seed(seed + step) with a seed per rank",
-            )
+            "set_rng_state: no state",
+            why="States of single ranks, saved on another mesh, belong to none of these ranks",
+            fix="seed the ranks anew, for example torch.manual_seed(seed + step) with a seed per rank",
         )
     if (tracker is None) != ("tracker" not in state):
         raise CheckpointError(
-            message(
-                "set_rng_state: tracker",
-                expected="one here and at the save, or neither",
-                fix="pass it to both",
-            )
+            "set_rng_state: tracker",
+            expected="one here and at the save, or neither",
+            fix="pass it to both",
         )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -28,7 +28,7 @@ from te_fsdp.checkpoint.optimizer_loading import (
     shared_numbers,
 )
 from te_fsdp.checkpoint.source import Source
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.outer_optimizer import chunk_in
 
 if TYPE_CHECKING:
@@ -192,13 +192,11 @@ class Filling:
         differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
         if differing:
             raise CheckpointError(
-                message(
-                    f"{self.source.path}: {shorten(differing)}",
-                    expected="one number for all experts, which are one parameter here",
-                    got="different ones",
-                    why="Nothing was loaded",
-                    fix="build the layer without a single grouped weight, or load without the optimizer",
-                )
+                f"{self.source.path}: {shorten(differing)}",
+                expected="one number for all experts, which are one parameter here",
+                got="different ones",
+                why="Nothing was loaded",
+                fix="build the layer without a single grouped weight, or load without the optimizer",
             )
 
     def _delayed(self) -> dict[str, Any]:
@@ -222,13 +220,11 @@ class Filling:
                     len(shape) != 2 or shape[0] != recipe["amax_history_len"]
                 ):
                     raise CheckpointError(
-                        message(
-                            f"{self.source.path}: {key}",
-                            expected=f"a history of {recipe['amax_history_len']} steps",
-                            got=f"shape {shape}",
-                            why="Nothing was loaded",
-                            fix="the checkpoint is damaged, load an earlier one",
-                        )
+                        f"{self.source.path}: {key}",
+                        expected=f"a history of {recipe['amax_history_len']} steps",
+                        got=f"shape {shape}",
+                        why="Nothing was loaded",
+                        fix="the checkpoint is damaged, load an earlier one",
                     )
                 slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         return slots

@@ -190,12 +190,10 @@ def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
     first, count, total = experts
     if not first <= index < first + count:
         raise CheckpointError(
-            message(
-                f"{type(module).__name__}.{name}",
-                expected=f"experts {first} to {first + count - 1} of {total}",
-                got=f"expert {index}",
-                fix="do not register parameters of experts by hand",
-            )
+            f"{type(module).__name__}.{name}",
+            expected=f"experts {first} to {first + count - 1} of {total}",
+            got=f"expert {index}",
+            fix="do not register parameters of experts by hand",
         )
     return ExpertPlace(index, total)
 
@@ -237,13 +235,11 @@ def _check_whole_job(model: nn.Module) -> None:
     for ranks in (state.meshes.device_mesh.size() for state in states if state is not None):
         if ranks != world_size():
             raise CheckpointError(
-                message(
-                    f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
-                    expected="one model on all ranks",
-                    got="meshes of one stage, cut out of a mesh with a further axis",
-                    why="Stages are different models, and a checkpoint of te_fsdp holds one",
-                    fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages",
-                )
+                f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
+                expected="one model on all ranks",
+                got="meshes of one stage, cut out of a mesh with a further axis",
+                why="Stages are different models, and a checkpoint of te_fsdp holds one",
+                fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages",
             )
 
 
@@ -269,11 +265,9 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
-            message(
-                f"{len(absent)} tensor(s) on meta: {shorten(absent)}",
-                expected="a model on its device",
-                fix="call te_fsdp.materialize(model) first",
-            )
+            f"{len(absent)} tensor(s) on meta: {shorten(absent)}",
+            expected="a model on its device",
+            fix="call te_fsdp.materialize(model) first",
         )
     layouts = original_layouts(model)
     for owned in state.owned.values():

@@ -17,7 +17,7 @@ from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, join_experts
 from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.boxes import cut_boxes
 from te_fsdp.sharding.outer_chunks import rows_of_state
 
@@ -131,13 +131,11 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
 
 def _state_of_a_stranger(optimizer: Optimizer, parameter: Any) -> CheckpointError:
     return CheckpointError(
-        message(
-            f"{type(optimizer).__name__}: state of a parameter that the model does not have",
-            expected="state of the model's parameters",
-            got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
-            why="The files know parameters by their names in the model",
-            fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
-        )
+        f"{type(optimizer).__name__}: state of a parameter that the model does not have",
+        expected="state of the model's parameters",
+        got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+        why="The files know parameters by their names in the model",
+        fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
     )
 
 
@@ -152,12 +150,10 @@ def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any
         torn = [name for name in names if where.setdefault(name, index) != index]
         if torn:
             raise CheckpointError(
-                message(
-                    f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
-                    expected="all experts of a layer in one group",
-                    why="A checkpoint holds the weights of all experts as one tensor",
-                    fix="give them one group",
-                )
+                f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
+                expected="all experts of a layer in one group",
+                why="A checkpoint holds the weights of all experts as one tensor",
+                fix="give them one group",
             )
         groups.append({"parameters": names, "options": encoded})
     return groups
@@ -191,12 +187,10 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
             f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         )
         raise CheckpointError(
-            message(
-                f"{key}: state without a known place in the parameter",
-                expected=f"a scalar, or high precision of shape {tuple(owned.parameter.shape)}",
-                got=got,
-                fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
-            )
+            f"{key}: state without a known place in the parameter",
+            expected=f"a scalar, or high precision of shape {tuple(owned.parameter.shape)}",
+            got=got,
+            fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
         )
     info = owned.info()
     shape, boxes = info.local_shape, info.boxes
@@ -206,12 +200,10 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
         shape, boxes = (*shape[:dim], high - low, *shape[dim + 1 :]), cut_boxes(boxes, dim, low, high)
     if tuple(local.shape) != shape:
         raise CheckpointError(
-            message(
-                f"{key}: local shape",
-                expected=shape,
-                got=tuple(local.shape),
-                fix="shard it as the parameter",
-            )
+            f"{key}: local shape",
+            expected=shape,
+            got=tuple(local.shape),
+            fix="shard it as the parameter",
         )
     described["shape"] = list(info.original_shape)
     if shape == info.original_shape:
@@ -232,10 +224,8 @@ def check_scaled_state(optimizer: Optimizer) -> None:
         scaled.pop("master_param", None)
     if scaled:
         raise CheckpointError(
-            message(
-                f"{type(optimizer).__name__}: state kept with a scale per shard",
-                expected="float32 or bfloat16 state",
-                got=", ".join(f"{key} in {dtype}" for key, dtype in scaled.items()),
-                fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
-            )
+            f"{type(optimizer).__name__}: state kept with a scale per shard",
+            expected="float32 or bfloat16 state",
+            got=", ".join(f"{key} in {dtype}" for key, dtype in scaled.items()),
+            fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
         )

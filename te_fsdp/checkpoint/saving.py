@@ -36,7 +36,7 @@ from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.retention import check_keep_last, hide_old
 from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
-from te_fsdp.errors import CheckpointError, TeFsdpError, message, shorten
+from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 from te_fsdp.modules.semantics import record
 from te_fsdp.sharding.optimizer import check_optimizer
 
@@ -261,12 +261,10 @@ def _check_same_model(digests: list[dict[str, bytes]]) -> None:
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[0][name]]
         if others:
             raise CheckpointError(
-                message(
-                    f"save: {name} of the model",
-                    expected="the same names, shapes, formats and options on all ranks",
-                    got=f"rank(s) {', '.join(map(str, others))} differ from rank 0",
-                    fix="build model and optimizer alike on all ranks",
-                )
+                f"save: {name} of the model",
+                expected="the same names, shapes, formats and options on all ranks",
+                got=f"rank(s) {', '.join(map(str, others))} differ from rank 0",
+                fix="build model and optimizer alike on all ranks",
             )
 
 
@@ -309,11 +307,9 @@ def _complete(
         absent = [name for name in manifest.files if not (writing.path / name).is_file()]
         if absent:
             raise CheckpointError(
-                message(
-                    f"{writing.path}: rank 0 does not see {shorten(absent)}",
-                    expected="a directory that all ranks share",
-                    fix="save onto a file system that all nodes mount",
-                )
+                f"{writing.path}: rank 0 does not see {shorten(absent)}",
+                expected="a directory that all ranks share",
+                fix="save onto a file system that all nodes mount",
             )
         with directories.telling_full(target):
             manifest.number = directories.next_number(target.parent)

@@ -117,12 +117,10 @@ class Contents:
             return main, "main"
         if weights == "main" and quantized:
             raise CheckpointError(
-                message(
-                    f"{name}: no main weight",
-                    expected="an optimizer that keeps main weights (FusedAdam with master_weights=True)",
-                    got="a checkpoint without one",
-                    fix="export with --weights auto, which takes the dequantized weight",
-                )
+                f"{name}: no main weight",
+                expected="an optimizer that keeps main weights (FusedAdam with master_weights=True)",
+                got="a checkpoint without one",
+                fix="export with --weights auto, which takes the dequantized weight",
             )
         return self.value(name), "dequantized" if quantized else "stored"
 

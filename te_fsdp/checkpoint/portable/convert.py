@@ -34,7 +34,7 @@ from te_fsdp.checkpoint.portable.state_dicts import (
     refuse_scrambled,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = [
     "Transform",
@@ -84,13 +84,11 @@ def check_apart(source: Path, target: Path) -> None:
     if same or one.is_relative_to(other) or other.is_relative_to(one):
         where = "the source itself" if same else "inside of it" if other.is_relative_to(one) else "around it"
         raise CheckpointError(
-            message(
-                f"{target}: cannot be written",
-                expected=f"a path outside of the source {source}",
-                got=where,
-                why="The source would be changed while it is read, and be another checkpoint afterwards",
-                fix="choose another target",
-            )
+            f"{target}: cannot be written",
+            expected=f"a path outside of the source {source}",
+            got=where,
+            why="The source would be changed while it is read, and be another checkpoint afterwards",
+            fix="choose another target",
         )
 
 

@@ -10,7 +10,7 @@ from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["add_optimizer", "optimizer_state_dict"]
 
@@ -199,7 +199,7 @@ def optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
     state: dict[int, dict[str, Any]] = {}
     for name, values in described["state"].items():
         if name not in numbers:
-            raise CheckpointError(message(f"optimizer state of {name}", expected="a parameter of a group"))
+            raise CheckpointError(f"optimizer state of {name}", expected="a parameter of a group")
         state[numbers[name]] = {
             key: contents.tensors[f"optimizer.state.{name}.{key}"] if "dtype" in d else decode(d["value"], {})
             for key, d in values.items()

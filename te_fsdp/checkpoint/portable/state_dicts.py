@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
 from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.checkpoint.portable.torch_files import read_objects, stored
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 
@@ -78,17 +78,15 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
         tree = _with_places(read_objects(path, str(path)), "")
     except RecursionError as error:
         raise CheckpointError(
-            message(f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict")
+            f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict"
         ) from error
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
         try:
             return _own_file(path, tree)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
-                message(
-                    f"{path}: not as te_fsdp wrote it ({type(error).__name__}: {error})",
-                    fix="the file was changed; convert its state dict alone with --key model",
-                )
+                f"{path}: not as te_fsdp wrote it ({type(error).__name__}: {error})",
+                fix="the file was changed; convert its state dict alone with --key model",
             ) from error
     return _from_tree(path, "torch.save", tree, choices)
 
@@ -148,12 +146,10 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     found = pieces[0].objects()
     if len(pieces) > 1:
         raise CheckpointError(
-            message(
-                f"{key}: a quantized weight in {len(pieces)} pieces",
-                expected="a state dict of one process",
-                why="Pieces that were quantized apart need not have one scale",
-                fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
-            )
+            f"{key}: a quantized weight in {len(pieces)} pieces",
+            expected="a state dict of one process",
+            why="Pieces that were quantized apart need not have one scale",
+            fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
     return _WithParts(found, components_in_file(found, key))
 
@@ -216,19 +212,17 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         if not isinstance(node, dict):
-            raise CheckpointError(message(f"{path}: nothing under --key {key}", got=_keys(tree)))
+            raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
     if isinstance(tree, dict) and any(isinstance(v, Lazy | _WithParts) for v in tree.values()):
         return None, tree
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
     if len(found) != 1:
         raise CheckpointError(
-            message(
-                f"{path}: no state dict found in it",
-                expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
-                got=_keys(tree),
-                fix="say where it is with --key",
-            )
+            f"{path}: no state dict found in it",
+            expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
+            got=_keys(tree),
+            fix="say where it is with --key",
         )
     return found[0], tree[found[0]]
 
@@ -269,10 +263,8 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             unread.append(f"{name} ({type(value).__name__})")
     if unread:
         raise CheckpointError(
-            message(
-                f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
-                fix="say where the model's state dict is with --key, or leave them out of it",
-            )
+            f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
+            fix="say where the model's state dict is with --key, or leave them out of it",
         )
     read, empty = len(manifest.delayed), len(extras) - len(manifest.delayed)
     if read:
@@ -321,12 +313,10 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         return
     if isinstance(value, _Unread):
         raise CheckpointError(
-            message(
-                f"{key}: not a state that te_fsdp can read",
-                expected="a tensor of TransformerEngine 2, or an empty entry",
-                got=value.why,
-                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-            )
+            f"{key}: not a state that te_fsdp can read",
+            expected="a tensor of TransformerEngine 2, or an empty entry",
+            got=value.why,
+            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
         )
     if not isinstance(value, Lazy):
         return
@@ -335,7 +325,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         own, data = unpack(entry), bytes_of(entry)
     except DamagedEntryError as error:
         raise CheckpointError(
-            message(f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}")
+            f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
     if own is not None:
         if own[1] is not None:
@@ -353,13 +343,11 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
     """Rows and blocks must lie as in the unsharded module."""
     if set(marks) != {1}:
         raise CheckpointError(
-            message(
-                f"{key}: weights of a sharded module",
-                expected="a state dict of one process",
-                got=condition or "an entry of another kind",
-                why="Its rows or blocks do not lie as in the unsharded module",
-                fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
-            )
+            f"{key}: weights of a sharded module",
+            expected="a state dict of one process",
+            got=condition or "an entry of another kind",
+            why="Its rows or blocks do not lie as in the unsharded module",
+            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
 
 
@@ -368,12 +356,10 @@ def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: st
     recipe = state.pop("recipe", None)
     if not isinstance(recipe, dict) or not all(isinstance(tensor, Lazy) for tensor in state.values()):
         raise CheckpointError(
-            message(
-                f"{key}: not a state that te_fsdp can read",
-                expected="a recipe and tensors",
-                got=_keys(state),
-                fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-            )
+            f"{key}: not a state that te_fsdp can read",
+            expected="a recipe and tensors",
+            got=_keys(state),
+            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
         )
     contents.manifest.delayed[module] = dict(recipe)
     for name, tensor in state.items():
@@ -391,12 +377,10 @@ def refuse_scrambled(contents: Contents) -> None:
     gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
     if gated:
         raise CheckpointError(
-            message(
-                f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
-                expected="rows as in the unsharded module",
-                got="each rank's gate and up one under the other, as TransformerEngine has them",
-                fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
-            )
+            f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
+            expected="rows as in the unsharded module",
+            got="each rank's gate and up one under the other, as TransformerEngine has them",
+            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
     if cut:
         contents.notes.append(
