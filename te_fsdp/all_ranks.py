@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from te_fsdp import _torch, errors
-from te_fsdp.errors import CollectiveError, TeFsdpError, message
+from te_fsdp import _torch
+from te_fsdp.errors import CollectiveError, message
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["collective_call", "is_simulated", "dist_rank", "raised_on_all_ranks", "set_collective_timeout"]
+__all__ = ["collective_call", "is_simulated", "set_collective_timeout"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -257,52 +257,3 @@ def _numbers(ranks: list[int]) -> str:
             parts.append([rank])
     shown = ", ".join("-".join(map(str, part)) for part in parts[:_NAMED])
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{', ...' if len(parts) > _NAMED else ''}"
-
-
-# ------------------------------------------------------------------------------------------------------ shared errors
-
-
-@contextmanager
-def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
-    """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
-
-    Collective over ``mesh`` (one small object gather per axis) when the context ends. The context itself may hold
-    collectives only if every rank reaches them, failing or not.
-
-    Args:
-        mesh: The ranks concerned; ``None`` for this rank alone.
-        where: Name of the operation, for the message on the ranks that did not fail themselves.
-
-    Raises:
-        TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # passed on below, on every rank
-        mine = error
-    seen: list[tuple[int, Exception]] = [] if mine is None else [(dist_rank(), mine)]
-    if mesh is not None:
-        told = [(rank, type(error).__name__, str(error)) for rank, error in seen]
-        for axis in range(mesh.ndim):
-            told = _gather(told, mesh, axis)
-        if mine is None and told:
-            rank, kind, text = min(told)
-            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise known(f"{where} failed on rank {rank}: {kind}: {text}")
-    if mine is not None:
-        raise mine
-
-
-def dist_rank() -> int:
-    """This rank's number in the world, 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _gather(items: list[tuple[int, str, str]], mesh: DeviceMesh, axis: int) -> list[tuple[int, str, str]]:
-    """Everybody's items along one axis, each once."""
-    if mesh.size(axis) == 1:
-        return items
-    boxes: list[list[tuple[int, str, str]] | None] = [None] * mesh.size(axis)
-    dist.all_gather_object(boxes, items, group=mesh.get_group(axis))
-    return list({item[0]: item for box in boxes for item in box or []}.values())

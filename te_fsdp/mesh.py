@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
+from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
 from te_fsdp.errors import MeshError, message
@@ -343,8 +344,7 @@ def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.numel() < dist.get_world_size() and not is_simulated():
-        everyone: list[list] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, ranks.tolist())
+        everyone: list[list] = gather(ranks.tolist())
         each = sorted({str(stage): stage for told in everyone for stage in told}.values())
         found = [torch.tensor(stage, device="cpu") for stage in each]
         numbers = sorted(n for stage in found for n in stage.flatten().tolist())

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.collective import gather
+from te_fsdp.agree import gather
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp.checkpoint.collective import world_size
+from te_fsdp.agree import world_size
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.model_state import clean_name, own_experts
 

@@ -155,7 +155,7 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
 
     Args:
         encoded: The manifest's ``extra``.
-        saved: Mesh that saved it, from :func:`te_fsdp.checkpoint.collective.mesh_sizes`.
+        saved: Mesh that saved it, from :func:`te_fsdp.checkpoint.model_state.mesh_sizes`.
         here: This mesh.
         rank: This rank.
     """

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.collective import all_agree, mesh_sizes, rank
+from te_fsdp.agree import all_agree, rank
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
 from te_fsdp.checkpoint.delayed import make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import ModelState, Owned
+from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes
 from te_fsdp.checkpoint.optimizer_loading import (
     keeping_main_weights,
     main_weight,

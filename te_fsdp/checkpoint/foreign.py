@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp.agree import all_agree, from_rank_0, gather, rank, world_size
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0, gather, rank, world_size
 from te_fsdp.checkpoint.compare import Differences
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.collective import all_agree, rank
 from te_fsdp.checkpoint.compare import SETTINGS, Differences, check_metadata, compare_model, compare_semantics
 from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import world_size
 from te_fsdp.binding import binding_of
-from te_fsdp.checkpoint.collective import world_size
 from te_fsdp.checkpoint.entries import (
     GROUPED,
     Entry,
@@ -46,6 +46,7 @@ __all__ = [
     "Owned",
     "Part",
     "clean_name",
+    "mesh_sizes",
     "model_state",
     "modules_with_extra_state",
     "own_experts",
@@ -387,3 +388,20 @@ def _quantized_entries(owned: Owned) -> dict[str, Entry]:
             key = f"model.{owned.key}:{component.name}"
             add_entry(entries, key, entry if part.place is None else part.place.lift(entry))
     return entries
+
+
+def mesh_sizes(model: nn.Module) -> dict[str, int]:
+    """World size and the axes of the widest mesh among a model's parameters."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    sizes = {"ranks": world_size()}
+    if meshes:
+        mesh = max(meshes, key=lambda m: m.ndim)
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
+    # No weight lies on the expert-parallel axis: its ranks hold different ones.
+    expert_meshes = [
+        b.ep_mesh for b in map(binding_of, model.modules()) if b is not None and b.ep_mesh is not None
+    ]
+    if expert_meshes:
+        sizes["ep"] = int(expert_meshes[0].size())
+    return sizes

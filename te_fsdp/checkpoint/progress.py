@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from te_fsdp.checkpoint.collective import rank
+from te_fsdp.agree import rank
 
 __all__ = ["bytes_bar"]
 

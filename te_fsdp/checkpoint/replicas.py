@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from te_fsdp.checkpoint.collective import Ranks
+from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.staging import blocks_of, flat_rows
 from te_fsdp.errors import CheckpointError, message
 

@@ -17,15 +17,21 @@ import torch
 
 import te_fsdp
 from te_fsdp import _te
+from te_fsdp.agree import Ranks, own_ranks, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background
-from te_fsdp.checkpoint.collective import Ranks, mesh_sizes, own_ranks, rank
 from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
-from te_fsdp.checkpoint.model_state import ModelState, model_state, modules_with_extra_state, tied_names
+from te_fsdp.checkpoint.model_state import (
+    ModelState,
+    mesh_sizes,
+    model_state,
+    modules_with_extra_state,
+    tied_names,
+)
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     check_scaled_state,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from te_fsdp.checkpoint.collective import all_agree
+from te_fsdp.agree import all_agree
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy, Stack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from te_fsdp.checkpoint.collective import all_agree, gather, rank, world_size
+from te_fsdp.agree import all_agree, gather, rank, world_size
 from te_fsdp.checkpoint.compare import check_metadata
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.manifest import Manifest, Tick, check_files, read_manifest

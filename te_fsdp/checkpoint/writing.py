@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.collective import Ranks
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.replicas import check_replicas

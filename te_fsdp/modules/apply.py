@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _torch
-from te_fsdp.all_ranks import collective_call, raised_on_all_ranks
+from te_fsdp.agree import raised_on_all_ranks
+from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.mesh import check_1d

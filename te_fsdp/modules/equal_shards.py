@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import gather
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
@@ -144,8 +145,7 @@ def _drawn(held: Iterable[tuple[str, torch.Tensor, str]], *, copies: bool = Fals
 
 def _equal_over(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
     """Which of them two ranks of a 1-D mesh have alike."""
-    everyone: list[dict[str, int]] = [{} for _ in range(mesh.size())]
-    dist.all_gather_object(everyone, mine, group=mesh.get_group())
+    everyone = gather(mine, mesh)
     found: dict[str, str] = {}
     for (one, first), (other, second) in combinations(enumerate(everyone), 2):
         for label, value in first.items():

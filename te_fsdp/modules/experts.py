@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch.distributed as dist
-
-from te_fsdp import _te, errors
+from te_fsdp import _te
+from te_fsdp.agree import gather, raised_on_all_ranks
 from te_fsdp.binding import NO_SHARD
-from te_fsdp.errors import MeshError, PlacementError, TeFsdpError, message
+from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.modules.plan import Planned, quantizable
 from te_fsdp.modules.single import single_cuts
@@ -66,7 +65,7 @@ def deal_out(
 ) -> list[Planned]:
     """Plan, and find out over ``ep_mesh`` which experts each module holds. Changes nothing.
 
-    Collective over ``ep_mesh`` (one small object gather), also where this rank's own plan fails.
+    Collective over ``ep_mesh`` (two small object gathers), also where this rank's own plan fails.
 
     Args:
         plan: The checks of one rank: its plan, and the names of the expert modules.
@@ -77,25 +76,10 @@ def deal_out(
         TeFsdpError: On all ranks of ``ep_mesh``: what any of them raises, expert modules that differ in more than the
             number of experts, and experts that are not dealt out as ``torch.chunk`` cuts.
     """
-    mine: Exception | None = None
-    planned: list[Planned] = []
-    told: dict[str, tuple[int, str]] = {}
-    try:
+    with raised_on_all_ranks(ep_mesh, where):
         planned, names = plan()
         told = {item.name: _described(item.module) for item in planned if item.name in names}
-    except Exception as error:  # raised below, after the other ranks have heard of it
-        mine = error
-    everyone: list[Any] = [None] * ep_mesh.size()
-    failure = None if mine is None else (dist.get_rank(), type(mine).__name__, str(mine))
-    dist.all_gather_object(everyone, (failure, told), group=ep_mesh.get_group())
-    if mine is not None:
-        raise mine
-    for failed, _ in everyone:
-        if failed is not None:
-            rank, kind, text = failed
-            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-            raise known(f"{where} failed on rank {rank}: {kind}: {text}")
-    held = _ranges([modules for _, modules in everyone], where)
+    held = _ranges(gather(told, ep_mesh), where)
     here = ep_mesh.get_local_rank()
     return [
         dataclasses.replace(item, experts=held[item.name][here]) if item.name in told else item

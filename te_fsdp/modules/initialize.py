@@ -7,14 +7,13 @@ process with that state, on any mesh. The price is one original tensor of tempor
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, OrderError, message
@@ -198,15 +197,9 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
         if device.type == "cpu"
         else torch.get_device_module(device.type).get_rng_state(device)
     )
-    digest = hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=7).digest()
-    mine = int.from_bytes(digest, "big")
-    seen = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-    # Axis after axis, so that a difference anywhere reaches everyone, and all ranks raise together.
     with collective_call(f"reset_parameters ({label})", mesh):
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if int(seen[0]) != -int(seen[1]):
+        same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
+    if not same:
         raise InitError(
             message(
                 f"{label}: initialisation with different random states",

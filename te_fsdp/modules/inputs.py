@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InputError, message
 from te_fsdp.modules.equal_shards import checksum
@@ -191,8 +192,7 @@ def _differences(tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceM
     mine: Seen = {"training": (str(training), 0)}
     for name, tensor in tensors.items():
         mine[name] = (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
-    everyone: list[Seen] = [{} for _ in range(mesh.size())]
-    dist.all_gather_object(everyone, mine, group=mesh.get_group())
+    everyone = gather(mine, mesh)
     found, values = [], []
     for name in dict.fromkeys(name for seen in everyone for name in seen):
         looks = [seen.get(name, ("none", 0))[0] for seen in everyone]
@@ -233,9 +233,7 @@ def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) 
         limit = _ROUNDING * torch.finfo(tensor.dtype).eps * first.abs().max()
         if not same or bool((values - first).abs().max() > limit):
             mine.append(text)
-    everyone: list[list[str]] = [[] for _ in range(mesh.size())]
-    dist.all_gather_object(everyone, mine, group=mesh.get_group())
-    return list(dict.fromkeys(text for texts in everyone for text in texts))
+    return list(dict.fromkeys(text for texts in gather(mine, mesh) for text in texts))
 
 
 def _text(where: str, different: list[str]) -> str:

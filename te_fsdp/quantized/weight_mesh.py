@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import maximum
 from te_fsdp.errors import MeshError, message
 from te_fsdp.quantized.history import remember_shard
 
@@ -69,10 +70,7 @@ def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
     problem = _problem(binding, name, parameter)
     mesh = parameter.device_mesh
     bad = torch.tensor([problem is not None], dtype=torch.int32, device=_device(mesh))
-    # Axis after axis, so that a contradiction anywhere reaches everyone.
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    maximum(bad, mesh)
     if int(bad):
         raise MeshError(problem or _elsewhere(binding, name))
     binding.weight_mesh_agreed = True

@@ -21,11 +21,11 @@ from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
-from te_fsdp.sharding.agree import check_replicas, check_same_model
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_unaveraged import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
+from te_fsdp.sharding.replicas import check_replicas, check_same_model
 from te_fsdp.sharding.sharding_plan import Plan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps

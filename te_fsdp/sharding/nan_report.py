@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _torch
+from te_fsdp.agree import gather
 from te_fsdp.errors import GradientError, OrderError, message
 from te_fsdp.sharding.comm import GradComm, comm_of, set_comm
 from te_fsdp.sharding.comm_units import install_comm
@@ -205,8 +206,7 @@ class NanReport:
         mine = dict(zip(self._labels, self._first.tolist(), strict=True))
         flagged = {label: number for label, number in mine.items() if number}
         names = [n for n, p in state.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (flagged, names))
+        found = gather((flagged, names))
         bad = list(dict.fromkeys(name for _, named in found for name in named))
         if not bad:  # zero_grad after an error
             self._first.zero_()

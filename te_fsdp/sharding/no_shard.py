@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from te_fsdp import _torch
+from te_fsdp.agree import rank
 from te_fsdp.binding import NO_SHARD, binding_of, is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
 from te_fsdp.modules.replaced import registered_at
 from te_fsdp.modules.single import single_names
-from te_fsdp.sharding.agree import dist_rank
 from te_fsdp.sharding.ties import unit_by_module
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class NoShard:
             for name, buffer in module._buffers.items() if id(self.model) in self.whole else ():
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[name] = buffer.to(device)
-        if self.parameters and dist_rank() == 0:
+        if self.parameters and rank() == 0:
             _log.info("%s", self)
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.sharding.agree import maximum
+from te_fsdp.agree import maximum
 
 if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes

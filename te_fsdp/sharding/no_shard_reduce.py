@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError, message
-from te_fsdp.sharding.agree import check_whole
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.no_shard_bucket import Bucket, Part, Ranks, all_ranks, current_stream, pack
 from te_fsdp.sharding.no_shard_overlap import Reduction, UnitOrder
 from te_fsdp.sharding.outer_chunks import set_copies
+from te_fsdp.sharding.replicas import check_whole
 from te_fsdp.sharding.state import mark, sharding_state
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.sharding.agree import maximum
+from te_fsdp.agree import maximum
 from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
 from te_fsdp.sharding.no_shard_overlap import UnitOrder
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk

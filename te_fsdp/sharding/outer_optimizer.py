@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
@@ -187,12 +187,8 @@ def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
             for c in mine
         ]
-        text = repr((described, overlap_gather))
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         device = _torch.local_of(mine[0].parameter).device
-        seen = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=mine[0].copies.group)
-        if int(seen[0]) != -int(seen[1]):
+        if not are_equal([digest(repr((described, overlap_gather)))], mine[0].copies.group, device=device):
             raise MeshError(
                 message(
                     f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",

@@ -18,10 +18,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.agree import maximum
 from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
@@ -354,7 +354,7 @@ class StandIns:
             ]
             told = [not all(map(is_averaged, found)), len(found), -len(found)]
             seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=chunk.copies.group)
+            maximum(seen, chunk.copies.group)
             added, most, fewest = seen.tolist()
             whole &= not added and most == -fewest
         for c in () if whole else mine:

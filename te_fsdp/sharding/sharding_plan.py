@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 
+from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.modules.experts import Selection
 from te_fsdp.quantized.shards import Key
-from te_fsdp.sharding.agree import raised_on_all_ranks
 from te_fsdp.sharding.experts import plan_parameters, with_expert_units
 from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
 from te_fsdp.sharding.precision import MixedPrecisionPolicy

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
+from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.collective import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.checkpoint.directory import new_directory, sync
 from te_fsdp.checkpoint.entries import GROUPED, stacked_name
 from te_fsdp.checkpoint.manifest import Tick, dtype_name

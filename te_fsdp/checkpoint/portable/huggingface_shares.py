@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.collective import Ranks
+from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_loading import main_weight
 from te_fsdp.checkpoint.optimizer_state import describe_state

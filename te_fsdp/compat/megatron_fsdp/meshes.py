@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
+from te_fsdp.agree import maximum
 from te_fsdp.errors import MeshError, message
 from te_fsdp.mesh import Meshes, default_device_type
 
@@ -98,7 +99,7 @@ def _axis(mesh: DeviceMesh, name: str | None, role: str) -> DeviceMesh | None:
 def _check_order(meshes: Meshes, mine: Sequence[int], places: Sequence[int]) -> None:
     """Every rank must have the same place on te_fsdp's meshes and on the given ones; all ranks raise the same."""
     wrong = torch.tensor([int(list(mine) != list(places))], device=meshes.device)
-    dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+    maximum(wrong)
     if wrong.item():
         raise MeshError(
             message(

@@ -1,27 +1,46 @@
-"""All ranks go on, or all raise the same: small collectives over the default process group, or over one of our own."""
+"""All ranks go on, or all raise: what checks across ranks are made of.
+
+    :func:`raised_on_all_ranks`  a rank that fails raises its own error, the others one that names it
+    :func:`all_agree`            all raise one error; else each rank has its own result
+    :func:`from_rank_0`          one rank works for all, which get its result or raise its error
+    :meth:`Ranks.round`          all tell rank 0, which answers each, in any thread
+    :func:`maximum`, :func:`are_equal`, :func:`gather`    numbers and small objects, the same on all ranks afterwards
+
+Whoever uses one of them waits for all its ranks: :func:`te_fsdp.all_ranks.collective_call` makes sure that they come.
+"""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from te_fsdp.binding import binding_of
+from te_fsdp import errors
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = ["Ranks", "all_agree", "from_rank_0", "gather", "mesh_sizes", "own_ranks", "rank", "world_size"]
+__all__ = [
+    "Ranks",
+    "all_agree",
+    "are_equal",
+    "digest",
+    "from_rank_0",
+    "gather",
+    "maximum",
+    "own_ranks",
+    "raised_on_all_ranks",
+    "rank",
+    "world_size",
+]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -40,30 +59,110 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def mesh_sizes(model: nn.Module) -> dict[str, int]:
-    """World size and the axes of the widest mesh among a model's parameters."""
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    sizes = {"ranks": world_size()}
-    if meshes:
-        mesh = max(meshes, key=lambda m: m.ndim)
-        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
-    # No weight lies on the expert-parallel axis: its ranks hold different ones.
-    expert_meshes = [
-        b.ep_mesh for b in map(binding_of, model.modules()) if b is not None and b.ep_mesh is not None
-    ]
-    if expert_meshes:
-        sizes["ep"] = int(expert_meshes[0].size())
-    return sizes
+# ------------------------------------------------------------------------------------------- numbers and small objects
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's value, on every rank. Collective over the world; values are pickled, so keep them small."""
-    if world_size() == 1:
+def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, on every rank: values are pickled, so keep them small. Collective over the ranks.
+
+    Args:
+        value: This rank's.
+        over: The ranks, of a mesh a 1-D one; ``None``: the world.
+    """
+    group = over.get_group() if isinstance(over, DeviceMesh) else over
+    size = world_size() if group is None else group.size()
+    if size == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def maximum(
+    values: torch.Tensor, over: DeviceMesh | dist.ProcessGroup | None = None, *, leave_out: Sequence[str] = ()
+) -> None:
+    """Maximum over ranks, element by element and in place.
+
+    Collective: one all-reduce over a group, or over each axis of a mesh, axis after axis, so that it reaches everyone.
+
+    Args:
+        values: Numbers, on a device of the ranks' process groups.
+        over: The ranks; ``None``: the world.
+        leave_out: Axes of the mesh over which nothing is sent.
+    """
+    if not isinstance(over, DeviceMesh):
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
+        return
+    for axis, name in enumerate(over.mesh_dim_names or ("",) * over.ndim):
+        if over.size(axis) > 1 and name not in leave_out:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over.get_group(axis))
+
+
+def are_equal(
+    values: torch.Tensor | Sequence[int],
+    over: DeviceMesh | dist.ProcessGroup,
+    *,
+    device: torch.device | str | None = None,
+    leave_out: Sequence[str] = (),
+) -> torch.Tensor:
+    """Which of some integers are the same on all ranks; all ranks find the same.
+
+    Collective as :func:`maximum`, of two integers for each.
+
+    Args:
+        values: Integers between -2^62 and 2^62.
+        over: The ranks.
+        device: Of numbers that are no tensor.
+        leave_out: Axes of the mesh whose ranks may differ.
+
+    Returns:
+        bool, shape and device of ``values``.
+    """
+    mine = torch.as_tensor(values, dtype=torch.int64, device=device)
+    extremes = torch.stack([mine, -mine])
+    maximum(extremes, over, leave_out=leave_out)
+    return extremes[0] == -extremes[1]
+
+
+def digest(data: str | bytes) -> int:
+    """56 bits that stand for a text or for bytes, to be compared by :func:`are_equal`."""
+    data = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@contextmanager
+def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
+    """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
+
+    Collective over ``mesh`` (one small object gather per axis) when the context ends. The context itself may hold
+    collectives only if every rank reaches them, failing or not.
+
+    Args:
+        mesh: The ranks concerned; ``None`` for this rank alone.
+        where: Name of the operation, for the message on the ranks that did not fail themselves.
+
+    Raises:
+        TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # passed on below, on every rank
+        mine = error
+    told = set() if mine is None else {(rank(), type(mine).__name__, str(mine))}
+    if mesh is not None:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                told = set().union(*gather(told, mesh.get_group(axis)))
+    if mine is not None:
+        raise mine
+    if told:
+        first, kind, text = min(told)
+        known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+        raise known(f"{where} failed on rank {first}: {kind}: {text}")
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
@@ -104,6 +203,8 @@ def all_agree(call: Callable[[], T]) -> T:
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, TeFsdpError | None]:
     """The function's result, or what it raised as an error of ours."""
+    from torch.distributed.checkpoint import CheckpointException  # by here the caller has imported DCP
+
     try:
         return call(), None
     except TeFsdpError as error:
@@ -127,6 +228,9 @@ def _worst(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | No
     if len(failed) < len(seen):
         text = f"on rank(s) {', '.join(map(str, failed))}: {text}"
     return kind(text)
+
+
+# ------------------------------------------------------------------------------------------- a process group of our own
 
 
 @functools.cache

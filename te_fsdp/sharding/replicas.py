@@ -1,17 +1,15 @@
-"""Checks across ranks: an error of one rank is raised on all, and replicas that must be equal are compared."""
+"""What must be the same on several ranks before a model is cut: the model itself, and the values of replicas."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.all_ranks import dist_rank, raised_on_all_ranks
+from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, MeshError, message
 from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import Planned
 
-__all__ = ["check_replicas", "check_same_model", "check_whole", "dist_rank", "maximum", "raised_on_all_ranks"]
+__all__ = ["check_replicas", "check_same_model", "check_whole"]
 
 # Characters of settings that a message shows.
 _MOST = 1000
@@ -37,7 +35,7 @@ def check_same_model(
     Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
     expert modules, the ranks that hold the same experts must have the same.
 
-    Collective over the world: one max all-reduce of six integers per axis.
+    Collective over the world: three max all-reduces of a few integers per axis.
 
     Args:
         model: The root.
@@ -56,14 +54,13 @@ def check_same_model(
                 shape = tuple(_torch.local_of(p).shape)
                 told = (prefix, name, shape, str(p.dtype), p.requires_grad, p.is_meta)
                 described[id(module) in experts].append(told)
-    digests = [_digest(repr(described[False])), _digest(repr(described[True])), _digest(settings)]
-    seen = torch.tensor([*digests, *(-d for d in digests)], dtype=torch.int64, device=meshes.device)
-    dense, shared = seen.clone(), seen.clone()
-    maximum(dense, meshes.device_mesh)
-    maximum(shared, meshes.expert_mesh or meshes.device_mesh, leave_out="ep")
-    differs = torch.stack([dense[0] != -dense[3], shared[1] != -shared[4], dense[2] != -dense[5]]).long()
+    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
+    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+    mesh = meshes.expert_mesh or meshes.device_mesh
+    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
+    differs = (~torch.cat([same, same_experts])).long()
     maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
-    models, experts_of_one, others = differs.tolist()
+    models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
             message(
@@ -86,20 +83,9 @@ def check_same_model(
         )
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
 def _expert_modules(planned: Iterable[Planned]) -> set[int]:
     """By id."""
     return {id(item.module) for item in planned if item.experts is not None}
-
-
-def maximum(values: torch.Tensor, mesh: DeviceMesh, *, leave_out: str = "") -> None:
-    """Maximum over all axes of a mesh but one, in place, axis after axis, so that it reaches everyone."""
-    for axis, name in enumerate(mesh.mesh_dim_names or ()):
-        if mesh.size(axis) > 1 and name != leave_out:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
 def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes) -> None:
@@ -188,18 +174,14 @@ def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
         return []
     mine = torch.stack([item.checksum for item in held])
     extremes = torch.stack([mine, -mine])
-    axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    for name in ("dp_replicate", "dp_shard"):
-        if name in axes:
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axes[name])
+    maximum(extremes, mesh, leave_out=("ep", "tp"))
     differs = extremes[0] != -extremes[1]
-    if "tp" in axes:
-        over_tp = extremes.clone()
-        dist.all_reduce(over_tp, op=dist.ReduceOp.MAX, group=axes["tp"])
-        mask = torch.tensor([item.whole for item in held], device=mine.device)
-        differs |= mask & (over_tp[0] != -over_tp[1])
+    if "tp" in (mesh.mesh_dim_names or ()):
+        replicated = torch.tensor([item.whole for item in held], device=mine.device)
+        maximum(extremes, mesh["tp"])
+        differs |= replicated & (extremes[0] != -extremes[1])
         # A difference seen by one tp rank alone must reach the others: all raise, or none.
         seen = differs.to(torch.int64)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=axes["tp"])
+        maximum(seen, mesh["tp"])
         differs = seen.bool()
     return [item.label for item, flag in zip(held, differs.tolist(), strict=True) if flag]
