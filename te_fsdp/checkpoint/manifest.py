@@ -1,4 +1,9 @@
-"""``te_fsdp.json``: what a checkpoint holds, to be read and compared before any tensor moves."""
+"""``te_fsdp.json``: what a checkpoint holds, to be read and compared before any tensor moves.
+
+The kind of every value in it is checked when it is read and before it is written. A rule is a :class:`Kind`;
+``[rule]``, a list; ``{...: rule}``, an object of any names; ``{"a": rule, "b?": rule}``, an object of these names, of
+which ``b`` may be absent; or a function that is given the value and returns its rule.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.schema import InvalidError, check_manifest
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, checksum, silent
 from te_fsdp.errors import CheckpointError
 
@@ -28,6 +32,7 @@ __all__ = [
     "check_files",
     "checksum",
     "dtype_name",
+    "parse_manifest",
     "read_manifest",
     "save_number",
     "write_manifest",
@@ -45,6 +50,146 @@ DCP_METADATA = ".metadata"
 _NO_DIGEST = "0" * 32
 #: Begins the marks in DCP's metadata that are ours.
 _OURS = "te_fsdp-"
+#: Nested levels. Python's own limit on recursion is not far above.
+_DEEPEST = 200
+
+
+class InvalidError(ValueError):
+    """A value of another kind than a manifest has there; the text names the place."""
+
+
+class Kind(NamedTuple):
+    """Values without parts.
+
+    Attributes:
+        expected: In words.
+        fits: Whether a value is one.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
+    if isinstance(rule, Kind):
+        if not rule.fits(value):
+            raise _refuse(where, rule.expected, value)
+    elif callable(rule):
+        _check(value, rule(value), where, depth)
+    elif depth > _DEEPEST:
+        raise _refuse(where[:80], f"at most {_DEEPEST} levels", "more")
+    elif isinstance(rule, list):
+        if type(value) is not list:
+            raise _refuse(where, "a list", value)
+        for index, item in enumerate(value):
+            _check(item, rule[0], f"{where}[{index}]", depth + 1)
+    else:
+        if type(value) is not dict:
+            raise _refuse(where, "an object", value)
+        rules = {str(name).rstrip("?"): one for name, one in rule.items()}
+        required = [name for name in rule if name is not ... and not name.endswith("?")]
+        if not value.keys() >= set(required) or (... not in rule and value.keys() - rules):
+            raise _refuse(where, f"the keys {', '.join(required)}", sorted(value))
+        for name, item in value.items():
+            _check(name, _TEXT, f"a name in {where}")
+            _check(item, rules[name] if ... not in rule else rule[...], f"{where}.{name}", depth + 1)
+
+
+def _refuse(where: str, expected: str, value: Any) -> InvalidError:
+    text = ascii(value)
+    return InvalidError(f"{where}: expected {expected}, got {text if len(text) < 80 else text[:77] + '...'}")
+
+
+def _encodes(value: Any) -> bool:
+    return type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
+    # type() and not isinstance(): True is no number.
+    return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
+
+
+def _one_of(*words: str) -> Kind:
+    return Kind(f"one of {', '.join(words)}", lambda value: type(value) is str and value in words)
+
+
+def _or_null(rule: Any) -> Callable[[Any], Any]:
+    return lambda value: _NULL if value is None else rule
+
+
+def _dtype(prefix: str = "") -> Kind:
+    def fits(value: Any) -> bool:
+        known = type(value) is str and value.startswith(prefix)
+        return known and isinstance(getattr(torch, value.removeprefix(prefix), None), torch.dtype)
+
+    return Kind("the name of a dtype", fits)
+
+
+def _is_file(value: Any) -> bool:
+    if type(value) is not list or len(value) not in (2, 3) or any(type(v) is not int or v < 0 for v in value):
+        return False
+    return value[1] < 2**32 and value[2:] <= value[:1] and value[0] < 2**63
+
+
+def _files(value: Any) -> Any:
+    names = value if type(value) is dict else ()
+    bad = [name for name in names if name in ("", ".", "..") or {"/", "\0"} & set(name)]
+    return Kind(f"names of files without {bad[0]!a}", lambda value: False) if bad else {...: _FILE}
+
+
+def _encoded(value: Any) -> Any:
+    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.extra`."""
+    if type(value) is list:
+        return [_encoded]
+    if type(value) is dict:
+        marked = next((name for name in _MARKED if name in value), None)
+        return {...: _encoded} if marked is None else {marked: _MARKED[marked]}
+    return _PLAIN
+
+
+def _semantics(value: Any) -> Any:
+    kinds = value.get("kinds") if type(value) is dict else None
+    most = len(kinds) - 1 if type(kinds) is list else 0
+    return {"kinds": [_MODULE_KIND], "modules": {...: _whole(0, most)}, "recipes?": [_TEXT]}
+
+
+def _parameter(value: Any) -> Any:
+    quantized = type(value) is dict and value.get("format") is not None
+    return _QUANTIZED if quantized else {**_WEIGHT, "format": _NULL}
+
+
+def _state(value: Any) -> Any:
+    plain = type(value) is dict and "value" in value
+    return {**({"value": _encoded} if plain else _TENSOR), **_EXPERTS}
+
+
+_NULL = Kind("null", lambda value: value is None)
+_TEXT = Kind("text", _encodes)
+_FLAG = Kind("true or false", lambda value: type(value) is bool)
+_PLAIN = Kind(
+    "a plain value", lambda value: value is None or type(value) in (bool, int, float) or _encodes(value)
+)
+_FILE = Kind("bytes, CRC-32 and perhaps where the table begins", _is_file)
+_TENSOR = {"shape": [_whole()], "dtype": _dtype()}
+_WEIGHT = {**_TENSOR, "layout": _or_null(_TEXT)}
+_QUANTIZED = {**_WEIGHT, "format": _TEXT, "components": [_TEXT]}
+_EXPERTS = {"experts?": [_whole()], "scalar?": _FLAG}
+_MODULE_KIND = {"kind": _TEXT, "library": _TEXT, "settings": {...: _encoded}}
+_MARKED = {
+    "te_fsdp.tuple": [_encoded],
+    "te_fsdp.per_rank": [_encoded],
+    "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _dtype("torch.")},
+}
+_DELAYED = {
+    "num_gemms": _whole(1),
+    "margin": Kind("a number", lambda value: type(value) in (int, float)),
+    "fp8_format": _one_of("E4M3", "E5M2", "HYBRID"),
+    "amax_history_len": _whole(1),
+    "amax_compute_algo": _one_of("max", "most_recent"),
+    "reduce_amax": _FLAG,
+}
+_GROUP = {"parameters": [_TEXT], "options": {...: _encoded}}
+_OPTIMIZER = {"class": _TEXT, "groups": [_GROUP], "state": {...: {...: _state}}}
 
 
 @dataclass
@@ -72,24 +217,24 @@ class Manifest:
         format_version: :data:`FORMAT_VERSION`.
         save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
 
-    A new field needs a line in :data:`te_fsdp.checkpoint.schema.SCHEMA`, and a default if older checkpoints lack it.
+    Beside the type of each stands the rule for its values. A new field needs a default if older checkpoints lack it.
     """
 
-    versions: dict[str, str]
-    mesh: dict[str, int]
-    saved_at: int
-    parameters: dict[str, dict[str, Any]]
-    buffers: dict[str, dict[str, Any]]
-    delayed: dict[str, dict[str, Any]]
-    optimizer: dict[str, Any] | None
-    extra: dict[str, Any]
-    files: dict[str, Listed] = field(default_factory=dict)
-    extra_states: list[str] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    semantics: dict[str, Any] | None = None
-    number: int = 0
-    format_version: int = FORMAT_VERSION
-    save_id: str = ""
+    versions: Annotated[dict[str, str], {...: _TEXT}]
+    mesh: Annotated[dict[str, int], {...: _whole(1)}]
+    saved_at: Annotated[int, _whole()]
+    parameters: Annotated[dict[str, dict[str, Any]], {...: _parameter}]
+    buffers: Annotated[dict[str, dict[str, Any]], {...: _TENSOR}]
+    delayed: Annotated[dict[str, dict[str, Any]], {...: _DELAYED}]
+    optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
+    extra: Annotated[dict[str, Any], {...: _encoded}]
+    files: Annotated[dict[str, Listed], _files] = field(default_factory=dict)
+    extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
+    tied: Annotated[dict[str, str], {...: _TEXT}] = field(default_factory=dict)
+    semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
+    number: Annotated[int, _whole()] = 0
+    format_version: Annotated[int, _whole(1)] = FORMAT_VERSION
+    save_id: Annotated[str, _TEXT] = ""
 
     def tensor(self, name: str) -> dict[str, Any]:
         """What is said of a parameter or buffer; of a buffer that it is in high precision."""
@@ -164,10 +309,29 @@ def read_manifest(directory: Path) -> Manifest:
         return _parse(body)
 
 
+def parse_manifest(body: dict[str, Any], required: Iterable[str] = ()) -> Manifest:
+    """A manifest from its fields, the kind of every value checked.
+
+    Args:
+        body: By field.
+        required: Fields that must be there, of those that older checkpoints lack.
+
+    Raises:
+        InvalidError: Names the first that is wrong.
+    """
+    rules = get_type_hints(Manifest, include_extras=True)
+    always = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
+    unknown, absent = sorted(body.keys() - rules), sorted({*always, *required} - body.keys())
+    if unknown or absent:
+        what = f"a field {unknown[0]!a} that no manifest has" if unknown else f"no field {absent[0]!r}"
+        raise InvalidError(what)
+    for name, value in body.items():
+        _check(value, rules[name].__metadata__[0], name)
+    return Manifest(**body)
+
+
 def _parse(body: dict[str, Any]) -> Manifest:
-    required = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
-    check_manifest(body, required | {"files", "format_version"})
-    manifest = Manifest(**body)
+    manifest = parse_manifest(body, ("files", "format_version"))
     has_id = len(manifest.save_id) == 32 and set(manifest.save_id) <= set("0123456789abcdef")
     if has_id != (manifest.format_version >= SUMS_PIECES) or (manifest.save_id and not has_id):
         raise InvalidError(

@@ -1,4 +1,4 @@
-"""Checksums of what lies in a checkpoint's files: one for each stored piece, in a table at the end of its file.
+"""A checkpoint's files of tensors, written and read: each stored piece has a checksum, in a table at the end.
 
     file:   piece, piece, ..., table
     table:  mark, id of the save, name of the file, then bytes (u64) and CRC-32 (u32) of each piece in turn
@@ -6,17 +6,23 @@
 The manifest has each file's size, its table's CRC-32 and where the table begins. A piece is thus checked as it is read,
 and a file of another save, or under another's name, is no good one. A rank reads the tables of the files that it reads
 from: 12 bytes per piece, whatever the number of ranks that wrote.
+
+A piece is a ``torch.save`` file, as in all of DCP's. Between two pieces of one dtype and shape only the elements
+differ, and to write one takes torch 0.1 ms, most of it in Python: so what stands around the elements is made once.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
+import math
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +39,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from te_fsdp import _torch
-from te_fsdp.checkpoint.frames import frame_of
 from te_fsdp.checkpoint.staging import flat_rows
 from te_fsdp.errors import CheckpointError
 
@@ -92,6 +97,57 @@ def _crc(file: Any, length: int, tick: Tick) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A ``torch.save`` file of a contiguous tensor but for its elements.
+
+    Attributes:
+        head: What comes before them.
+        size: Their bytes.
+        tail: What comes after them. The checksums that the zip format has for its members are zero there, which
+            ``torch.load`` does not look at.
+    """
+
+    head: bytes
+    size: int
+    tail: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+        return len(self.head) + self.size + len(self.tail)
+
+
+class _Gap:
+    """A file that keeps what is written to it, and notes where the elements were left out."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = [b""]
+
+    def write(self, data: Any) -> int:
+        self.parts[-1] += bytes(data)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.parts.append(b"")
+        return offset
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a plain tensor on the host, as torch writes it now. Local operation; takes 0.1 ms once."""
+    file, size = _Gap(), math.prod(shape) * dtype.itemsize
+    with torch.serialization.skip_data():  # of this thread alone
+        # Its memory is never touched, so that the system gives none.
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)  # type: ignore[arg-type]
+    head, *tail = file.parts
+    assert len(tail) == (1 if size else len(tail)), "torch leaves the elements out in one place"
+    return Frame(head, size, b"".join(tail))
 
 
 class SummingWriter(dcp.FileSystemWriter):

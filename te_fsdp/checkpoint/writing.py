@@ -3,15 +3,16 @@
 DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
 Ours says exactly which boxes a rank holds, as many as there are. Who writes a replica, the global plan and its
 validation, and the files are DCP's. Its steps are called one by one: planning talks to the other ranks, writing
-does not, and between the two the tensors to write, and no others, can be copied.
+does not, and between the two the tensors to write, and no others, can be copied. What is converted goes the same way,
+planned by one process from shapes, with blocks of rows as the pieces, each read when it is its turn.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
+from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest, read_manifest
+from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.replicas import check_replicas
 from te_fsdp.checkpoint.staging import Block, Staging, blocks_of
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, silent, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-__all__ = ["Plan", "Writing", "plan_writing"]
+__all__ = ["Plan", "Writing", "as_failed_save", "plan_writing", "write_tensors"]
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -105,7 +107,7 @@ class Writing:
         is_known: Whether before: the places in the files are those of then.
         tensors: The model's own, of this rank's part, by kinds.
         writer: DCP's.
-        copies: What is written instead, on the host.
+        copies: What is written instead: items of the plan with their rows on the host.
         tick: Told the bytes of each block.
     """
 
@@ -115,7 +117,7 @@ class Writing:
     is_known: bool
     tensors: list[Block[WriteItem]]
     writer: SummingWriter
-    copies: list[tuple[list[WriteItem], torch.Tensor]] | None = None
+    copies: Iterable[tuple[list[WriteItem], torch.Tensor]] | None = None
     tick: Tick = silent
 
     @property
@@ -134,7 +136,7 @@ class Writing:
         if self.copies is None:
             found = ((block.keys, rows) for block, rows in background().staging.through(self.tensors))
         else:
-            found = iter(self.copies)
+            found = self.copies
         for items, rows in found:
             yield items, rows
             self.tick(rows.nbytes)
@@ -243,6 +245,58 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
     place = {item.index: at for at, item in enumerate(planner.plan.items)}
     order = [place[item.index] for item in part.items]
     return Plan(token, signature, part, order, dict(shared), names, metadata[0] if metadata else None)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
+    """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
+
+    Args:
+        path: The directory.
+        tensors: By key; empty ones are left out, as in every checkpoint of te_fsdp.
+        tick: Told the bytes of each block.
+        manifest: Of what is written.
+
+    Returns:
+        The manifest as of a save of its own, with the files.
+
+    Raises:
+        CheckpointError: A tensor cannot be read, or the files cannot be written.
+    """
+    manifest = replace(manifest, save_id=secrets.token_hex(16), format_version=FORMAT_VERSION, files={})
+    entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items()}
+    writing = plan_writing(Ranks(0, 1, None), path, entries, manifest.save_id, None)
+    writing.copies = (([item], _rows_of(item, tensors)) for item in writing.plan.part.items)
+    try:
+        results, files = writing.write(tick)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({type(error).__name__}: {error})", fix="check the space left"
+        ) from error
+    manifest.files.update(files)
+    writing.finish([results], manifest)
+    return manifest
+
+
+def _entry_of_blocks(tensor: Lazy) -> Entry:
+    """A tensor that is not in memory, in pieces without data."""
+    below = (0,) * (len(tensor.shape) - 1)
+    pieces = (
+        Piece(
+            (first, *below) if tensor.shape else (),
+            torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta"),
+        )
+        for first, last in tensor.blocks()
+    )
+    return Entry(tensor.shape, tensor.dtype, tuple(pieces))
+
+
+def _rows_of(item: WriteItem, tensors: Mapping[str, Lazy]) -> torch.Tensor:
+    """The rows of a planned block, read now, as one row for the writer."""
+    chunk = item.tensor_data.chunk  # type: ignore[union-attr]
+    first, count = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
+    return tensors[item.index.fqn].rows(first, first + count).unsqueeze(0)
 
 
 def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:

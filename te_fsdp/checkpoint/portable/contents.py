@@ -7,7 +7,7 @@ import math
 import time
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import te_fsdp
 from te_fsdp.checkpoint.compare import check_metadata, stored_tensors
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
 from te_fsdp.checkpoint.entries import GROUPED
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
 from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
 from te_fsdp.checkpoint.portable.quantized import Dequantized, Remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
-from te_fsdp.checkpoint.schema import check_manifest
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 
@@ -244,9 +243,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
         CheckpointError: The manifest is unreadable, or lists tensors that the file lacks.
     """
     try:
-        body = json.loads(text)
-        check_manifest(body, {f.name for f in fields(Manifest) if f.default is f.default_factory})
-        manifest = Manifest(**body)
+        manifest = parse_manifest(json.loads(text))
     # No text at all, or no object; deep nesting ends the recursion of the parser.
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(message(f"{path}: unreadable description by te_fsdp ({error})")) from error

@@ -22,7 +22,6 @@ from te_fsdp.checkpoint.portable.contents import (
     portable_text,
     resolve,
 )
-from te_fsdp.checkpoint.portable.dcp import write_dcp
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy, total_bytes
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
@@ -34,6 +33,7 @@ from te_fsdp.checkpoint.portable.state_dicts import (
     refuse_scrambled,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
+from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -164,7 +164,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
     with new_directory(target, force=force, needed=total_bytes(contents.tensors)) as folder:
-        manifest = write_dcp(folder, contents.tensors, tick, contents.manifest)
+        manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
         write_manifest(folder, manifest)
     return sorted(manifest.files)
 

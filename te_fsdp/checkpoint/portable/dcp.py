@@ -1,39 +1,30 @@
-"""Directories of PyTorch's distributed checkpoint (DCP) in one process, read and written by blocks.
+"""Directories of PyTorch's distributed checkpoint (DCP) in one process, read by blocks.
 
 Reading a piece through DCP brings the whole piece into memory, and a piece may be a whole embedding. Here the
-header of a piece tells where its bytes lie, and rows are read from there. Writing goes through DCP, with blocks of
-rows as the pieces.
+header of a piece tells where its bytes lie, and rows are read from there.
 """
 
 from __future__ import annotations
 
-import secrets
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, read_bytes
 from te_fsdp.checkpoint.portable.pickled import Quantized
 from te_fsdp.checkpoint.portable.torch_files import moved, read_objects, records_of, stored
 from te_fsdp.checkpoint.reading import read_metadata
-from te_fsdp.checkpoint.sums import SummingWriter, Tick
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["Opened", "Piece", "Window", "open_dcp", "write_dcp"]
+__all__ = ["Opened", "Piece", "Window", "open_dcp"]
 
 #: What ``torch.save`` files of a directory hold, by their length and their first member, the pickle: all that comes
 #: before the data, and the objects. To list the members of a zip file takes most of the time of a small tensor, and
@@ -249,73 +240,3 @@ def _tensor(
         piece = Piece(key, path / place.relative_path, place.offset, place.length, shape, dtype, known)
         chunks.append((offsets, piece))
     return Chunked(key, tuple(meta.size), dtype, chunks)
-
-
-class _BlockPlanner(dcp.DefaultSavePlanner):
-    """Writes tensors by blocks, each read when it is its turn."""
-
-    def __init__(self, tensors: Mapping[str, Lazy], tick: Tick) -> None:
-        super().__init__(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-        )
-        self.tensors, self.tick = tensors, tick
-        self.block_of: dict[MetadataIndex, tuple[int, int]] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for key, tensor in self.tensors.items():
-            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=tensor.dtype, device="cpu"))
-            for first, last in tensor.blocks():
-                offsets = torch.Size((first,) + (0,) * (len(tensor.shape) - 1) if tensor.shape else ())
-                chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(tensor.shape_of(first, last)))
-                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(tensor.shape))
-                index = MetadataIndex(key, offsets)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                self.block_of[index] = (first, last)
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def blocks(self, plan: SavePlan) -> Iterator[tuple[list[WriteItem], torch.Tensor]]:
-        """Items of the plan with their rows, one block after the other."""
-        for item in plan.items:
-            rows = self.tensors[item.index.fqn].rows(*self.block_of[item.index])
-            self.tick(rows.nbytes)
-            yield [item], rows.unsqueeze(0)
-
-
-def write_dcp(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
-    """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
-
-    Args:
-        path: The directory.
-        tensors: By key; empty ones are left out, as in every checkpoint of te_fsdp.
-        tick: Told the bytes of each block.
-        manifest: Of what is written.
-
-    Returns:
-        The manifest as of a save of its own, with the files.
-
-    Raises:
-        CheckpointError: A tensor cannot be read, or the files cannot be written.
-    """
-    planner = _BlockPlanner({k: t for k, t in tensors.items() if t.bytes}, tick)
-    manifest = replace(manifest, save_id=secrets.token_hex(16), format_version=FORMAT_VERSION, files={})
-    writer = SummingWriter(path, manifest.save_id)
-    writer.mark = manifest.identity
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        first = error.failures[min(error.failures)][0]
-        if isinstance(first, CheckpointError):
-            raise first from None
-        raise CheckpointError(
-            f"{path}: cannot be written ({type(first).__name__}: {first})", fix="check the space left"
-        ) from first
-    return replace(manifest, files={**writer.listed, DCP_METADATA: writer.list_metadata()})
