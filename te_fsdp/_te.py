@@ -24,9 +24,10 @@ from te_fsdp._te_delayed import (
     make_delayed_states,
     set_delayed_scale,
 )
+from te_fsdp._te_formats import FORMATS, SCALE_SOURCES, Format, unknown_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -45,6 +46,7 @@ __all__ = [
     "follow_scale",
     "format_of",
     "fsdp_group_of",
+    "forget_derived",
     "forget_high_precision_value",
     "forget_transpose",
     "gathering_tensor_classes",
@@ -57,6 +59,7 @@ __all__ = [
     "is_loaded",
     "is_quantized",
     "keep_columnwise",
+    "keep_gathered",
     "kind_of",
     "make_delayed_states",
     "module_class",
@@ -65,6 +68,7 @@ __all__ = [
     "one_scale_quantizers",
     "parts_of",
     "quantizer_of",
+    "quantizers_of_parts",
     "recipes",
     "recipes_in_use",
     "rename_parameters",
@@ -72,6 +76,8 @@ __all__ = [
     "set_quantizer",
     "take_scale",
     "te",
+    "travels_in_halves",
+    "values_of",
     "weight_quantizer",
 ]
 
@@ -243,18 +249,8 @@ def quantizer_of(tensor: torch.Tensor) -> Any:
     return tensor._quantizer  # type: ignore[attr-defined]
 
 
-_FORMATS = {
-    "Float8Tensor": "float8",
-    "MXFP8Tensor": "mxfp8",
-    "Float8BlockwiseQTensor": "float8-block",
-    "NVFP4Tensor": "nvfp4",
-    "HybridQuantizedTensor": "hybrid",
-    "IdentityTensor": "identity",
-}
-
-
-def format_of(tensor: torch.Tensor) -> str | None:
-    """Format name of a quantized tensor, ``None`` for a plain one."""
+def format_of(tensor: torch.Tensor) -> Format | None:
+    """Format of a quantized tensor, ``None`` for a plain one."""
     if not _is_quantized_class(type(tensor)):
         return None
     if hasattr(tensor, "experts"):  # one tensor for all experts of a layer
@@ -263,19 +259,16 @@ def format_of(tensor: torch.Tensor) -> str | None:
 
 
 @functools.cache
-def _format_of_class(cls: type) -> str:
-    return next((_FORMATS[base.__name__] for base in cls.__mro__ if base.__name__ in _FORMATS), cls.__name__)
+def _format_of_class(cls: type) -> Format:
+    rows = {row.tensor: row for row in FORMATS.values()}
+    found = (rows[base.__name__] for base in cls.__mro__ if base.__name__ in rows)
+    return next(found, unknown_format(cls.__name__))
 
 
-def format_of_quantizer(quantizer: Any) -> str:
+def format_of_quantizer(quantizer: Any) -> Format:
     """Format that a quantizer produces."""
-    names = {
-        "Float8Quantizer": "float8",
-        "Float8CurrentScalingQuantizer": "float8",
-        "MXFP8Quantizer": "mxfp8",
-    }
-    names |= {"Float8BlockQuantizer": "float8-block", "NVFP4Quantizer": "nvfp4", "HybridQuantizer": "hybrid"}
-    return names.get(type(quantizer).__name__, type(quantizer).__name__)
+    name = type(quantizer).__name__
+    return next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
 
 
 def active_recipe() -> Any | None:
@@ -313,7 +306,7 @@ def needs_shared_amax(quantizer: Any) -> bool:
     Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history
     elsewhere.
     """
-    return type(quantizer).__name__ in ("Float8CurrentScalingQuantizer", "NVFP4Quantizer", "HybridQuantizer")
+    return SCALE_SOURCES.get(type(quantizer).__name__) in ("amax", "parts")
 
 
 def one_scale_quantizers(quantizer: Any) -> list[Any]:
@@ -321,8 +314,13 @@ def one_scale_quantizers(quantizer: Any) -> list[Any]:
     classes = one_scale_quantizer_classes()
     if isinstance(quantizer, classes):
         return [quantizer]
-    parts = [getattr(quantizer, f"{name}_quantizer", None) for name in ("rowwise", "columnwise")]
-    return [part for part in parts if isinstance(part, classes)]
+    return [part for part in quantizers_of_parts(quantizer) if isinstance(part, classes)]
+
+
+def quantizers_of_parts(quantizer: Any) -> list[Any]:
+    """The two quantizers of a hybrid one, any other itself."""
+    parts = [getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")]
+    return [part for part in parts if part is not None] or [quantizer]
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -364,27 +362,34 @@ def take_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
 @functools.cache
 def amax_quantizer_classes() -> tuple[type, ...]:
     """Classes of quantizers that take one scale from the tensor's amax: of current scaling, and of NVFP4."""
-    current = _tensor_attribute("float8_tensor", "Float8CurrentScalingQuantizer")
-    return current, _tensor_attribute("nvfp4_tensor", "NVFP4Quantizer")
+    return _quantizer_classes("amax")
 
 
 @functools.cache
 def one_scale_quantizer_classes() -> tuple[type, ...]:
     """The same, and the class of delayed scaling, whose scale comes from a history."""
-    return *amax_quantizer_classes(), _tensor_attribute("float8_tensor", "Float8Quantizer")
+    return _quantizer_classes("amax", "history")
+
+
+def _quantizer_classes(*sources: str) -> tuple[type, ...]:
+    found = [(row.module, name) for row in FORMATS.values() for name in row.quantizers]
+    return tuple(_tensor_attribute(module, name) for module, name in found if SCALE_SOURCES[name] in sources)
 
 
 def is_delayed_quantizer(quantizer: Any) -> bool:
     """Whether a quantizer takes its scale from an amax history."""
-    return type(quantizer).__name__ == "Float8Quantizer"
+    return SCALE_SOURCES.get(type(quantizer).__name__) == "history"
 
 
 @functools.cache
 def amax_tensor_classes() -> tuple[type, ...]:
     """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
-    names = ("Float8Tensor", "float8_tensor"), ("NVFP4Tensor", "nvfp4_tensor")
-    storages = [_tensor_attribute(f"storage.{module}_storage", f"{name}Storage") for name, module in names]
-    return *(_tensor_attribute(module, name) for name, module in names), *storages
+    found = []
+    for row in FORMATS.values():
+        if "amax" in row.quantizers.values():
+            found.append(_tensor_attribute(row.module, row.tensor))
+            found.append(_tensor_attribute(f"storage.{row.module}_storage", f"{row.tensor}Storage"))
+    return tuple(found)
 
 
 def _tensor_attribute(module: str, name: str) -> type:
@@ -403,10 +408,45 @@ def forget_transpose(tensor: torch.Tensor) -> None:
         tensor._transpose_invalid = True  # type: ignore[attr-defined]
 
 
+def forget_derived(tensor: torch.Tensor) -> None:
+    """Drop what TE has made of the gathered bytes of a weight: transposes, and scales with padding."""
+    forget_transpose(tensor)
+    row = format_of(tensor)
+    for buffer in row.buffers if row is not None else ():
+        if buffer.is_derived:
+            setattr(tensor, buffer.attribute, None)
+
+
+def travels_in_halves(tensor: torch.Tensor) -> bool:
+    """Whether a gather brings one of two directions of a quantized tensor, neither of which gives the other."""
+    row = format_of(tensor)
+    return row is not None and row.halves
+
+
+def keep_gathered(tensor: torch.Tensor, gathered: Sequence[torch.Tensor]) -> None:
+    """Put the gathered buffers back that TE has taken off a weight for backward. Local operation.
+
+    Args:
+        tensor: What ``fsdp_post_all_gather`` made.
+        gathered: What it was given.
+    """
+    row = format_of(tensor)
+    for buffer, value in zip(row.dropped if row is not None else (), gathered, strict=False):
+        if getattr(tensor, buffer.attribute) is None:
+            setattr(tensor, buffer.attribute, value)
+
+
+def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Buffers that hold a quantized tensor's values; not scales, which it may share with another."""
+    row = format_of(tensor)
+    found = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
+    return [value for name in found if (value := getattr(tensor, name, None)) is not None]
+
+
 def gathering_tensor_classes() -> list[type[torch.Tensor]]:
     """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
     module = importlib.import_module("transformer_engine.pytorch.tensor")
-    classes = [getattr(module, name, None) for name in _FORMATS]
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
     return [c for c in classes if c is not None and hasattr(c, "fsdp_pre_all_gather")]
 
 

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_formats import FORMATS, Block
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
-from te_fsdp.quantized.dequantize import Block, covering, dequantize_box, needed_components
+from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 
 __all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion", "quantize_whole"]
@@ -133,8 +134,7 @@ class Conversion:
 
 def _component_dtype(described: str, name: str) -> torch.dtype:
     """Element type of a component: bytes, or float32 where the values are numbers."""
-    is_number = name == "fp8_scale_inv" or name.startswith("amax") or described.startswith("float8-block")
-    return torch.float32 if is_number and not name.endswith("data") else torch.uint8
+    return next(buffer.dtype for buffer in FORMATS[described.split()[0]].buffers if buffer.name == name)
 
 
 def plan_conversion(

@@ -23,9 +23,10 @@ from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Weight, check_fit, fits
+from te_fsdp.quantized.alignment import Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.grouped_support import grouped_path_problem
+from te_fsdp.quantized.shards import weight_made_by
 from te_fsdp.quantized.support import check_recipe
 
 if TYPE_CHECKING:
@@ -247,9 +248,7 @@ def _quantized_expert(module: Any, label: str, tp: int) -> Weight | None:
     if quantizer is None:
         return None
     rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
-    fmt = _te.format_of_quantizer(quantizer)
-    shape = (module.out_features, module.in_features)
-    return Weight(label, shape, fmt, rule, BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values())), tp)
+    return weight_made_by(quantizer, label, (module.out_features, module.in_features), rule, tp)
 
 
 def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:

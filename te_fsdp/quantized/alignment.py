@@ -22,13 +22,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from te_fsdp._te_formats import Format
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["BLOCK_ROWS", "Grid", "Weight", "check_fit", "fitting_dim", "fits"]
-
-#: Rows (and columns) that one scale spans: a shard must hold whole blocks. Float8 has one scale per tensor.
-BLOCK_ROWS = {"float8": 1, "mxfp8": 32, "float8-block": 128, "nvfp4": 16}
+__all__ = ["Grid", "Weight", "check_fit", "fitting_dim", "fits"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Weight:
     Attributes:
         label: Full name, for messages.
         shape: tp-local shape.
-        format: Name of its format.
+        format: Its format.
         rule: How tp cuts it, and how its rows are stacked.
         block: Rows and columns that one scale spans, the larger of two formats in a hybrid.
         tp: Size of the tp axis.
@@ -58,7 +56,7 @@ class Weight:
 
     label: str
     shape: tuple[int, ...]
-    format: str
+    format: Format
     rule: ParameterRule
     block: int
     tp: int = 1
@@ -76,9 +74,9 @@ class Weight:
 
 def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     """Whether all shards of a weight that FSDP2 cuts along ``dim`` over ``fsdp_size`` ranks fit its format."""
-    if weight.format == "float8":
+    if weight.format.has_one_scale:
         return dim == 0 or weight.shape[dim] % fsdp_size == 0
-    if dim and fsdp_size > 1 and weight.format not in BLOCK_ROWS:
+    if dim and fsdp_size > 1 and weight.format.block is None:
         return False  # hybrids: no table of their buffers, which a gather along columns needs
     block, sizes, parts = (
         weight.block,
@@ -87,7 +85,7 @@ def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     )
     units = [block, block]
     units[dim] *= fsdp_size
-    if weight.format == "float8-block":  # a short last block is fine along a dim that nobody cuts
+    if weight.format.short_blocks:  # a short last block is fine along a dim that nobody cuts
         tp_dim = weight.rule.shard_dim if weight.tp > 1 else None
         units = [1 if d != tp_dim and unit == block else unit for d, unit in enumerate(units)]
     # No scale may span two of the tensors that are stacked in one weight: in the original they lie apart.
@@ -125,7 +123,7 @@ def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | No
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
-    if dim is None and weight.format not in BLOCK_ROWS:
+    if dim is None and weight.format.block is None:
         dim = 0  # hybrids: never cut along columns
     if weight.rule.layout.is_stacked and any(height % block for height in heights):
         what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
@@ -136,7 +134,7 @@ def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | No
         )
     else:
         what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
-        if weight.format == "float8":  # refused only where the caller chose the dim
+        if weight.format.has_one_scale:  # refused only where the caller chose the dim
             expected = f"dim {dim} divisible by the {count} FSDP rank(s) that cut it"
             why = "FSDP2 cuts any other dim than the first evenly or not at all"
         else:

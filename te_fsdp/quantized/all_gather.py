@@ -37,7 +37,7 @@ from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
 from te_fsdp.quantized.empty import mend_empty, share_scale
 from te_fsdp.quantized.flat import Piece, keep_no_flat_shard, pack_flat, unpack_flat
 from te_fsdp.quantized.installed import is_gathered
-from te_fsdp.quantized.recompute import keep_rowwise, reads_again
+from te_fsdp.quantized.recompute import reads_again
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
@@ -129,12 +129,10 @@ def _arrange(
 
 def _comes_gathered(weight: Any) -> bool:
     """Whether a weight's column-wise bytes were gathered: TE cannot compute them from the row-wise ones."""
-    return _te.format_of(weight) == "mxfp8" and is_gathered(weight)
+    return _te.travels_in_halves(weight) and is_gathered(weight)
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
-    stock = keep_rowwise(stock)
-
     @functools.wraps(stock)
     def fsdp_post_all_gather(
         self: torch.Tensor,
@@ -145,32 +143,27 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         out: torch.Tensor | None = None,
     ) -> Any:
         target = None if out is None else _torch.local_of(out)
+        buffers, own, inner = all_gather_outputs, metadata, None
         if isinstance(metadata, _Packed):
-            buffers = unpack_flat(all_gather_outputs[0], metadata.pieces)
-            tensor, _ = stock(self, buffers, metadata.metadata, param_dtype, out=target)
-            # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to
-            # hand over.
-            inner: tuple[torch.Tensor, ...] = ()
+            # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to hand over.
+            buffers, own, inner = unpack_flat(all_gather_outputs[0], metadata.pieces), metadata.metadata, ()
         elif isinstance(metadata, _Rows):
             (data,) = all_gather_outputs
             # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
-            tensor, _ = stock(self, (data[: metadata.rows],), metadata.metadata, param_dtype, out=target)
-            inner = ()
+            buffers, own, inner = (data[: metadata.rows],), metadata.metadata, ()
         elif isinstance(metadata, Columns):
-            buffers = join_columns(all_gather_outputs, metadata)
-            tensor, _ = stock(self, buffers, metadata.metadata, param_dtype, out=target)
-            for (
-                stand_in
-            ) in all_gather_outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+            buffers, own, inner = join_columns(all_gather_outputs, metadata), metadata.metadata, ()
+            for stand_in in all_gather_outputs:
+                # FSDP2 would free them with the weight only, and allocates them anew.
                 stand_in.untyped_storage().resize_(0)
-            inner = ()
-        else:
-            tensor, inner = stock(self, all_gather_outputs, metadata, param_dtype, out=target)
+        tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
+        # A forward may run again in this backward: its bytes, gathered anyway, live until FSDP2 frees them.
+        _te.keep_gathered(tensor, buffers)
         if out is None:
             _te.forget_transpose(tensor)
         else:
             _te.take_scale(tensor, self)
-        return tensor, inner
+        return tensor, gathered if inner is None else inner
 
     return fsdp_post_all_gather
 

@@ -1,16 +1,9 @@
 """The tensors that make up a quantized weight, each in the layout of the original weight.
 
-    weight (M, K)   component              one element covers (rows, columns)
-    float8          data                   1 x 1          scale: one for the whole weight
-    mxfp8           rowwise data, scale    1 x 1, 1 x 32
-                    columnwise data, scale 1 x 1, 32 x 1  (quantized independently of the rowwise ones)
-    float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
-    nvfp4           data, scale            1 x 2 (two values in a byte), 1 x 16, and transposed; amax of the
-    whole weight
-
-A component is a view of the weight's own buffer without its padding, so that whoever writes into it writes
-the weight. A rectangle of the weight is a rectangle of each component as long as it consists of whole blocks;
-nothing is ever sliced through TE's quantized tensors, some of which answer with a temporary copy.
+:mod:`te_fsdp._te_formats` lists them. A component is a view of the weight's own buffer without its padding, so that
+whoever writes into it writes the weight. A rectangle of the weight is a rectangle of each component as long as it
+consists of whole blocks; nothing is ever sliced through TE's quantized tensors, some of which answer with a temporary
+copy.
 """
 
 from __future__ import annotations
@@ -23,9 +16,9 @@ from typing import Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp._te_formats import FORMATS, Buffer, unknown_format
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.boxes import Box
-from te_fsdp.quantized.alignment import BLOCK_ROWS
 
 __all__ = [
     "Component",
@@ -77,44 +70,15 @@ class Component:
         return [_scaled(box, self.block, f"{label} ({self.name})", original) for box in boxes]
 
 
-# Per format and buffer: block, and whether the buffer is stored transposed (TE 2.20.2, the same in 2.18 and
-# 2.19).
-_TABLE: dict[str, dict[str, tuple[tuple[int, int] | None, bool]]] = {
-    "float8": {"data": ((1, 1), False), "fp8_scale_inv": (None, False)},
-    "mxfp8": {
-        "rowwise_data": ((1, 1), False),
-        "rowwise_scale_inv": ((1, 32), False),
-        "columnwise_data": ((1, 1), False),
-        "columnwise_scale_inv": ((32, 1), False),
-    },
-    "float8-block": {
-        "rowwise_data": ((1, 1), False),
-        "rowwise_scale_inv": ((128, 128), False),
-        "columnwise_data": ((1, 1), True),
-        "columnwise_scale_inv": ((128, 128), True),
-    },
-    "nvfp4": {
-        "rowwise_data": ((1, 2), False),
-        "rowwise_scale_inv": ((1, 16), False),
-        "columnwise_data": ((2, 1), True),
-        "columnwise_scale_inv": ((16, 1), True),
-        "amax_rowwise": (None, False),
-        "amax_columnwise": (None, False),
-    },
-}
-# Options of TE's tensors under which the table does not hold.
-_UNKNOWN = {"with_gemm_swizzled_scales": True, "is_2D_scaled": False, "row_scaled_nvfp4": True}
-
-
 def describe_format(local: torch.Tensor) -> str | None:
     """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one."""
-    name = _te.format_of(local)
-    if name is None:
+    row = _te.format_of(local)
+    if row is None:
         return None
     metadata = local.get_metadata()  # type: ignore[attr-defined]
     dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
-    scaling = " delayed" if _te.has_delayed_scale(local) else " current" if name == "float8" else ""
-    return f"{name}{scaling} {getattr(dtype, 'name', dtype)}"
+    scaling = " delayed" if _te.has_delayed_scale(local) else " current" if row.has_one_scale else ""
+    return f"{row}{scaling} {getattr(dtype, 'name', dtype)}"
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
@@ -128,7 +92,7 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
         PlacementError: A format or an option of it that has no known layout.
     """
     metadata = local.get_metadata()  # type: ignore[attr-defined]
-    return components_from(_te.format_of(local), metadata, tuple(local.shape), label)
+    return components_from(str(_te.format_of(local)), metadata, tuple(local.shape), label)
 
 
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
@@ -155,15 +119,15 @@ def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
 
 def block_of(local: torch.Tensor) -> int | None:
     """Rows (and columns) that a scale of a quantized tensor spans, the most of a hybrid's parts; ``None``: unknown."""
-    parts = [
-        1 if _te.high_precision_part(p) is not None else BLOCK_ROWS.get(_te.format_of(p) or "")
-        for p in _te.parts_of(local)
-    ]
+    parts: list[int | None] = []
+    for part in _te.parts_of(local):
+        row = _te.format_of(part)
+        parts.append(1 if _te.high_precision_part(part) is not None or row is None else row.block)
     return None if None in parts else max(part for part in parts if part is not None)
 
 
 def components_from(
-    name: str | None, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
+    name: str, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
 ) -> list[Component]:
     """The components of a quantized tensor that is given by its buffers. Local operation.
 
@@ -176,12 +140,13 @@ def components_from(
     Raises:
         PlacementError: A format or an option of it that has no known layout.
     """
-    odd = {key: metadata[key] for key, value in _UNKNOWN.items() if metadata.get(key, not value) == value}
-    if name not in _TABLE or odd or (name != "float8" and len(shape) != 2):
+    row = FORMATS.get(name, unknown_format(name))
+    odd = {key: v for key, v in row.unknown_options.items() if metadata.get(key, not v) == v}
+    if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             message(
                 f"{label}: quantized weight without a known layout",
-                expected=f"a 2-D weight in one of {', '.join(_TABLE)}",
+                expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
                 got=f"{name} of shape {shape} {odd or ''}".rstrip(),
                 fix=(
                     "build it in high precision, without quantized_model_init; the custom recipe may stay"
@@ -191,27 +156,27 @@ def components_from(
             )
         )
     found = []
-    turned = metadata.get("data_transpose") if name == "float8" and metadata.get("data") is None else None
-    for buffer_name, (block, transposed) in _TABLE[name].items():
-        buffer = metadata.get(buffer_name)
-        if buffer_name == "data" and turned is not None:
+    turned = metadata.get("data_transpose") if metadata.get("data") is None else None
+    for buffer in row.buffers:
+        tensor = metadata.get(buffer.name)
+        if buffer.name == "data" and turned is not None:
             # Hopper may keep a weight for backward alone: the same bytes, the last dim first.
-            buffer = turned.movedim(0, -1)
-        if buffer is not None:
-            found.append(Component(buffer_name, *_view(buffer, block, transposed, shape, label)))
+            tensor = turned.movedim(0, -1)
+        if tensor is not None:
+            found.append(Component(buffer.name, *_view(tensor, buffer, shape, label)))
     return found
 
 
 def _view(
-    buffer: torch.Tensor, block: tuple[int, int] | None, transposed: bool, shape: tuple[int, ...], label: str
+    tensor: torch.Tensor, buffer: Buffer, shape: tuple[int, ...], label: str
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """The buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
-    if block is None:
-        return buffer.detach().view(-1), None
-    steps = block if len(shape) == 2 else (1,) * len(shape)
+    if buffer.block is None:
+        return tensor.detach().view(-1), None
+    steps = buffer.block if len(shape) == 2 else (1,) * len(shape)
     sizes = tuple(math.ceil(size / step) for size, step in zip(shape, steps, strict=True))
-    view = buffer.detach()
-    view = view.t() if transposed else view
+    view = tensor.detach()
+    view = view.t() if buffer.is_transposed else view
     if view.ndim != len(sizes) or any(have < want for have, want in zip(view.shape, sizes, strict=True)):
         raise PlacementError(
             message(

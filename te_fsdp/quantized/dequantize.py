@@ -10,37 +10,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from te_fsdp._te_formats import FORMATS, Block, unknown_format
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["covering", "dequantize_box", "needed_components"]
 
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_FP4_NAME = "kFloat4E2M1"
 #: Values of E2M1, by its four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: NVFP4's first-level scales are E4M3 numbers up to 448, its values go up to 6.
 _NVFP4_MAX = 6.0 * 448.0
-_ROWWISE = ("rowwise_data", "rowwise_scale_inv")
-_COLUMNWISE = ("columnwise_data", "columnwise_scale_inv")
-
-Block = tuple[int, int] | None
-#: Per format: components that give the values, each with the rows and columns that one element covers (``None``: one
-#: for the whole weight). Rowwise ones first, as TE's dequantize takes them.
-_NEEDED: dict[str, list[dict[str, Block]]] = {
-    "float8": [{"data": (1, 1), "fp8_scale_inv": None}],
-    "mxfp8": [
-        dict(zip(_ROWWISE, ((1, 1), (1, 32)), strict=True)),
-        dict(zip(_COLUMNWISE, ((1, 1), (32, 1)), strict=True)),
-    ],
-    "float8-block": [
-        dict(zip(_ROWWISE, ((1, 1), (128, 128)), strict=True)),
-        dict(zip(_COLUMNWISE, ((1, 1), (128, 128)), strict=True)),
-    ],
-    "nvfp4": [
-        {**dict(zip(_ROWWISE, ((1, 2), (1, 16)), strict=True)), "amax_rowwise": None},
-        {**dict(zip(_COLUMNWISE, ((2, 1), (16, 1)), strict=True)), "amax_columnwise": None},
-    ],
-}
 
 
 def needed_components(described: str, have: Sequence[str], label: str) -> dict[str, Block]:
@@ -58,14 +37,16 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
         CheckpointError: A format that is not known, or components of neither direction.
     """
     name, dtype = described.split()[0], described.split()[-1]
-    if dtype in ({_FP4_NAME} if name == "nvfp4" else _FP8):
-        for choice in _NEEDED.get(name, []):
-            if set(choice) <= set(have):
-                return choice
+    row = FORMATS.get(name, unknown_format(name))
+    for choice in row.directions() if dtype in row.elements else ():
+        if set(choice) <= set(have):
+            return choice
+    known = [row for row in FORMATS.values() if row.buffers]
+    *elements, last = dict.fromkeys(element for row in known for element in row.elements)
     raise CheckpointError(
         message(
             f"{label}: values of a quantized weight",
-            expected=f"components of one of {', '.join(_NEEDED)}, of {', '.join(_FP8)} or {_FP4_NAME}",
+            expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
             got=f"{described} with {', '.join(have)}",
             fix="load it into a model of the same format",
         )
@@ -114,7 +95,9 @@ def dequantize_box(
     block = needed[scale_name]
     if block is None:
         return data * scale.float().reshape(())
-    factor = _scale(described, scale)
+    row = FORMATS[described.split()[0]]
+    number = next(buffer.number for buffer in row.buffers if buffer.name == scale_name)
+    factor = scale.view(number).float()
     amax = next((parts[n] for n in needed if n.startswith("amax")), None)
     if amax is not None:
         # The kernels' order of multiplications.
@@ -144,13 +127,3 @@ def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tens
     pair = torch.stack((table[codes & 15], table[codes >> 4]), dim=1 if vertical else 2)
     rows, columns = data.shape
     return pair.reshape(2 * rows, columns) if vertical else pair.reshape(rows, 2 * columns)
-
-
-def _scale(described: str, scale: torch.Tensor) -> torch.Tensor:
-    """float32 factors of scale components: E8M0 of MXFP8, E4M3 of NVFP4, float32 of block scaling."""
-    name = described.split()[0]
-    if name == "mxfp8":
-        exponent = scale.view(torch.uint8).to(torch.int32)
-        factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 127)
-        return factor.masked_fill(exponent == 255, float("nan"))
-    return scale.view(torch.uint8).view(torch.float8_e4m3fn).float() if name == "nvfp4" else scale.float()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.quantized.components import Component, components_of
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
 
 _ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
 
-#: Buffers of a ``GroupedTensor``. Where two are one, it goes by the first name.
-_BUFFERS = ("rowwise_data", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax")
 #: Per buffer: first byte, bytes and dtype among those of an expert.
 Places: TypeAlias = tuple[tuple[int, int, torch.dtype], ...]
 
@@ -85,7 +84,7 @@ def sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
         By name of the buffer in ``grouped``: what is no component can be made anew from those that are.
     """
     first: dict[int, str] = {}
-    for name in _BUFFERS:
+    for name in GROUPED_BUFFERS:
         if (buffer := getattr(grouped, name)) is not None:
             first.setdefault(buffer.data_ptr(), name)
     components = components_of(expert, "gathered weight")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.quantized.amax_mark import mark, marked_group
 from te_fsdp.quantized.flat import keep_no_flat_shard, pack_flat, unpack_flat
 from te_fsdp.quantized.grouped_gather import (
@@ -42,17 +43,6 @@ __all__ = [
     "is_grouped_weight",
     "quantize_experts",
 ]
-
-#: Buffers of a ``GroupedTensor`` that belong to its values, by attribute and by argument of its constructor.
-_FIELDS = {
-    "rowwise_data": "data",
-    "columnwise_data": "columnwise_data",
-    "scale_inv": "scale_inv",
-    "columnwise_scale_inv": "columnwise_scale_inv",
-    "amax": "amax",
-    "columnwise_amax": "columnwise_amax",
-    "scale": "scale",
-}
 
 
 def is_grouped_weight(tensor: torch.Tensor) -> bool:
@@ -208,9 +198,11 @@ class _Behaviour:
             if self.experts
             else empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
         )
+        # NVFP4 keeps the amax with the weight: it is the second-level scale.
+        has_amax = any("amax" in buffer.name for buffer in _te.format_of_quantizer(self._quantizer).buffers)
         inputs, names = [], []
         for name, buffer in _buffers(like.grouped):
-            if name in ("amax", "scale") and not _is_nvfp4(self._quantizer):
+            if name in ("amax", "scale") and not has_amax:
                 continue  # workspaces of the quantization
             if any(buffer is getattr(like.grouped, other) for other in names):
                 continue  # current scaling shares its scales between both directions
@@ -343,7 +335,7 @@ def experts_of(tensor: Any) -> list[Any]:
 
 def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
     """Name and buffer of a ``GroupedTensor``'s, those that there are."""
-    found = [] if grouped is None else [(name, getattr(grouped, name)) for name in _FIELDS]
+    found = [] if grouped is None else [(name, getattr(grouped, name)) for name in GROUPED_BUFFERS]
     return [(name, buffer) for name, buffer in found if buffer is not None]
 
 
@@ -356,18 +348,14 @@ def _same_buffers(one: Any, other: Any) -> bool:
     return type(_te.quantizer_of(one)) is type(_te.quantizer_of(other)) and sizes[0] == sizes[1]
 
 
-def _is_nvfp4(quantizer: Any) -> bool:
-    return _te.format_of_quantizer(quantizer) == "nvfp4"
-
-
 def _from_buffers(
     found: dict[str, torch.Tensor], shape: tuple[int, ...], quantizer: Any, dtype: torch.dtype
 ) -> Any:
     """``GroupedWeight`` around flat buffers."""
     experts, numel = shape[0], math.prod(shape[1:])
-    fields = {_FIELDS[name]: buffer for name, buffer in found.items()}
+    fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in found.items()}
     offsets = {}
-    if _te.format_of_quantizer(quantizer) == "float8" and "columnwise_data" in fields:
+    if _te.format_of_quantizer(quantizer).has_one_scale and "columnwise_data" in fields:
         fields["columnwise_scale_inv"] = fields["scale_inv"]
     for name in ("scale_inv", "columnwise_scale_inv"):
         if name in fields:

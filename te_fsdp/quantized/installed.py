@@ -19,9 +19,9 @@ from te_fsdp import _te, _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.rules import ParameterRule
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
+from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.quantized.shards import quantized_weight
+from te_fsdp.quantized.shards import quantized_weight, weight_made_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["check_cut", "is_gathered", "mend_new_zeros", "note_gathered", "release_gathered"]
 
 _MARK = "_te_fsdp_gathered"
-# Buffers that TE derives from gathered ones and that FSDP2 therefore does not free (TE 2.20.2
-# ``fsdp_post_all_gather`` of each class): transposes, and scales padded into new tensors.
-_DERIVED = {
-    "mxfp8": ("_rowwise_scale_inv", "_columnwise_scale_inv"),
-    "float8-block": ("_columnwise_data", "_columnwise_scale_inv"),
-    "nvfp4": ("_columnwise_data", "_columnwise_scale_inv", "_rowwise_scale_inv"),
-}
-# What holds a weight's values; not scales, which a gathered float8 or NVFP4 weight may share with its shard.
-_DATA = ("_data", "_rowwise_data", "_columnwise_data")
 
 
 def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding) -> None:
@@ -76,13 +67,10 @@ def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding)
     if is_grouped_weight(local):
         local.release()  # type: ignore[missing-attribute]
         return True
-    _te.forget_transpose(local)
-    for name in _DERIVED.get(_te.format_of(local) or "", ()):
-        setattr(local, name, None)
+    _te.forget_derived(local)
     if any(_torch.shard_dim_of(placement) for placement in _fsdp_placements(shard, binding)):
-        for data in (getattr(local, name, None) for name in _DATA):
-            if data is not None:
-                data.untyped_storage().resize_(0)
+        for values in _te.values_of(local):
+            values.untyped_storage().resize_(0)
     return True
 
 
@@ -145,9 +133,9 @@ def _check_experts(
     dim = None if rule.shard_dim is None else rule.shard_dim - 1
     if dim is not None:
         shape[dim] //= tp
-    fmt = _te.format_of_quantizer(quantizer)
-    block = BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values()))
-    weight = Weight(binding.label(name), tuple(shape), fmt, ParameterRule(dim, quantizable=True), block, tp)
+    weight = weight_made_by(
+        quantizer, binding.label(name), tuple(shape), ParameterRule(dim, quantizable=True), tp
+    )
     for axis, placement in enumerate(placements):
         within = _torch.shard_dim_of(placement)
         if within:
@@ -162,7 +150,8 @@ def mend_new_zeros(local: torch.Tensor) -> None:
     without padding, into which those of the piece do not go unless their numbers happen to be multiples of 128 and 4.
     The attribute belongs to this tensor object alone.
     """
-    if _te.format_of(local) == "mxfp8":
+    row = _te.format_of(local)
+    if row is not None and row.name == "mxfp8":
         local.new_zeros = functools.partial(_zeros, weakref.ref(local))  # type: ignore[method-assign]
 
 
@@ -170,9 +159,8 @@ def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options:
     """``reference().new_zeros(size)`` with whole scale buffers."""
     local = reference()
     assert local is not None
-    if options or any(
-        length % BLOCK_ROWS["mxfp8"] for length in size
-    ):  # the cut is refused in the next moment
+    block = _te.format_of(local).block  # type: ignore[union-attr]
+    if options or any(length % block for length in size):  # the cut is refused in the next moment
         return type(local).new_zeros(local, size, **options)
     metadata = local.get_metadata()  # type: ignore[attr-defined]
     quantizer = _te.quantizer_of(local).copy()

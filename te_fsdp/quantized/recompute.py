@@ -9,44 +9,18 @@ later backwards gather both at once.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from te_fsdp import _fsdp2_gathers, _te, _torch
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
 
     from te_fsdp.binding import Binding
 
-__all__ = ["gather_missing", "keep_rowwise", "reads_again"]
-
-#: Buffers that forward GEMMs read, in the order in which they are gathered (TE 2.20.2 ``fsdp_pre_all_gather``).
-_ROWWISE = {"float8": ("_data",), "float8-block": ("_rowwise_data", "_rowwise_scale_inv")}
-
-
-def keep_rowwise(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a quantized tensor class's ``fsdp_post_all_gather``: the gathered buffers stay on the gathered weight.
-
-    They live until FSDP2 frees them after the backward, on the weight or not. Local operation.
-    """
-
-    @functools.wraps(stock)
-    def fsdp_post_all_gather(
-        self: torch.Tensor, all_gather_outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any
-    ) -> Any:
-        tensor, inner = stock(self, all_gather_outputs, *args, **kwargs)
-        names = _ROWWISE.get(_te.format_of(tensor) or "", ())
-        for name, buffer in zip(names, all_gather_outputs, strict=False):
-            if getattr(tensor, name) is None:
-                setattr(tensor, name, buffer)
-        return tensor, inner
-
-    return fsdp_post_all_gather
+__all__ = ["gather_missing", "reads_again"]
 
 
 def reads_again(shard: torch.Tensor, module: nn.Module, binding: Binding) -> bool:
@@ -61,7 +35,7 @@ def reads_again(shard: torch.Tensor, module: nn.Module, binding: Binding) -> boo
     """
     # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
     again = binding.recomputed or module.__dict__.get("checkpoint") is True
-    return again and _te.format_of(shard) == "mxfp8"
+    return again and _te.travels_in_halves(shard)
 
 
 def gather_missing(module: nn.Module, binding: Binding) -> None:
@@ -77,7 +51,7 @@ def gather_missing(module: nn.Module, binding: Binding) -> None:
     missing = []
     for name, parameter in module._parameters.items():
         local = None if parameter is None else _torch.local_of(parameter)
-        if local is not None and _te.format_of(local) == "mxfp8" and not is_grouped_weight(local):
+        if local is not None and _te.travels_in_halves(local) and not is_grouped_weight(local):
             usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
             if not all(usages.values()):
                 missing.append(name)

@@ -16,7 +16,7 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.layout.boxes import Box, chunk_range
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
 from te_fsdp.quantized.grouped_gather import derive_transposes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["plan_cuts", "quantized_weight", "restore_quantized", "stash_quantized"]
+__all__ = ["plan_cuts", "quantized_weight", "restore_quantized", "stash_quantized", "weight_made_by"]
 
 Key: TypeAlias = tuple[int, str]
 """A parameter by its owner's id and its name there."""
@@ -101,12 +101,23 @@ def quantized_weight(
     if parameter is None or quantizer is None:
         return None
     shape = tuple(_torch.local_of(parameter).shape) if shape is None else shape
-    halves = [
-        getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")
-    ]  # of a hybrid
-    formats = [_te.format_of_quantizer(q) for q in ([h for h in halves if h is not None] or [quantizer])]
-    # An unknown format must fit the largest block there is.
-    block = max(BLOCK_ROWS.get(fmt, max(BLOCK_ROWS.values())) for fmt in formats)
+    return weight_made_by(quantizer, label, shape, rule, tp)
+
+
+def weight_made_by(
+    quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int
+) -> Weight:
+    """What alignment asks about a weight that a quantizer makes. Local operation.
+
+    Args:
+        quantizer: TE's, of a weight or of an expert of one.
+        label: Full name, for messages.
+        shape: tp-local shape.
+        rule: How tp cuts it.
+        tp: Size of the tp axis.
+    """
+    formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
+    block = max(row.block_or_largest() for row in formats)
     return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
 
 
@@ -177,7 +188,8 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
 
 def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, high: int, label: str) -> None:
     """Overwrite a shard with the bytes of ``whole`` from ``low`` to ``high`` along ``dim``."""
-    if _te.format_of(local) not in BLOCK_ROWS:
+    row = _te.format_of(local)
+    if row is None or not row.buffers:
         return  # hybrids: no table of their buffers
     shape, zeros = tuple(local.shape), (0,) * local.ndim
     if low == high:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
+from te_fsdp._te_formats import Format
 from te_fsdp.errors import PrecisionError, message
 
 if TYPE_CHECKING:
@@ -28,18 +29,20 @@ def check_quantizer(label: str, quantizer: Any) -> None:
     Raises:
         PrecisionError: The device does not have the format, or FSDP2 would gather a hybrid weight wrongly.
     """
-    problem = _device_problem(_te.format_of_quantizer(quantizer))
+    fmt = _te.format_of_quantizer(quantizer)
+    problem = _device_problem(fmt)
     if problem:
         raise PrecisionError(
             message(
-                f"{label}: {_te.format_of_quantizer(quantizer)} weight on this device",
+                f"{label}: {fmt} weight on this device",
                 expected="a format that the device has",
                 why=problem,
                 fix="use another recipe in quantized_model_init",
             )
         )
-    parts = _parts(quantizer)
-    if "NVFP4Quantizer" in map(_name, parts):
+    parts = [part for part in _te.quantizers_of_parts(quantizer) if part is not quantizer]
+    formats = [_te.format_of_quantizer(part).name for part in parts]
+    if "nvfp4" in formats:
         raise PrecisionError(
             message(
                 f"{label}: hybrid weight with an NVFP4 part",
@@ -57,7 +60,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
                 fix="use Float8CurrentScalingQuantizer for this part, or keep these weights in high precision",
             )
         )
-    if any(_name(part) == "IdentityQuantizer" and part.dtype is None for part in parts):
+    if any(name == "identity" and part.dtype is None for name, part in zip(formats, parts, strict=True)):
         raise PrecisionError(
             message(
                 f"{label}: hybrid weight with an IdentityQuantizer without dtype",
@@ -86,7 +89,7 @@ def check_recipe(module: nn.Module, binding: Binding) -> None:
     if recipe is not None and recipe.float8_current_scaling():
         raise PrecisionError(
             message(
-                f"{binding.name or 'model'} (GroupedLinear): recipe {_name(recipe)} with tp_size={tp}",
+                f"{binding.name or 'model'} (GroupedLinear): recipe {type(recipe).__name__} with tp_size={tp}",
                 expected="a recipe without one scale per activation, or tp_size=1",
                 why="TransformerEngine refuses it: activations split outside of the module have no common scale",
                 fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
@@ -94,18 +97,9 @@ def check_recipe(module: nn.Module, binding: Binding) -> None:
         )
 
 
-def _device_problem(fmt: str) -> str:
+def _device_problem(fmt: Format) -> str:
     """TE's reason why the device cannot compute in a format; empty if it can."""
-    ask = {"float8": "fp8", "float8-block": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}.get(fmt)
-    available, reason = getattr(_te.te(), f"is_{ask}_available")(return_reason=True) if ask else (True, "")
+    if not fmt.available:
+        return ""
+    available, reason = getattr(_te.te(), fmt.available)(return_reason=True)
     return "" if available else reason
-
-
-def _parts(quantizer: Any) -> list[Any]:
-    """The two quantizers of a hybrid one (``HybridQuantizer``), an empty list for others."""
-    parts = [getattr(quantizer, f"{way}_quantizer", None) for way in ("rowwise", "columnwise")]
-    return [part for part in parts if part is not None]
-
-
-def _name(thing: object) -> str:
-    return type(thing).__name__

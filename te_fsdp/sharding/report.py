@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_formats import Format
 from te_fsdp.binding import binding_of, is_exempt
 from te_fsdp.layout.boxes import chunk_range
 from te_fsdp.layout.experts import expert_index
@@ -154,11 +155,11 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
     layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
     dtype = str(parameter.dtype).removeprefix("torch.")
     fmt = _te.format_of(local)
-    quantizer = _te.weight_quantizer(module, name) if fmt is None else None
     if fmt is not None:
         dtype = f"{fmt} ({dtype})"
-    elif quantizer is not None:
-        dtype = f"{dtype}, will be {_te.format_of_quantizer(quantizer)}"
+    elif (quantizer := _te.weight_quantizer(module, name)) is not None:
+        fmt = _te.format_of_quantizer(quantizer)
+        dtype = f"{dtype}, will be {fmt}"
     if local.is_meta:
         dtype += ", on meta"
     return Row(
@@ -169,11 +170,11 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
         tuple(local.shape),
         dtype,
         _bytes(local),
-        _note(module, name, parameter, fmt or (quantizer and _te.format_of_quantizer(quantizer))),
+        _note(module, name, parameter, fmt),
     )
 
 
-def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: str | None) -> str:
+def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:
     """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
     if is_exempt(module, name):
         return "no_shard: whole on all data-parallel ranks"

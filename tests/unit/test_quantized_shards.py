@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import te_fsdp
 from te_fsdp import _te
+from te_fsdp._te_formats import FORMATS
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.boxes import Box
 from te_fsdp.layout.rules import Layout, ParameterRule
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather
 from te_fsdp.quantized import flat as flat_buffers
-from te_fsdp.quantized.alignment import BLOCK_ROWS, Grid, Weight, check_fit, fits, fitting_dim
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit, fits, fitting_dim
 from te_fsdp.quantized.components import block_of, components_of
 from te_fsdp.quantized.support import check_quantizer
 
@@ -110,12 +111,12 @@ def test_every_format_has_its_block(te):
     """The rows that one scale spans, against TE's own constants."""
     from transformer_engine.pytorch import constants
 
-    assert BLOCK_ROWS["mxfp8"] == constants.MXFP8_BLOCK_SCALING_SIZE
-    assert BLOCK_ROWS["nvfp4"] == constants.NVFP4_BLOCK_SCALING_SIZE
+    assert FORMATS["mxfp8"].block == constants.MXFP8_BLOCK_SCALING_SIZE
+    assert FORMATS["nvfp4"].block == constants.NVFP4_BLOCK_SCALING_SIZE
     from transformer_engine.pytorch import Float8BlockQuantizer
 
     assert (
-        BLOCK_ROWS["float8-block"]
+        FORMATS["float8-block"].block
         == Float8BlockQuantizer(
             constants.TE_DType[torch.float8_e4m3fn], rowwise=True, columnwise=True
         ).block_len
@@ -127,12 +128,27 @@ def test_names_of_formats(te):
     for recipe in RECIPES:
         module = Model(te, recipe).up
         quantizer = _te.weight_quantizer(module, "weight")
-        assert _te.format_of(module.weight) == _te.format_of_quantizer(quantizer) in BLOCK_ROWS
+        assert _te.format_of(module.weight) == _te.format_of_quantizer(quantizer)
+        assert _te.format_of(module.weight) in FORMATS.values()
         assert _te.weight_quantizer(module, "bias") is None
         shared = recipe in ("Float8CurrentScaling", "NVFP4BlockScaling")
         assert _te.needs_shared_amax(quantizer) is shared
-    assert _te.format_of_quantizer(object()) == "object"
+    assert _te.format_of_quantizer(object()).name == "object"
     assert _te.format_of(torch.ones(2)) is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_format_says_what_te_has(te, recipe):
+    """Names of buffers, attributes, options and functions; which buffers hold the values."""
+    weight = Model(te, recipe).up.weight.detach()
+    row, data = _te.format_of(weight), weight.get_metadata()
+    assert all(data[buffer.name] is getattr(weight, buffer.attribute) for buffer in row.buffers)
+    assert set(row.unknown_options) <= set(data)
+    values = [data[name] for name in data if name.endswith("data") and data[name] is not None]
+    assert list(map(id, _te.values_of(weight))) == list(map(id, values))
+    assert callable(getattr(te, row.available))
+    element = data.get("fp8_dtype", data.get("fp4_dtype"))
+    assert element.name in row.elements
 
 
 # ------------------------------------------------------------------------------------------- all-gather hooks
@@ -208,17 +224,18 @@ REPLICATED = ParameterRule(None)
 
 
 def weight(shape: tuple[int, int], fmt: str, rule: ParameterRule = REPLICATED) -> Weight:
-    return Weight("up.weight", shape, fmt, rule, BLOCK_ROWS[fmt])
+    return Weight("up.weight", shape, FORMATS[fmt], rule, FORMATS[fmt].block)
 
 
 SIZES = st.integers(1, 12)
+BLOCKS = sorted(name for name, row in FORMATS.items() if row.block)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(BLOCK_ROWS)), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
+@given(st.sampled_from(BLOCKS), SIZES, SIZES, st.sampled_from([16, 32, 64]), st.integers(1, 6))
 def test_a_cut_fits_if_every_piece_holds_whole_blocks(fmt, rows, columns, unit, ranks):
     """Against the pieces themselves, as FSDP2 cuts them (`torch.chunk`)."""
-    shape, block = (rows * unit, columns * unit), BLOCK_ROWS[fmt]
+    shape, block = (rows * unit, columns * unit), FORMATS[fmt].block
     for dim in (0, 1):
         pieces = [piece.shape[dim] for piece in torch.empty(shape).chunk(ranks, dim=dim)]
         even = pieces == pieces[:1] * ranks

@@ -30,7 +30,7 @@ def model(broken: str, module: nn.Module, meshes: Any) -> None:
         scale = next(value for name, value in buffers if "scale_inv" in name and value is not None)
         with torch.no_grad():
             if scale.dtype == torch.uint8:  # the exponent follows after as many bits of mantissa
-                scale.add_({"mxfp8": 1, "nvfp4": 8}[_te.format_of(local)])
+                scale.add_({"mxfp8": 1, "nvfp4": 8}[_te.format_of(local).name])
             else:
                 scale.mul_(2)
 
