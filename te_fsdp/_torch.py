@@ -81,6 +81,17 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``local`` placed as a parameter is: a DTensor of its shape and placements, or itself. Local operation."""
+    if not isinstance(parameter, DTensor):
+        return local
+    # Not zeros_like and such: the parameter's own spec would say the parameter's dtype.
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The very local tensor object of a DTensor (``DTensor._local_tensor``), the tensor itself otherwise.
 

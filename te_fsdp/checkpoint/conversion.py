@@ -8,13 +8,14 @@ Where the values come from, best first:
    these may cut through blocks.
 
 A scale of the whole weight comes from the amax of the whole weight: the ranks that hold pieces of it reduce theirs.
+Main weights that are not loaded follow the weights, lest the next step of their optimizer put the old ones back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,34 @@ from te_fsdp._te_formats import FORMATS, Block
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
 from te_fsdp.checkpoint.model_state import Owned
-from te_fsdp.layout.boxes import Box
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
+from te_fsdp.sharding.optimizer import optimizers_of
+from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
+from te_fsdp.sharding.outer_state import MAIN
 
-__all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion", "quantize_whole"]
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = [
+    "Conversion",
+    "batches",
+    "initialize_fused_adam",
+    "keeping_main_weights",
+    "main_weight",
+    "main_weight_of",
+    "plan_conversion",
+    "quantize_whole",
+    "set_main_weight",
+]
 
 #: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
 
-#: The expert, if any, and where a piece of a component begins.
-_Start = tuple[ExpertPlace | None, tuple[int, ...]]
+#: A component, the expert, if any, and where a piece of it begins.
+_Start = tuple[str, ExpertPlace | None, tuple[int, ...]]
 
 
 @dataclass
@@ -48,8 +64,6 @@ class Conversion:
         owned: The parameter.
         source: Where its values come from, in words.
         described: The manifest's description of the saved parameter.
-        boxes: What this rank holds of the original.
-        original: Shape of the original; one expert's, where the files have one tensor for all.
         key: File key of the values; empty for components.
         needed: Components that give the values, with their blocks.
     """
@@ -57,12 +71,10 @@ class Conversion:
     owned: Owned
     source: str
     described: dict[str, Any]
-    boxes: tuple[Box, ...]
-    original: tuple[int, ...]
     key: str = ""
     needed: dict[str, Block] = field(default_factory=dict)
     _value: torch.Tensor | None = None
-    _parts: dict[str, dict[_Start, torch.Tensor]] = field(default_factory=dict)
+    _parts: dict[_Start, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, device: torch.device | str | None = None) -> dict[str, Entry]:
         """New memory for what must be read, as entries; on the weight's device, or another. Local operation."""
@@ -70,22 +82,21 @@ class Conversion:
         device = device or local.device
         if self.key:
             self._value = torch.empty(local.shape, dtype=torch.float32, device=device)
-            return {self.key: self.owned.entry(cut_entry(self._value, self.original, self.boxes))}
-        entries: dict[str, Entry] = {}
+            info = self.owned.info()
+            return {self.key: self.owned.entry(cut_entry(self._value, info.original_shape, info.boxes))}
+        sizes: dict[_Start, tuple[int, ...]] = {}
         for name, block in self.needed.items():
-            sizes: dict[_Start, tuple[int, ...]] = {}
-            for place, original, extents, _ in self._rectangles():
+            for place, offsets, extents, _ in self._rectangles():
                 # Two rectangles may begin in one block: one piece serves both.
-                start, size = covering(original, extents, block)
-                sizes[place, start] = tuple(map(max, sizes.get((place, start), size), size))
+                start, size = covering(offsets, extents, block)
+                sizes[name, place, start] = tuple(map(max, sizes.get((name, place, start), size), size))
+        entries: dict[str, Entry] = {}
+        for (name, place, start), size in sizes.items():
             dtype = _component_dtype(self.described["format"], name)
-            self._parts[name] = {
-                at: torch.empty(size, dtype=dtype, device=device) for at, size in sizes.items()
-            }
+            part = self._parts[name, place, start] = torch.empty(size, dtype=dtype, device=device)
+            entry = Entry((), dtype, (Piece(start, part),))
             key = f"model.{self.owned.key}:{name}"
-            for (place, start), part in self._parts[name].items():
-                entry = Entry((), dtype, (Piece(start, part),))
-                add_entry(entries, key, entry if place is None else place.lift(entry))
+            add_entry(entries, key, entry if place is None else place.lift(entry))
         return entries
 
     def _rectangles(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:
@@ -101,14 +112,13 @@ class Conversion:
         local = self.owned.local
         if self._value is None:
             self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            for place, original, extents, where in self._rectangles():
+            for place, offsets, extents, where in self._rectangles():
                 parts = {}
                 for name, block in self.needed.items():
-                    start, size = covering(original, extents, block)
-                    parts[name] = self._parts[name][place, start][tuple(slice(0, n) for n in size)]
-                self._value[where] = dequantize_box(
-                    self.described["format"], parts, self.needed, original, extents
-                )
+                    start, size = covering(offsets, extents, block)
+                    parts[name] = self._parts[name, place, start][tuple(slice(0, n) for n in size)]
+                format_ = self.described["format"]
+                self._value[where] = dequantize_box(format_, parts, self.needed, offsets, extents)
         value, self._value, self._parts = self._value, None, {}
         return value
 
@@ -151,21 +161,19 @@ def plan_conversion(
     Raises:
         CheckpointError: Saved components that give no values.
     """
-    info = owned.info()
-    common = (saved, info.boxes, info.original_shape)
-    main = states.get("master_param", {})
+    main = states.get(MAIN, {})
     has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
     if has_main and per_expert(main, owned.expert) is not None:
-        return Conversion(owned, "main weights", *common, key=main_weight_of(owned.key))
+        return Conversion(owned, "main weights", saved, key=main_weight_of(owned.key))
     if saved["format"] is None:
-        return Conversion(owned, "saved values", *common, key=f"model.{owned.key}")
+        return Conversion(owned, "saved values", saved, key=f"model.{owned.key}")
     needed = needed_components(saved["format"], list(parts or saved["components"]), owned.fqn)
-    return Conversion(owned, "dequantized values", *common, needed=needed)
+    return Conversion(owned, "dequantized values", saved, needed=needed)
 
 
 def main_weight_of(name: str) -> str:
     """File key of a parameter's main weight."""
-    return f"optimizer.state.{name}.master_param"
+    return f"optimizer.state.{name}.{MAIN}"
 
 
 def batches(named: dict[str, list[Conversion]], sizes: dict[str, int]) -> Iterator[list[Conversion]]:
@@ -231,3 +239,76 @@ def _group_of_whole(owned: Owned) -> Any | None:
     cuts = [i for i, p in enumerate(owned.parameter.placements) if _torch.shard_dim_of(p) is not None]
     assert len(cuts) <= 1, "tp without a weight mesh is refused when the model is bound"
     return mesh.get_group(cuts[0]) if cuts else None
+
+
+def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Make the state of a parameter that TE's FusedAdam has none of; nothing for other optimizers. Local operation.
+
+    By its own method: it keeps more about a state than the state itself.
+    """
+    stand_ins = stand_ins_of(optimizer)
+    if stand_ins is not None:
+        stand_ins.initialize(optimizer, parameter)
+    elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
+        low = parameter.dtype == torch.bfloat16
+        optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
+
+
+def main_weight(
+    optimizer: Optimizer | None, parameter: torch.Tensor, *, make: bool = False
+) -> torch.Tensor | None:
+    """The local main weight of a parameter, ``None`` where there is none. Local operation.
+
+    Of an optimizer given to ``shard_optimizer`` this rank's rows.
+
+    Args:
+        optimizer: Any optimizer.
+        parameter: One of its parameters.
+        make: Make TE's FusedAdam begin the state, zero moments included, as its next step would.
+    """
+    if optimizer is None:
+        return None
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    if make and getattr(optimizer, "master_weights", False) and any(parameter is p for p in held):
+        initialize_fused_adam(optimizer, parameter)
+    main = optimizer.state.get(parameter, {}).get(MAIN)
+    return None if main is None else _torch.local_of(main)
+
+
+def keeping_main_weights(owned: Iterable[Owned], given: Optimizer | None = None) -> list[Optimizer]:
+    """Optimizers whose next step would put the weights of before a load back. Local operation.
+
+    Args:
+        owned: The model's parameters.
+        given: The one that is loaded, which is not among them.
+    """
+    found = optimizers_of(one.parameter for one in owned)
+    return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
+
+
+@torch.no_grad()
+def set_main_weight(
+    optimizer: Optimizer, owned: Owned, value: torch.Tensor | None, *, make: bool = False
+) -> None:
+    """Let a main weight follow its weight; nothing where there is none. Local operation.
+
+    Args:
+        optimizer: Any optimizer.
+        owned: The parameter, which has its new value.
+        value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
+        make: Make TE's FusedAdam begin the state of a quantized weight, if it has less than ``value``.
+    """
+    quantized = _te.is_quantized(owned.local)
+    main = main_weight(optimizer, owned.parameter, make=make and quantized and value is not None)
+    if main is None:
+        return
+    if main.dtype == torch.int16:
+        main.zero_()  # what another weight lacked: this one is all there is
+        return
+    if value is None:
+        value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
+    chunk = chunk_in(optimizer, owned.parameter)
+    if main.dtype == torch.float32:
+        main.copy_(value if chunk is None else chunk.of(value))
+    elif main.numel():  # FusedAdam's, with a scale of its own
+        optimizer.set_scaled_state(owned.parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ What belongs to one expert (a scale, an optimizer's step) gets the same leading 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "add_entry",
     "cut_entry",
     "join_experts",
+    "of_all_experts",
     "per_expert",
     "stacked_name",
     "whole_entry",
@@ -84,7 +85,7 @@ class Entry:
         return math.prod(self.shape) == 0
 
 
-def cut_entry(local: torch.Tensor, shape: Iterable[int], boxes: Iterable[Box]) -> Entry:
+def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> Entry:
     """Entry of a tensor of which this rank holds boxes.
 
     Args:
@@ -94,6 +95,8 @@ def cut_entry(local: torch.Tensor, shape: Iterable[int], boxes: Iterable[Box]) -
     """
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     local = local.detach()
+    if local.shape == torch.Size(shape):
+        return whole_entry(local)
     pieces = tuple(Piece(box.original, local[box.local_slices()]) for box in boxes)
     return Entry(tuple(shape), local.dtype, pieces)
 
@@ -162,6 +165,21 @@ def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str
     return {**described, "shape": shape if at is None else shape[1:], "at": at}
 
 
+def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequence[int]) -> dict[str, Any]:
+    """The inverse of :func:`per_expert`: a state of one expert's parameter as one of the tensor of all.
+
+    Args:
+        described: Of the expert's own state.
+        place: Of the expert.
+        whole: Shape of the expert's own weight.
+    """
+    found = {**described, "experts": [place.index]}
+    if "dtype" in described:
+        shape = described["shape"]
+        found |= {"shape": [place.total, *shape], "scalar": shape in ([], [1]) and shape != [*whole]}
+    return found
+
+
 def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]], label: str) -> None:
     """Add descriptions of states of some experts to those of others.
 
@@ -176,14 +194,12 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
     for key, described in more.items():
         have = states.setdefault(key, described)
         if {**have, "experts": None} != {**described, "experts": None}:
+            both = [{k: v for k, v in one.items() if k != "experts"} for one in (have, described)]
+            kinds = [", ".join(f"{k} {v}" for k, v in one.items()) for one in both]
             raise CheckpointError(
                 f"optimizer.state.{label}.{key}: experts {have['experts']} and {described['experts']}",
                 expected="the same kind of state for all experts of a layer",
-                got=f"{_told(have)} and {_told(described)}",
+                got=" and ".join(kinds),
                 fix="give all experts of a layer to one optimizer, with the same options",
             )
         states[key] = {**have, "experts": sorted({*have["experts"], *described["experts"]})}
-
-
-def _told(described: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in described.items() if key != "experts")

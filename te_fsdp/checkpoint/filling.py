@@ -13,20 +13,21 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
-from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
+from te_fsdp.checkpoint.conversion import (
+    Conversion,
+    batches,
+    keeping_main_weights,
+    main_weight,
+    main_weight_of,
+    plan_conversion,
+    set_main_weight,
+)
 from te_fsdp.checkpoint.delayed import make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes
-from te_fsdp.checkpoint.optimizer_loading import (
-    keeping_main_weights,
-    main_weight,
-    prepare_loading,
-    restore_groups,
-    set_main_weight,
-    shared_numbers,
-)
+from te_fsdp.checkpoint.optimizer_state import prepare_loading, restore_groups, shared_numbers
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.outer_optimizer import chunk_in

@@ -279,16 +279,10 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     for owned in buffers:
         shape, dtype = owned.parameter.shape, owned.parameter.dtype
         state.buffers[owned.fqn] = {"shape": list(shape), "dtype": dtype_name(dtype)}
-        state.entries[f"model.{owned.fqn}"] = _plain_entry(owned, owned.info())
+        info = owned.info()
+        state.entries[f"model.{owned.fqn}"] = cut_entry(owned.local, info.original_shape, info.boxes)
         state.keys[owned.fqn] = [f"model.{owned.fqn}"]
     return state
-
-
-def _plain_entry(owned: Owned, info: ShardInfo) -> Entry:
-    """Entry of a tensor in high precision: whole, or this rank's shard of a DTensor."""
-    if info.local_shape == info.original_shape and not isinstance(owned.parameter, DTensor):
-        return whole_entry(owned.local)
-    return cut_entry(owned.local, info.original_shape, info.boxes)
 
 
 def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
@@ -302,7 +296,7 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
     entries: dict[str, Entry] = {}
     if not _te.is_quantized(local):
         described["format"] = None
-        entries[f"model.{name}"] = owned.entry(_plain_entry(owned, info))
+        entries[f"model.{name}"] = owned.entry(cut_entry(local, info.original_shape, info.boxes))
     else:
         described |= _describe_quantized(owned)
         try:

@@ -13,18 +13,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.checkpoint.entries import Entry, add_entry, cut_entry, join_experts, whole_entry
-from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.compare import GROUPS, Differences
+from te_fsdp.checkpoint.conversion import initialize_fused_adam
+from te_fsdp.checkpoint.entries import (
+    Entry,
+    add_entry,
+    cut_entry,
+    join_experts,
+    of_all_experts,
+    per_expert,
+    whole_entry,
+)
+from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.boxes import cut_boxes
-from te_fsdp.sharding.outer_chunks import rows_of_state
+from te_fsdp.sharding.outer_chunks import Chunk, rows_of_state
+from te_fsdp.sharding.outer_optimizer import chunk_in
+from te_fsdp.sharding.outer_state import MAIN, is_low
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["OptimizerState", "check_scaled_state", "describe_state", "join_ranks_experts", "optimizer_state"]
+__all__ = [
+    "OptimizerState",
+    "check_scaled_state",
+    "compare_optimizer",
+    "describe_state",
+    "join_ranks_experts",
+    "optimizer_state",
+    "prepare_loading",
+    "restore_groups",
+    "shared_numbers",
+]
+
+#: The manifest's description of states, by name.
+_States = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -40,11 +65,9 @@ class OptimizerState:
 
     described: dict[str, Any]
     entries: dict[str, Entry]
-    experts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    experts: dict[str, _States] = field(default_factory=dict)
 
-    def complete(
-        self, experts: dict[str, dict[str, dict[str, Any]]], members: dict[str, list[Owned]]
-    ) -> None:
+    def complete(self, experts: dict[str, _States], members: dict[str, list[Owned]]) -> None:
         """Take the states of all ranks' experts; what an expert here lacks becomes zeros. Local operation.
 
         Args:
@@ -54,34 +77,29 @@ class OptimizerState:
         self.described["state"] |= experts
         for name, states in experts.items():
             for owned in members.get(name, []):
-                place = owned.expert
+                index = None if owned.expert is None else owned.expert.index
                 for key, described in states.items():
-                    if place is None or "dtype" not in described or place.index in described["experts"]:
-                        continue
-                    add_entry(
-                        self.entries, f"optimizer.state.{name}.{key}", place.lift(_zeros(described, owned))
-                    )
+                    if "dtype" in described and index is not None and index not in described["experts"]:
+                        add_entry(self.entries, f"optimizer.state.{name}.{key}", _zeros(described, owned))
 
 
 def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
     """Entry of a state that an expert does not have."""
     shape, dtype = described["shape"][1:], getattr(torch, described["dtype"])
     if described["scalar"]:
-        return whole_entry(torch.zeros(shape, dtype=dtype, device="cpu"))
+        return owned.entry(whole_entry(torch.zeros(shape, dtype=dtype, device="cpu")))
     info = owned.info()
     local = torch.zeros(info.local_shape, dtype=dtype, device=owned.local.device)
-    return cut_entry(local, info.original_shape, info.boxes)
+    return owned.entry(cut_entry(local, info.original_shape, info.boxes))
 
 
-def join_ranks_experts(
-    seen: list[dict[str, dict[str, dict[str, Any]]]],
-) -> dict[str, dict[str, dict[str, Any]]]:
+def join_ranks_experts(seen: list[dict[str, _States]]) -> dict[str, _States]:
     """The states of the experts of all ranks, from each rank's :attr:`OptimizerState.experts`.
 
     Raises:
         CheckpointError: Experts of one layer with states of different kinds.
     """
-    joined: dict[str, dict[str, dict[str, Any]]] = {}
+    joined: dict[str, _States] = {}
     for experts in seen:
         for name, states in experts.items():
             join_experts(joined.setdefault(name, {}), states, name)
@@ -100,11 +118,17 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
     """
     by_id = {id(o.parameter): o for o in owned.values()}
     found = OptimizerState({}, {})
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, _States] = {}
     for parameter, state in optimizer.state.items():
         one = by_id.get(id(parameter))
         if one is None:
-            raise _state_of_a_stranger(optimizer, parameter)
+            raise CheckpointError(
+                f"{type(optimizer).__name__}: state of a parameter that the model does not have",
+                expected="state of the model's parameters",
+                got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+                why="The files know parameters by their names in the model",
+                fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
+            )
         for key, value in state.items():
             if value is None:
                 continue
@@ -113,30 +137,13 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
             if one.expert is None:
                 states.setdefault(one.key, {})[key] = described
             else:
-                shape = described.get("shape", ())
-                if entry is not None:
-                    described = {**described, "shape": [one.expert.total, *shape]}
-                    described["scalar"] = tuple(shape) != one.info().original_shape
-                described["experts"] = [one.expert.index]
+                described = of_all_experts(described, one.expert, one.info().original_shape)
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
                 add_entry(found.entries, label, one.entry(entry))
-    found.described = {
-        "class": type(optimizer).__name__,
-        "groups": _groups(optimizer, by_id),
-        "state": states,
-    }
+    groups = _groups(optimizer, by_id)
+    found.described = {"class": type(optimizer).__name__, "groups": groups, "state": states}
     return found
-
-
-def _state_of_a_stranger(optimizer: Optimizer, parameter: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{type(optimizer).__name__}: state of a parameter that the model does not have",
-        expected="state of the model's parameters",
-        got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
-        why="The files know parameters by their names in the model",
-        fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
-    )
 
 
 def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any]]:
@@ -144,7 +151,10 @@ def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any
     groups: list[dict[str, Any]] = []
     where: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for key, value in options.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:  # lr of capturable optimizers
+                options[key] = value.item()
         encoded, _ = encode(options, f"optimizer.param_groups[{index}]")
         names = list(dict.fromkeys(by_id[id(p)].key for p in group["params"]))
         torn = [name for name in names if where.setdefault(name, index) != index]
@@ -159,11 +169,6 @@ def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any
     return groups
 
 
-def _plain(value: Any) -> Any:
-    """An option as a plain value: tensors of one element (lr of capturable optimizers) as numbers."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], Entry | None]:
     """Description and entry of one state value. Local operation.
 
@@ -176,20 +181,17 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
         CheckpointError: It has no known place in the original parameter.
     """
     if not isinstance(value, torch.Tensor):
-        encoded, _ = encode(value, key)
-        return {"value": encoded}, None
+        return {"value": encode(value, key)[0]}, None
     local = _torch.local_of(value)
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     if value.numel() == 1 and value.ndim <= 1 and tuple(value.shape) != tuple(owned.parameter.shape):
         return described, whole_entry(local)
     if tuple(value.shape) != tuple(owned.parameter.shape) or _te.is_quantized(local):
-        got = f"shape {tuple(value.shape)}" + (
-            f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
-        )
+        format_ = f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         raise CheckpointError(
             f"{key}: state without a known place in the parameter",
             expected=f"a scalar, or high precision of shape {tuple(owned.parameter.shape)}",
-            got=got,
+            got=f"shape {tuple(value.shape)}{format_}",
             fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
         )
     info = owned.info()
@@ -199,15 +201,9 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
         dim, low, high = rows
         shape, boxes = (*shape[:dim], high - low, *shape[dim + 1 :]), cut_boxes(boxes, dim, low, high)
     if tuple(local.shape) != shape:
-        raise CheckpointError(
-            f"{key}: local shape",
-            expected=shape,
-            got=tuple(local.shape),
-            fix="shard it as the parameter",
-        )
+        got = tuple(local.shape)
+        raise CheckpointError(f"{key}: local shape", expected=shape, got=got, fix="shard it as the parameter")
     described["shape"] = list(info.original_shape)
-    if shape == info.original_shape:
-        return described, whole_entry(local)
     return described, cut_entry(local, info.original_shape, boxes)
 
 
@@ -221,7 +217,7 @@ def check_scaled_state(optimizer: Optimizer) -> None:
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {k: dtype_name(d) for k, d in dtypes.items() if d in (torch.float16, torch.uint8)}
     if not getattr(optimizer, "master_weights", True):
-        scaled.pop("master_param", None)
+        scaled.pop(MAIN, None)
     if scaled:
         raise CheckpointError(
             f"{type(optimizer).__name__}: state kept with a scale per shard",
@@ -229,3 +225,263 @@ def check_scaled_state(optimizer: Optimizer) -> None:
             got=", ".join(f"{key} in {dtype}" for key, dtype in scaled.items()),
             fix="leave exp_avg_dtype, exp_avg_sq_dtype and master_weight_dtype at float32 (or bfloat16)",
         )
+
+
+def compare_optimizer(
+    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]
+) -> None:
+    """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
+    name = type(optimizer).__name__
+    if saved["class"] != name:
+        found.add_optimizer(f"optimizer: saved {saved['class']}, this one is {name}")
+    names = {id(o.parameter): o.key for o in owned.values()}
+    here = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    there = [set(group["parameters"]) for group in saved["groups"]]
+    if len(here) != len(there):
+        found.add_optimizer(f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS)
+        here, there = [set().union(*here)], [set().union(*there)]
+    for index, (now, then) in enumerate(zip(here, there, strict=True)):
+        sides = ("missing in the checkpoint", now - then), ("only in the checkpoint", then - now)
+        for verb, which in sides:
+            for parameter in sorted(which):
+                found.add_optimizer(f"optimizer group {index}: {len(which)} {verb}", parameter)
+    for one in owned.values():
+        states = _own_states(saved, one)
+        if states:
+            _compare_states(found, optimizer, states, one)
+
+
+def _own_states(saved: dict[str, Any], owned: Owned) -> _States:
+    """What was saved of one parameter's state."""
+    states = saved["state"].get(owned.key, {})
+    own = {key: per_expert(described, owned.expert) for key, described in states.items()}
+    return {key: described for key, described in own.items() if described is not None}
+
+
+def _compare_states(found: Differences, optimizer: Optimizer, states: _States, owned: Owned) -> None:
+    """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
+    name, shapes = owned.key, ((), (1,), owned.info().original_shape)
+    expected = _expected_dtypes(optimizer, owned.parameter, states)
+    for key in sorted(states.keys() ^ expected.keys()):
+        where = "only in the checkpoint" if key in states else "not in the checkpoint"
+        if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
+            found.add_optimizer(f"optimizer state {key!r} is {where}", name)
+        else:
+            made = "left out" if key in states else "made from the loaded weights"
+            found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
+    for key, described in states.items():
+        dtype, wanted = described.get("dtype"), expected.get(key)
+        if dtype is None:
+            continue
+        if wanted is not None and dtype != wanted:
+            if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
+                found.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
+            else:
+                text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}"
+                found.add_optimizer(text, name)
+        shape = tuple(described["shape"])
+        if shape not in shapes:
+            found.add_optimizer(f"optimizer state {key!r}: saved shape {shape}", name)
+
+
+def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: _States) -> dict[str, str | None]:
+    """State names of a parameter with the dtype that the optimizer wants, ``None`` where it takes any."""
+    is_cut = chunk_in(optimizer, parameter) is not None  # te_fsdp keeps the main weights
+    dtypes = getattr(optimizer, "name_to_dtype_map", None)
+    if dtypes is not None:  # TE's FusedAdam
+        expected: dict[str, str | None] = {k: dtype_name(d) for k, d in dtypes.items()}
+        if not optimizer.master_weights:  # type: ignore[attr-defined]
+            expected.pop(MAIN)
+        elif optimizer.store_param_remainders and parameter.dtype == torch.bfloat16:  # type: ignore[attr-defined]
+            expected[MAIN] = "int16"
+        if is_cut:
+            expected.pop(MAIN, None)
+            expected |= {MAIN: "float32"} if is_low(parameter) else {}
+        return expected
+    present = optimizer.state.get(parameter)
+    if is_cut and not is_low(parameter):
+        saved = {key: described for key, described in saved.items() if key != MAIN}
+    if not present:
+        return dict.fromkeys(saved)
+    tensors = {k: dtype_name(v.dtype) for k, v in present.items() if isinstance(v, torch.Tensor)}
+    # What torch makes only when it is needed (amsgrad, momentum) may come with the checkpoint.
+    return {**dict.fromkeys(saved), **{k: d for k, d in tensors.items() if k in saved}}
+
+
+def prepare_loading(
+    optimizer: Optimizer,
+    saved: dict[str, Any],
+    owned: dict[str, Owned],
+    weights: _States,
+    leave: set[str] = frozenset(),  # type: ignore[assignment]
+) -> tuple[dict[str, Entry], set[str]]:
+    """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
+
+    Local operation; no step is made.
+
+    Args:
+        optimizer: Compared with ``saved`` before.
+        saved: The manifest's ``optimizer``.
+        owned: The model's parameters by name.
+        weights: The manifest's ``parameters``.
+        leave: Tensors whose state is left as it is.
+
+    Returns:
+        Entries of the live state tensors, still to be filled, and the names of parameters with a main weight among
+        them.
+    """
+    by_id = {id(o.parameter): o for o in owned.values()}
+    entries: dict[str, Entry] = {}
+    mains: set[str] = set()
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            one = by_id[id(parameter)]
+            if one.key in leave:
+                continue
+            states = _own_states(saved, one)
+            if not states:
+                _forget_state(optimizer, parameter)
+                continue
+            fresh = _fresh_state(optimizer, one, states, weights[one.key], on_device)
+            if MAIN in fresh:
+                mains.add(one.fqn)
+            for key, value in fresh.items():
+                label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
+                entry = describe_state(label, value, one)[1]
+                if entry is not None:
+                    add_entry(entries, label, entry if at is None else at.lift(entry))
+    return entries, mains
+
+
+def _fresh_state(
+    optimizer: Optimizer,
+    owned: Owned,
+    states: _States,
+    weight: dict[str, Any],
+    on_device: bool,
+) -> dict[str, Any]:
+    """Give a parameter the described state, with memory that is still to be filled."""
+    parameter, whole = owned.parameter, owned.info().original_shape
+    expected = _expected_dtypes(optimizer, parameter, states)
+    initialize_fused_adam(optimizer, parameter)
+    present = optimizer.state[parameter]
+    fresh = {}
+    for key, described in states.items():
+        if key not in expected:
+            continue
+        wanted: dict[str, Any] = {**described, "dtype": expected[key] or described.get("dtype")}
+        if tuple(wanted.get("shape", ())) == whole:
+            if expected[key] is None and described["dtype"] == weight["dtype"] and key != "step":
+                # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
+                updated = present.get(MAIN)
+                wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
+            wanted["shape"] = tuple(parameter.shape)
+        fresh[key] = _slot(wanted, parameter, present.get(key), on_device, chunk_in(optimizer, parameter))
+    kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
+    present.clear()
+    present.update(fresh | kept)
+    return fresh
+
+
+def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
+    """Drop a parameter's state; the main weight of an optimizer that cannot make it anew is kept, to be set later."""
+    state = optimizer.state.pop(parameter, {})
+    if MAIN in state and not hasattr(optimizer, "initialize_state"):
+        optimizer.state[parameter][MAIN] = state[MAIN]
+
+
+def _slot(
+    described: dict[str, Any], parameter: torch.Tensor, present: Any, on_device: bool, chunk: Chunk | None
+) -> Any:
+    """The value that is there if it fits, else a new one of the described kind."""
+    if described["dtype"] is None:
+        return decode(described["value"], {})
+    shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
+    if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
+        return present
+    if shape != tuple(parameter.shape):
+        # torch's rule for "step": on the host unless the optimizer is capturable or fused.
+        return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if chunk is not None:
+        return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
+    own = _torch.local_of(parameter)
+    local = torch.zeros(own.shape, dtype=dtype, device=parameter.device)
+    if not _te.is_quantized(own):
+        # As torch's optimizers make it: kernels for many tensors at once want the strides of the parameter.
+        local = torch.zeros_like(own, dtype=dtype, memory_format=torch.preserve_format)
+    return _torch.placed_like(local, parameter)
+
+
+def shared_numbers(
+    saved: dict[str, Any], members: dict[str, list[Owned]], leave: set[str]
+) -> dict[str, tuple[torch.Tensor, list[int]]]:
+    """Numbers that the files have for each expert, and parameters here for all experts together. Local operation.
+
+    Returns:
+        By file key: memory for the numbers, and the experts that have one.
+    """
+    found = {}
+    for name, states in saved["state"].items():
+        if name in leave or name not in members or members[name][0].expert is not None:
+            continue
+        for key, described in states.items():
+            if described.get("scalar"):
+                dtype = getattr(torch, described["dtype"])
+                memory = torch.empty(described["shape"], dtype=dtype, device="cpu")
+                found[f"optimizer.state.{name}.{key}"] = memory, described["experts"]
+    return found
+
+
+def restore_groups(
+    optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned], loaded: set[str]
+) -> list[int]:
+    """Give every group its saved options; what is neither saved nor a default of the optimizer is removed.
+
+    Args:
+        optimizer: Its groups are changed in place.
+        saved: The manifest's ``optimizer``.
+        owned: The model's parameters by name.
+        loaded: Tensors whose state was loaded.
+
+    Returns:
+        Groups whose options were left: their loaded parameters come from several saved groups, or from none, so that
+        no saved options are theirs.
+    """
+    names = {id(o.parameter): o.key for o in owned.values()}
+    where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
+    same_number = len(saved["groups"]) == len(optimizer.param_groups)
+    left = []
+    for index, group in enumerate(optimizer.param_groups):
+        mine = {names[id(p)] for p in group["params"]} & loaded
+        sources = {where[name] for name in mine}
+        if same_number and sources <= {index}:
+            sources = {index}
+        if len(sources) != 1:
+            left.append(index)
+            continue
+        _restore_group(optimizer, group, saved["groups"][sources.pop()])
+        _place_numbers(optimizer, group)
+    return left
+
+
+def _place_numbers(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Steps and the like on the device, if the options that came with the checkpoint (``fused``) want them there."""
+    if not (group.get("capturable") or group.get("fused")):
+        return  # on the host or not, the other kernels take them
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape:
+                state[key] = value.to(parameter.device)
+
+
+def _restore_group(optimizer: Optimizer, group: dict[str, Any], then: dict[str, Any]) -> None:
+    options = decode(then["options"], {})
+    for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
+        del group[key]
+    for key, value in options.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)  # captured graphs refer to this tensor
+        else:
+            group[key] = value

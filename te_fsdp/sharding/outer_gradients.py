@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
 from te_fsdp.binding import CUT, LABEL
@@ -66,16 +65,7 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Give a parameter without gradient one of zeros. Local operation."""
     local = _torch.local_of(parameter)
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
-    if isinstance(parameter, DTensor):
-        zeros = DTensor.from_local(
-            zeros,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)
     parameter.grad = zeros
     return zeros
 

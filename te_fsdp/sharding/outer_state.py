@@ -18,7 +18,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
@@ -116,7 +115,7 @@ class StandIns:
             if main is None:
                 whole = beginning(local)
                 main = (
-                    _like(whole, parameter)
+                    _torch.placed_like(whole, parameter)
                     if chunk is None
                     else chunk.distributed(chunk.of(whole).clone(memory_format=torch.contiguous_format))
                 )
@@ -404,20 +403,6 @@ def _own_rows(cut: Cut) -> Average | None:
     if gradient is None:
         return None
     return Average(cut.chunk.of(_torch.local_of(gradient)).to(cut.dtype, copy=True).contiguous())
-
-
-def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``local`` placed as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

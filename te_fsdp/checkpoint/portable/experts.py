@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.entries import GROUPED, ExpertPlace, join_experts, per_expert, stacked_name
+from te_fsdp.checkpoint.entries import (
+    GROUPED,
+    ExpertPlace,
+    join_experts,
+    of_all_experts,
+    per_expert,
+    stacked_name,
+)
 from te_fsdp.checkpoint.portable.contents import Contents
-from te_fsdp.checkpoint.portable.lazy import Lazy, Stack
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Stack
 
 __all__ = ["split_experts", "stack_experts"]
 
 _NAME = re.compile(r"(|.*\.)(weight|bias)(0|[1-9]\d*)")
-
-
-@dataclass
-class Zeros(Lazy):
-    """State that an expert does not have.
-
-    Attributes:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        return torch.zeros(self.shape_of(first, last), dtype=self.dtype, device="cpu")
 
 
 def stack_experts(contents: Contents) -> None:
@@ -58,7 +48,7 @@ def stack_experts(contents: Contents) -> None:
         parameters.setdefault(stacked, described)
     manifest.parameters = parameters
     if manifest.optimizer is not None:
-        manifest.optimizer = _stack_optimizer(manifest.optimizer, tensors, found, names)
+        manifest.optimizer = _stack_optimizer(contents, manifest.optimizer, found, names)
     layers = {stacked.rpartition(".")[0] for stacked in found}
     contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
 
@@ -94,23 +84,22 @@ def _layers(contents: Contents) -> dict[str, list[str]]:
 
 
 def _stack_optimizer(
-    optimizer: dict[str, Any],
-    tensors: dict[str, Lazy],
-    found: Mapping[str, list[str]],
-    names: Mapping[str, str],
+    contents: Contents, optimizer: dict[str, Any], found: Mapping[str, list[str]], names: Mapping[str, str]
 ) -> dict[str, Any]:
+    tensors = contents.tensors
     states = {name: own for name, own in optimizer["state"].items() if name not in names}
     for stacked, members in found.items():
+        whole = contents.manifest.parameters[stacked]["shape"][1:]
         joined: dict[str, dict[str, Any]] = {}
         for index, name in enumerate(members):
-            own = {
-                k: _lifted(d, index, tensors, members, k) for k, d in optimizer["state"].get(name, {}).items()
-            }
-            join_experts(joined, own, stacked)
+            place, own = ExpertPlace(index, len(members)), optimizer["state"].get(name, {})
+            join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
         for key, described in joined.items():
             if "dtype" in described:
-                shape, dtype = tuple(described["shape"][1:]), getattr(torch, described["dtype"])
-                parts = [tensors.pop(f"optimizer.state.{n}.{key}", Zeros(shape, dtype)) for n in members]
+                # Of an expert that does not have the state: one zero in memory, as often as wanted.
+                zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
+                zeros = InMemory(zero.expand(described["shape"][1:]))
+                parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
                 tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
         if joined:
             states[stacked] = joined
@@ -119,20 +108,6 @@ def _stack_optimizer(
         for group in optimizer["groups"]
     ]
     return {**optimizer, "state": states, "groups": groups}
-
-
-def _lifted(
-    described: dict[str, Any], index: int, tensors: Mapping[str, Lazy], members: list[str], key: str
-) -> dict[str, Any]:
-    if "dtype" not in described:
-        return {**described, "experts": [index]}
-    weight = tensors.get(f"model.{stacked_name(members[0])}")
-    whole = list(weight.shape[1:]) if weight is not None else None
-    is_number = (
-        len(described["shape"]) <= 1 and described["shape"] in ([], [1]) and described["shape"] != whole
-    )
-    shape = [len(members), *described["shape"]]
-    return {"shape": shape, "dtype": described["dtype"], "scalar": is_number, "experts": [index]}
 
 
 def split_experts(contents: Contents) -> Contents:
@@ -147,18 +122,14 @@ def split_experts(contents: Contents) -> Contents:
             manifest.parameters[name] = described
             continue
         for part in described.get("components", [""]):
-            _split_tensor(split.tensors, "model.", name, f":{part}" if part else "", totals[name])
+            end = f":{part}" if part else ""
+            whole = split.tensors.pop(f"model.{name}{end}")
+            split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
         for index in range(totals[name]):
             manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
     if manifest.optimizer is not None:
         manifest.optimizer = _split_optimizer(manifest.optimizer, split.tensors, totals)
     return split
-
-
-def _split_tensor(tensors: dict[str, Lazy], before: str, name: str, end: str, total: int) -> None:
-    whole = tensors.pop(f"{before}{name}{end}")
-    for index in range(total):
-        tensors[f"{before}{name}{index}{end}"] = whole.select(index)
 
 
 def _split_optimizer(
@@ -189,16 +160,14 @@ def _split_optimizer(
 def _in_order(names: list[str], totals: Mapping[str, int]) -> list[str]:
     """Names of a group with those of each expert, in TE's order: torch's optimizers load their state by position."""
     found: list[str] = []
+    done: set[str] = set()
     for name in names:
+        module = name.rpartition(".")[0]
         if name not in totals:
             found.append(name)
-        elif name not in _owners(names, found):
-            module = name.rpartition(".")[0]
+        elif module not in done:
+            done.add(module)
             both = [n for n in names if n in totals and n.rpartition(".")[0] == module]
             both.sort(key=lambda n: n.endswith("bias"))
             found += [f"{n}{index}" for index in range(totals[name]) for n in both]
     return found
-
-
-def _owners(names: list[str], found: list[str]) -> set[str]:
-    return {stacked_name(name) for name in found if name not in names}

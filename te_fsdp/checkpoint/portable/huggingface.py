@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te
 from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
+from te_fsdp.checkpoint.conversion import keeping_main_weights, set_main_weight
 from te_fsdp.checkpoint.directory import new_directory, sync
 from te_fsdp.checkpoint.entries import GROUPED, stacked_name
 from te_fsdp.checkpoint.manifest import Tick, dtype_name
 from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
-from te_fsdp.checkpoint.optimizer_loading import keeping_main_weights, set_main_weight
 from te_fsdp.checkpoint.portable.huggingface_config import (
     Architecture,
     causal_lm_class,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from te_fsdp import _te
 from te_fsdp.agree import Ranks
+from te_fsdp.checkpoint.conversion import main_weight
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters
-from te_fsdp.checkpoint.optimizer_loading import main_weight
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.portable.quantized import Remainders

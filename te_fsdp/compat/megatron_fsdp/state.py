@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.optimizer_loading import initialize_fused_adam
+from te_fsdp.checkpoint.conversion import initialize_fused_adam
 from te_fsdp.errors import CheckpointError, OrderError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_optimizer import chunk_in
