@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
@@ -50,7 +50,6 @@ __all__ = [
     "managed_by",
     "multiply_all_",
     "norms",
-    "load_without_data",
     "owners_of",
     "place_class",
     "plain_results",
@@ -59,7 +58,6 @@ __all__ = [
     "shard_dim_of",
     "share_attributes",
     "spec_of",
-    "storage_offset",
     "strided_shard",
     "unflatten_mesh",
     "untraced",
@@ -429,18 +427,6 @@ def replace_outer_group(
 # --- files
 
 
-def load_without_data(stream: IO[bytes]) -> Any:
-    """The objects of a ``torch.save`` file, their tensors without data (``FakeTensorMode``); weights only.
-
-    Args:
-        stream: The file, or a part of one, that can seek.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.load(stream, map_location="cpu", weights_only=True)
-
-
 def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor that takes no memory and that ``torch.serialization.skip_data`` writes as a gap (``FakeTensorMode``)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -454,11 +440,6 @@ def place_class() -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
-
-
-def storage_offset(tensor: torch.Tensor) -> int:
-    """Byte of its file at which the storage of a tensor without data begins (``_checkpoint_offset``)."""
-    return tensor.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
 
 
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors

@@ -9,7 +9,7 @@ from te_fsdp.checkpoint.extra import PerRank, rng_state, set_rng_state
 from te_fsdp.checkpoint.loading import Loaded, load
 from te_fsdp.checkpoint.portable.huggingface import load_huggingface, save_huggingface
 from te_fsdp.checkpoint.saving import save
-from te_fsdp.checkpoint.verifying import verify
+from te_fsdp.checkpoint.source import verify
 
 __all__ = [
     "Loaded",

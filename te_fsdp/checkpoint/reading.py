@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from te_fsdp import _torch
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, view_of, without_collector
+from te_fsdp.checkpoint.portable.torch_files import Heads, Window
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, without_collector
 from te_fsdp.errors import CheckpointError
 
 __all__ = ["Rectangle", "Staged", "read_metadata", "read_stored", "rectangle", "unpickle_metadata"]
@@ -40,8 +40,6 @@ Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 #: Bytes of neighbouring pieces that are read together.
 _RUN = 1 << 20
-#: The pickle of a plain tensor lies in so many bytes of its file.
-_HEAD = 1024
 #: Reading and summing up release the interpreter, so that threads help.
 _THREADS = 4
 
@@ -159,6 +157,7 @@ class _Stored:
     """A piece that is read.
 
     Attributes:
+        key: Of the tensor.
         offset: Byte at which it begins.
         length: Its bytes.
         shape: According to DCP's metadata.
@@ -166,6 +165,7 @@ class _Stored:
         items: What is wanted of it, each with the rectangle that it is for.
     """
 
+    key: str
     offset: int
     length: int
     shape: tuple[int, ...]
@@ -188,16 +188,16 @@ def read_stored(
     Raises:
         CheckpointError: Files that are not as they were saved, or that lack something.
     """
-    layouts: dict[Any, _Layout] = {}
+    heads = Heads()
     with ThreadPoolExecutor(_THREADS, "te_fsdp load") as pool:
         for name, pieces in _pieces(path, metadata, wanted).items():
             taken: list[_Stored] = []
             try:
                 with CheckedFile(path / name, manifest.files.get(name), manifest.save_id) as file:
                     for taken, data in _read_ahead(pool, file, _runs(pieces)):
-                        _take(data, taken, layouts, into)
+                        _take(data, taken, path / name, heads, into)
             except (OSError, DamagedFileError) as error:
-                keys = sorted({f", of {rect[0]}" for stored in taken for _, rect in stored.items})
+                keys = sorted({f", of {stored.key}" for stored in taken})
                 damaged(path, [f"{name}: {error}{''.join(keys[:3])}"])
 
 
@@ -220,7 +220,7 @@ def _pieces(path: Path, metadata: Metadata, wanted: list[Rectangle]) -> dict[str
                 )
                 stored = found.setdefault(where.relative_path, {}).setdefault(
                     where.offset,
-                    _Stored(where.offset, where.length, tuple(chunk.sizes), saved.properties.dtype, []),
+                    _Stored(key, where.offset, where.length, tuple(chunk.sizes), saved.properties.dtype, []),
                 )
                 stored.items.append((item, places[item.dest_index.index or 0]))
                 covered += math.prod(item.lengths)
@@ -262,14 +262,14 @@ def _read_ahead(
         wait(data for _, data in pending if not data.cancel())
 
 
-def _take(data: torch.Tensor, run: list[_Stored], layouts: dict[Any, _Layout], into: Staged) -> None:
+def _take(data: torch.Tensor, run: list[_Stored], file: Path, heads: Heads, into: Staged) -> None:
     """Keep what is wanted of some pieces."""
     at = 0
     for stored in run:
         piece = data[at : at + stored.length]
         at += stored.length
         # Neighbours begin anywhere, where elements of several bytes cannot.
-        tensor = _tensor(piece if len(run) == 1 else piece.clone(), stored, layouts)
+        tensor = _tensor(piece if len(run) == 1 else piece.clone(), stored, file, heads)
         wanted = sum(math.prod(item.lengths) for item, _ in stored.items)
         for item, place in stored.items:
             values = tensor[_slices(item.storage_offsets, item.lengths)]
@@ -282,52 +282,18 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
-#: Where a tensor's elements lie in its ``torch.save`` file: byte, strides, first element.
-_Layout = tuple[int, tuple[int, ...], int]
-
-
-def _tensor(piece: torch.Tensor, stored: _Stored, layouts: dict[Any, _Layout]) -> torch.Tensor:
-    """The tensor in a ``torch.save`` file, a view of it.
-
-    Reading one takes torch as long as a megabyte of data. Most have the same pickle as another of the same length, and
-    then its elements in the same place.
-    """
-    head = piece[:_HEAD].numpy().tobytes()
-    known = stored.shape, stored.dtype, stored.length, head[: head.find(b"PK\x03\x04", 4)]
-    if known not in layouts:
-        found = _torch.load_without_data(io.BufferedReader(_Bytes(piece)))
-        got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
-        if got != (stored.shape, stored.dtype):
-            raise DamagedFileError(f"expected a tensor {stored.shape} {stored.dtype}, got {got}")
-        layouts[known] = _torch.storage_offset(found), found.stride(), int(found.storage_offset())
-    offset, strides, first = layouts[known]
+def _tensor(piece: torch.Tensor, stored: _Stored, file: Path, heads: Heads) -> torch.Tensor:
+    """The tensor in a ``torch.save`` file, a view of it; most have the same head as another of the same length."""
+    known = heads.find(stored.length, piece[: Heads.BYTES].numpy().tobytes())
+    if known is None:
+        found = Window(file, stored.key, stored.offset, stored.length, heads).objects()
+        begin = found.record.offset - stored.offset if isinstance(found, torch.Tensor) else 0  # type: ignore[missing-attribute]
+    else:
+        begin, found = known
+    got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
+    if got != (stored.shape, stored.dtype):
+        raise DamagedFileError(f"expected a tensor {stored.shape} {stored.dtype}, got {got}")
+    strides, first = found.stride(), int(found.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
-    elements = piece[offset : offset + (last + 1) * stored.dtype.itemsize].view(stored.dtype)
+    elements = piece[begin : begin + (last + 1) * stored.dtype.itemsize].view(stored.dtype)
     return elements.as_strided(stored.shape, strides, elements.storage_offset() + first)
-
-
-class _Bytes(io.RawIOBase):
-    """Bytes of a tensor as a file."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.view, self.at = view_of(data), 0
-
-    def readable(self) -> bool:
-        """They are."""
-        return True
-
-    def seekable(self) -> bool:
-        """They are."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move."""
-        self.at = offset + (0, self.at, len(self.view))[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, up to the end."""
-        part = self.view[self.at : self.at + len(buffer)]
-        buffer[: len(part)] = part
-        self.at += len(part)
-        return len(part)

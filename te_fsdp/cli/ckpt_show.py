@@ -17,7 +17,7 @@ from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.diff import compare_contents
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.progress import bytes_bar
-from te_fsdp.checkpoint.verifying import problems_of
+from te_fsdp.checkpoint.source import problems_of
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import folded

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import writing
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.portable.dcp import open_dcp
+from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.reading import unpickle_metadata
 from te_fsdp.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     model, optimizer = small_model()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    calls = counted(monkeypatch, dcp_files, "read_objects")
+    calls = counted(monkeypatch, Window, "unpickled")
     other, its_optimizer = small_model(seed=1)
     checkpoint.load(tmp_path / "plain", other, its_optimizer)
     assert_equal(values(other, its_optimizer), values(model, optimizer))
@@ -88,7 +88,7 @@ def test_only_files_that_are_alike_up_to_their_data_share_what_was_read(
     data = bytearray(file.read_bytes())
     data[data.index(b"archive/data/0", last.offset)] ^= 1  # torch goes by the list at the end of its files
     file.write_bytes(data)
-    calls = counted(monkeypatch, dcp_files, "read_objects")
+    calls = counted(monkeypatch, Window, "unpickled")
     for name, tensor in open_dcp(tmp_path / "plain").tensors.items():
         assert torch.equal(tensor.whole(), state[name])
     assert len(calls) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import reading, sums
+from te_fsdp.checkpoint.portable.torch_files import Heads
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,
@@ -220,16 +220,17 @@ def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...],
     torch.testing.assert_close(dict(fresh.named_buffers()), dict(holder.named_buffers()), rtol=0, atol=0)
 
 
-def test_pieces_of_one_length_and_two_layouts() -> None:
+def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
-    values, layouts = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()], {}
+    values, heads = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()], Heads()
+    lengths = set()
     for value in (*values, *values):
-        file = io.BytesIO()
-        torch.save(value, file)
-        piece = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        stored = reading._Stored(0, len(piece), (4, 4), torch.float32, [])
-        assert torch.equal(reading._tensor(piece, stored, layouts), value)
-    assert len(layouts) == 2 and len({length for _, _, length, _ in layouts}) == 1
+        torch.save(value, tmp_path / "a")
+        piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
+        lengths.add(len(piece))
+        stored = reading._Stored("a", 0, len(piece), (4, 4), torch.float32, [])
+        assert torch.equal(reading._tensor(piece, stored, tmp_path / "a", heads), value)
+    assert len(heads._found) == 2 and len(lengths) == 1
 
 
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:

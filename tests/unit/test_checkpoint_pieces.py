@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fsdp.checkpoint import foreign
 from te_fsdp.checkpoint.compare import Differences
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, empty_manifest
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy
 from te_fsdp.checkpoint.portable.state_dicts import Cuts, refuse_scrambled
-from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.source import Source, compare_stacked
 from te_fsdp.errors import CheckpointError
 
 HIDDEN, FFN = 24, 40
@@ -98,7 +97,7 @@ def test_stacked_weights_of_plain_directories(
     described = {name: {"layout": "stacked(1, 1)"} for name in STACKED} | {
         "mlp.fc2_weight": {"layout": "plain"}
     }
-    foreign.compare_stacked(found, source, described)
+    compare_stacked(found, source, described)
     assert sorted(found.names()) == sorted(refused)
     assert [("were they saved with tensor parallelism?" in note) for note in source.notes] == [True] * asked
 

@@ -25,13 +25,13 @@ from te_fsdp.checkpoint.portable.contents import (
     from_portable,
     portable_name,
 )
-from te_fsdp.checkpoint.portable.dcp import Piece, Window, open_dcp
+from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
 from te_fsdp.checkpoint.portable.quantized import components_in_file
-from te_fsdp.checkpoint.portable.torch_files import read_objects, stored
+from te_fsdp.checkpoint.portable.torch_files import Window, stored
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
@@ -75,7 +75,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
         CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
     """
     try:
-        tree = _with_places(read_objects(path, str(path)), "")
+        tree = _with_places(Window(path).objects(), "")
     except RecursionError as error:
         raise CheckpointError(
             f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict"
@@ -141,9 +141,11 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     """DCP writes TE's tensors as pickled objects in the place of a piece."""
     pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
     # The metadata says of them what it says of plain tensors; the header of the piece tells.
-    if not pieces or not pieces[0].dtype.is_floating_point or not pieces[0].is_quantized():
+    if not pieces or not pieces[0].dtype.is_floating_point:
         return tensor
-    found = pieces[0].objects()
+    found = pieces[0].window.objects()
+    if not isinstance(found, Quantized):
+        return tensor
     if len(pieces) > 1:
         raise CheckpointError(
             f"{key}: a quantized weight in {len(pieces)} pieces",

@@ -19,6 +19,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,8 +33,10 @@ from te_fsdp.checkpoint.portable.pickled import UnknownNameError, unpickle, with
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["read_objects", "records_of", "stored", "write_torch"]
+__all__ = ["Heads", "Window", "stored", "write_torch"]
 
+#: Begins each member of a zip file.
+_MEMBER = b"PK\x03\x04"
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
 _BEHIND = b"PK\x07\x08"
 
@@ -62,99 +65,163 @@ class _Part:
         return data
 
 
-def records_of(file: Path, label: str, offset: int = 0, length: int | None = None) -> dict[str, Record]:
-    """The members of a ``torch.save`` file by their names, without what all of these begin with. Local operation.
+class Heads:
+    """What ``torch.save`` files of a directory hold, by their length and their first member, the pickle.
 
-    Args:
+    To list the members of a zip file takes most of the time of a small tensor, and most files differ in the data alone.
+    """
+
+    #: All that comes before the data of one tensor lies in so many bytes.
+    BYTES = 1024
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bytes], tuple[bytes, Any]] = {}
+
+    def find(self, length: int, head: bytes) -> tuple[int, Any] | None:
+        """What a file holds that is equal to a known one up to the data, and the byte at which these begin."""
+        begin, objects = self._found.get(_kind(length, head), (b"", None))
+        return (len(begin), objects) if begin and head.startswith(begin) else None
+
+    def add(self, length: int, head: bytes, begin: int | None, objects: torch.Tensor | None) -> None:
+        """Note what a file holds, and the byte at which its data begin; ``None``: there are none."""
+        kind = _kind(length, head)
+        if kind[1]:
+            self._found[kind] = head[: len(kind[1]) if begin is None else begin], objects
+
+
+def _kind(length: int, head: bytes) -> tuple[int, bytes]:
+    return length, head[: max(0, head.find(_MEMBER, len(_MEMBER)))]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A ``torch.save`` file: a whole file, or a part of one, as DCP strings them together.
+
+    Attributes:
         file: The file.
-        label: Name for messages.
-        offset: Byte at which the ``torch.save`` file begins in ``file``.
-        length: Its bytes; ``None``: to the end.
-
-    Raises:
-        CheckpointError: It is no such file, or damaged.
+        key: Name of what is in it, for messages.
+        offset: Byte at which it begins.
+        length: Its bytes; -1: to the end of the file.
+        heads: What is known of the files beside it.
     """
-    records: dict[str, Record] = {}
-    try:
-        with file.open("rb") as stream:
-            part = _Part(stream, offset, file.stat().st_size - offset if length is None else length)
-            with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
-                members = archive.infolist()
-            for member in members:
-                part.seek(member.header_offset)
-                head = part.read(30)
-                begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
-                if member.compress_type or begin + member.file_size > part.length or head[:4] != b"PK\3\4":
-                    raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
-                records[member.filename.partition("/")[2]] = Record(
-                    file, offset + begin, member.file_size, member.CRC or None, label
-                )
-    except (OSError, zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
-        raise _no_torch_file(label, error) from error
-    return records
 
+    file: Path
+    key: str = ""
+    offset: int = 0
+    length: int = -1
+    heads: Heads | None = field(default=None, repr=False, compare=False)
 
-def read_objects(file: Path, label: str, offset: int = 0, length: int | None = None) -> Any:
-    """The objects of a ``torch.save`` file, see :func:`te_fsdp.checkpoint.portable.pickled.unpickle`.
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.key} in {self.file}" if self.key else str(self.file)
 
-    Args and errors are those of :func:`records_of`; also an object of a class that no state dict needs.
-    """
-    records = records_of(file, label, offset, length)
-    try:
-        order = records.get("byteorder")
-        if order is not None and order.read() != sys.byteorder.encode():
-            raise ValueError(f"bytes of a {order.read()!r}-endian machine")
-        return unpickle(records["data.pkl"].read(), lambda dtype, key: (records[f"data/{key}"], dtype))
-    except UnknownNameError as error:
-        fix = "save a plain state_dict() with torch.save"
-        if "GroupedTensor" in str(error):
-            fix = "load it with torch and save it with te_fsdp.checkpoint.save"
-        raise CheckpointError(
-            f"{label}: cannot be read weights-only",
-            expected="tensors, TransformerEngine's quantized tensors and plain containers",
-            got=f"an object of {error}",
-            why="Anything else in a pickle may run code",
-            fix=fix,
-        ) from error
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise _no_torch_file(label, error) from error
+    def objects(self) -> Any:
+        """What was stored, see :func:`te_fsdp.checkpoint.portable.pickled.unpickle`: tensors without data.
 
+        Raises:
+            CheckpointError: It cannot be read, or holds an object of a class that no state dict needs.
+        """
+        if self.heads is None:
+            return self.unpickled()
+        head = bytes(read_bytes(self.file, self.offset, min(self.length, Heads.BYTES), self.key))
+        known = self.heads.find(self.length, head)
+        if known is not None:
+            begin, objects = known
+            found = None if objects is None else self._moved(objects, begin)
+            if objects is None or found is not None:
+                return found
+        objects = self.unpickled()
+        if isinstance(objects, torch.Tensor | None):
+            # The data of a tensor come behind all that tells about it, but for its checksum.
+            begin = None if objects is None else objects.record.offset - self.offset  # type: ignore[missing-attribute]
+            self.heads.add(self.length, head, begin, objects)
+        return objects
 
-def moved(tensor: torch.Tensor, file: Path, offset: int, label: str) -> torch.Tensor | None:
-    """A tensor without data as that of another ``torch.save`` file, which is equal to its own up to the data.
+    def _moved(self, tensor: torch.Tensor, begin: int) -> torch.Tensor | None:
+        """A tensor of another file as that of this one, whose data begin at some byte of it.
 
-    Args:
-        tensor: From :func:`read_objects`.
-        file: The other file.
-        offset: Byte at which its data begin.
-        label: Name for messages.
-
-    Returns:
         ``None`` if the checksum does not stand behind the data, where torch writes it.
-    """
-    count = tensor.record.count  # type: ignore[attr-defined]
-    mark, crc = struct.unpack("<4sI", bytes(read_bytes(file, offset + count, 8, label))[:8])
-    if mark != _BEHIND:
-        return None
-    return with_record(tensor.detach(), Record(file, offset, count, crc or None, label))
+        """
+        count, at = tensor.record.count, self.offset + begin  # type: ignore[attr-defined]
+        mark, crc = struct.unpack("<4sI", bytes(read_bytes(self.file, at + count, 8, self.label))[:8])
+        if mark != _BEHIND:
+            return None
+        return with_record(tensor.detach(), Record(self.file, at, count, crc or None, self.label))
 
+    def unpickled(self) -> Any:
+        """:meth:`objects`, whatever is known of other files."""
+        records = self.records()
+        try:
+            order = records.get("byteorder")
+            if order is not None and order.read() != sys.byteorder.encode():
+                raise ValueError(f"bytes of a {order.read()!r}-endian machine")
+            return unpickle(records["data.pkl"].read(), lambda dtype, key: (records[f"data/{key}"], dtype))
+        except UnknownNameError as error:
+            fix = "save a plain state_dict() with torch.save"
+            if "GroupedTensor" in str(error):
+                fix = "load it with torch and save it with te_fsdp.checkpoint.save"
+            raise CheckpointError(
+                f"{self.label}: cannot be read weights-only",
+                expected="tensors, TransformerEngine's quantized tensors and plain containers",
+                got=f"an object of {error}",
+                why="Anything else in a pickle may run code",
+                fix=fix,
+            ) from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise self._no_torch_file(error) from error
 
-def _no_torch_file(label: str, error: Exception) -> CheckpointError:
-    first = str(error).strip().partition("\n")[0]
-    return CheckpointError(
-        f"{label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
-        expected="torch.save's zip format",
-        fix="the file is damaged, truncated or of another kind",
-    )
+    def records(self) -> dict[str, Record]:
+        """The members of the zip file by their names, without what all of these begin with.
+
+        Raises:
+            CheckpointError: It is no such file, or damaged.
+        """
+        records: dict[str, Record] = {}
+        try:
+            with self.file.open("rb") as stream:
+                length = self.file.stat().st_size - self.offset if self.length < 0 else self.length
+                part = _Part(stream, self.offset, length)
+                with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
+                    members = archive.infolist()
+                for member in members:
+                    part.seek(member.header_offset)
+                    head = part.read(30)
+                    begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
+                    if member.compress_type or begin + member.file_size > length or head[:4] != _MEMBER:
+                        raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
+                    records[member.filename.partition("/")[2]] = Record(
+                        self.file, self.offset + begin, member.file_size, member.CRC or None, self.label
+                    )
+        except (OSError, zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+            raise self._no_torch_file(error) from error
+        return records
+
+    def changed(self) -> bool:
+        """Whether its contents contradict the checksums that ``torch.save`` put beside them. Reads all of it."""
+        try:
+            for record in self.records().values():
+                record.check()
+        except CheckpointError:
+            return True
+        return False
+
+    def _no_torch_file(self, error: Exception) -> CheckpointError:
+        first = str(error).strip().partition("\n")[0]
+        return CheckpointError(
+            f"{self.label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
+            expected="torch.save's zip format",
+            fix="the file is damaged, truncated or of another kind",
+        )
 
 
 def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Lazy:
     """A tensor without data as one that is read from its file.
 
     Args:
-        tensor: From :func:`read_objects`.
+        tensor: From :meth:`Window.objects`.
         key: Name, for messages.
         like: The stored tensor of which ``tensor`` is a view; ``None``: itself.
     """
@@ -192,7 +259,7 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
         raise
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
-        for tensor, gap in zip(_leaves(objects), _leaves(read_objects(path, str(path))), strict=True):
+        for tensor, gap in zip(_leaves(objects), _leaves(Window(path).objects()), strict=True):
             if gaps.pop(id(tensor), None) is None:
                 continue
             offset, crc = gap.record.offset, 0
@@ -209,7 +276,7 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
 
 def _write_checksums(path: Path, sums: dict[int, int]) -> None:
     """Give the members whose data begin at some bytes their checksums in the directory of the zip file."""
-    at = {record.offset: name for name, record in records_of(path, str(path)).items()}
+    at = {record.offset: name for name, record in Window(path).records().items()}
     with zipfile.ZipFile(path, "a") as archive:
         by_name = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         for offset, crc in sums.items():
