@@ -45,6 +45,7 @@ __all__ = [
     "is_fsdp_module",
     "is_persistent",
     "keep_no_flat_shard",
+    "keep_no_flat_shards",
     "largest",
     "local_of",
     "managed_by",
@@ -314,6 +315,20 @@ def keep_no_flat_shard(managed: Any) -> None:
     owner, name = owners_of(managed)[0]
     if gathers_itself(getattr(owner, name)):
         managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
+
+
+def keep_no_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
+    """:func:`keep_no_flat_shard` for the records of one shard. Local operation; nothing to do without FSDP2.
+
+    Args:
+        module: Owner.
+        local: Its quantized shard.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None and local_of(parameter) is local:
+            managed = find_managed(module, name)
+            if managed is not None:
+                keep_no_flat_shard(managed)
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.modules.replaced import note_replaced, replacing
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
-from te_fsdp.quantized.history import follow_history
+from te_fsdp.quantized.all_gather import gather_missing
+from te_fsdp.quantized.amax import follow_history
 from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
-from te_fsdp.quantized.recompute import gather_missing
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from te_fsdp.errors import InitError, OrderError, message
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
-from te_fsdp.quantized.all_gather import keep_no_flat_shard
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
@@ -269,7 +268,7 @@ def _store(
             setattr(parameter, key, attribute)
     module._parameters[name] = parameter
     if quantizer is not None:
-        keep_no_flat_shard(module, new)
+        _torch.keep_no_flat_shards(module, new)
 
 
 def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

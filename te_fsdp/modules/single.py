@@ -25,9 +25,8 @@ from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
-from te_fsdp.quantized.grouped_support import grouped_path_problem
 from te_fsdp.quantized.shards import weight_made_by
-from te_fsdp.quantized.support import check_recipe
+from te_fsdp.quantized.support import check_recipe, grouped_path_problem
 
 if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange

@@ -15,11 +15,16 @@ different scales.
 5. FSDP2 wants buffers of one size from all ranks. Float8 shards that are short, or empty, are padded with rows that
    the gathered weight leaves out.
 6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape
-   (:mod:`te_fsdp.quantized.columns`).
+   (:mod:`te_fsdp.quantized.packing`).
 7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
    would be read with the old one.
 8. TE's modules take the column-wise bytes out of a weight when they have used them once in backward, as if they had
    been computed from the row-wise ones. MXFP8's were gathered, and a weight may be used twice.
+9. Before a backward FSDP2 gathers a resharded unit again, and TE then keeps of a weight only what backward GEMMs read.
+   When the forward is run again there for its activations, what forward GEMMs read is missing (TE raises from deep
+   inside). Float8 and float8-block weights travel in the bytes that forward reads, so that te_fsdp hands these back at
+   no cost. Of MXFP8 weights TE gathers one of two independent halves. Where one is missed, both are gathered, then and
+   there; later backwards gather both at once.
 """
 
 from __future__ import annotations
@@ -31,13 +36,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fsdp import _fsdp2_gathers, _te, _torch
-from te_fsdp.binding import binding_of
+from te_fsdp.binding import Binding, binding_of
 from te_fsdp.quantized.amax import attach_group
-from te_fsdp.quantized.columns import Columns, join_columns, pack_columns
 from te_fsdp.quantized.empty import mend_empty, share_scale
-from te_fsdp.quantized.flat import Piece, keep_no_flat_shard, pack_flat, unpack_flat
+from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.installed import is_gathered
-from te_fsdp.quantized.recompute import reads_again
+from te_fsdp.quantized.packing import (
+    Columns,
+    Piece,
+    join_columns,
+    pack_columns,
+    pack_flat,
+    unpack_flat,
+)
 from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
 
 if TYPE_CHECKING:
@@ -46,7 +57,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["keep_no_flat_shard", "mend_hooks"]
+__all__ = ["gather_missing", "mend_hooks"]
 
 _MARK = "_te_fsdp_mended"
 _SETTLED = "_te_fsdp_settled"
@@ -91,7 +102,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         binding = None if module is None else binding_of(module)
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        group = _te.fsdp_group_of(module) if reads_again(self, module, binding) else None
+        group = _te.fsdp_group_of(module) if _reads_again(self, module, binding) else None
         both = group is not None and _torch.in_backward()
         with _fsdp2_gathers.as_if_kept(group) if both else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
@@ -99,13 +110,20 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         attach_group(self, binding)
         if _SETTLED not in self.__dict__:
             self.__dict__[_SETTLED] = True
-            keep_no_flat_shard(module, self)
+            _torch.keep_no_flat_shards(module, self)
         inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2_gathers.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
 
     return fsdp_pre_all_gather
+
+
+def _reads_again(shard: torch.Tensor, module: nn.Module, binding: Binding) -> bool:
+    """Whether gathers of a weight for backward must bring both halves: its module runs its forward again there."""
+    # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+    again = binding.recomputed or module.__dict__.get("checkpoint") is True
+    return again and _te.travels_in_halves(shard)
 
 
 def _arrange(
@@ -157,7 +175,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
                 # FSDP2 would free them with the weight only, and allocates them anew.
                 stand_in.untyped_storage().resize_(0)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
-        # A forward may run again in this backward: its bytes, gathered anyway, live until FSDP2 frees them.
+        # They live until FSDP2 frees them, on the weight or not (fault 9).
         _te.keep_gathered(tensor, buffers)
         if out is None:
             _te.forget_transpose(tensor)
@@ -182,3 +200,25 @@ def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor
             whole[: data.shape[0]].copy_(data)
         padded.append(whole)
     return tuple(padded)
+
+
+def gather_missing(module: nn.Module, binding: Binding) -> None:
+    """Complete gathered weights of which a half is missing, before a forward that runs inside a backward.
+
+    Collective over ``dp_shard`` when a half is missing, at most in a module's first such forward: one all-gather.
+    Every rank gathers the same halves and misses the same.
+
+    Args:
+        module: A bound module under FSDP2, whose forward is about to run in a backward.
+        binding: Its binding.
+    """
+    missing = []
+    for name, parameter in module._parameters.items():
+        local = None if parameter is None else _torch.local_of(parameter)
+        if local is not None and _te.travels_in_halves(local) and not is_grouped_weight(local):
+            usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
+            if not all(usages.values()):
+                missing.append(name)
+    if missing:
+        binding.recomputed = True
+        _fsdp2_gathers.gather_again(_te.fsdp_group_of(module), module, missing)

@@ -5,7 +5,7 @@ as a whole. Inside it is TE's ``GroupedTensor``: flat buffers of all experts, of
 tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts where these divide. A
 gather puts the flat buffers of the shards one after the other, which is the whole weight's ``GroupedTensor`` already.
 Where experts do not divide, FSDP2 cuts all of them into whole blocks of rows or columns, if there are as many
-(:mod:`te_fsdp.quantized.grouped_gather`); else a shard has more experts than another, or none. No block and no scale is
+(:mod:`te_fsdp.quantized.packing`); else a shard has more experts than another, or none. No block and no scale is
 ever cut.
 """
 
@@ -20,12 +20,13 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.quantized.amax_mark import mark, marked_group
-from te_fsdp.quantized.flat import keep_no_flat_shard, pack_flat, unpack_flat
-from te_fsdp.quantized.grouped_gather import (
-    Gathered,
+from te_fsdp.quantized.packing import (
+    GroupedGather,
     join_within,
+    pack_flat,
     pack_stand_ins,
     sent_within,
+    unpack_flat,
     unpack_stand_ins,
 )
 
@@ -162,7 +163,7 @@ class _Behaviour:
 
     # --- FSDP2
 
-    def refill(self, metadata: Gathered, outputs: Sequence[torch.Tensor]) -> None:
+    def refill(self, metadata: GroupedGather, outputs: Sequence[torch.Tensor]) -> None:
         """Fill the buffers that :meth:`release` freed; whoever has saved them for backward sees it."""
         for name, output in zip(metadata.names, outputs, strict=True):
             buffer, value = getattr(self.grouped, name), output[: metadata.experts].reshape(-1)
@@ -181,17 +182,17 @@ class _Behaviour:
         outer_stride: tuple[int, ...],
         module: nn.Module | None = None,
         mp_policy: Any = None,
-    ) -> tuple[tuple[torch.Tensor, ...], Gathered]:
+    ) -> tuple[tuple[torch.Tensor, ...], GroupedGather]:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
         if module is not None:
-            keep_no_flat_shard(module, self)  # type: ignore[arg-type]
+            _torch.keep_no_flat_shards(module, self)  # type: ignore[arg-type]
         total, ranks = outer_size[0], mesh.size()
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
             names = tuple(sent_within(self.grouped, self.experts[0]))
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, stand_ins = pack_stand_ins(buffers, tuple(self.shape))
-            return flats, Gathered(names, total, None, stand_ins, within[0], tuple(outer_size))
+            return flats, GroupedGather(names, total, None, stand_ins, within[0], tuple(outer_size))
         rows = -(-total // ranks)
         like = (
             self
@@ -215,16 +216,16 @@ class _Behaviour:
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
             flat, pieces = pack_flat(tuple(inputs))
-            return (flat,), Gathered(tuple(names), total, pieces)
+            return (flat,), GroupedGather(tuple(names), total, pieces)
         if total % ranks:
             flats, stand_ins = pack_stand_ins(inputs, (rows, *outer_size[1:]))
-            return flats, Gathered(tuple(names), total, stand_ins=stand_ins)
-        return tuple(inputs), Gathered(tuple(names), total)
+            return flats, GroupedGather(tuple(names), total, stand_ins=stand_ins)
+        return tuple(inputs), GroupedGather(tuple(names), total)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: Gathered,
+        metadata: GroupedGather,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
@@ -255,7 +256,7 @@ class _Behaviour:
     def _gathered_within(
         self,
         outputs: Sequence[torch.Tensor],
-        metadata: Gathered,
+        metadata: GroupedGather,
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:

@@ -19,8 +19,8 @@ from te_fsdp.layout.boxes import Box, chunk_range
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
-from te_fsdp.quantized.grouped_gather import derive_transposes
 from te_fsdp.quantized.grouped_weight import copy_experts, experts_of, is_grouped_weight
+from te_fsdp.quantized.packing import derive_transposes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import MeshError, message
-from te_fsdp.quantized.history import remember_shard
+from te_fsdp.quantized.amax import remember_shard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +49,7 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
 def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
     """The same before a gather of a module's weight, for shards that came to the module by another way.
 
-    Also remembers the shards of delayed scaling, see :mod:`te_fsdp.quantized.history`.
+    Also remembers the shards of delayed scaling, see :mod:`te_fsdp.quantized.amax`.
 
     Args:
         binding: The module's.

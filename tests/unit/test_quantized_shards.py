@@ -19,8 +19,7 @@ from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.boxes import Box
 from te_fsdp.layout.rules import Layout, ParameterRule
 from te_fsdp.mesh import Meshes
-from te_fsdp.quantized import all_gather
-from te_fsdp.quantized import flat as flat_buffers
+from te_fsdp.quantized import all_gather, packing
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, fits, fitting_dim
 from te_fsdp.quantized.components import block_of, components_of
 from te_fsdp.quantized.support import check_quantizer
@@ -171,12 +170,12 @@ def test_packed_buffers_come_out_as_they_went_in(described):
     )
     (flat,), packed = all_gather._pack(buffers, "metadata")
     assert (flat.dtype, flat.dim(), packed.metadata) == (torch.uint8, 1, "metadata")
-    for before, after in zip(buffers, flat_buffers.unpack_flat(flat, packed.pieces), strict=True):
+    for before, after in zip(buffers, packing.unpack_flat(flat, packed.pieces), strict=True):
         assert (after.dtype, after.shape) == (before.dtype, before.shape) and torch.equal(before, after)
         assert after.numel() == 0 or (after.data_ptr() - flat.data_ptr()) % 256 == 0
     if flat.numel():
         assert (
-            flat_buffers.unpack_flat(flat, packed.pieces)[0].untyped_storage().data_ptr()
+            packing.unpack_flat(flat, packed.pieces)[0].untyped_storage().data_ptr()
             == flat.untyped_storage().data_ptr()
         )
 

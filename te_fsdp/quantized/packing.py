@@ -1,0 +1,263 @@
+"""Buffers of quantized shards, packed as FSDP2 can gather them, with its public hooks alone.
+
+FSDP2 gathers any number of buffers and concatenates them along the dim that it cuts, with three exceptions (torch 2.11
+to 2.15, ``foreach_all_gather_copy_out``):
+
+- Over a shard axis of size 1 it copies only the first of several buffers. All then travel as one flat tensor.
+- Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
+  two values each, have not.
+- For uneven shards, too.
+
+In the last two cases the bytes of all buffers travel in one or more *stand-ins*: uint8 tensors of exactly the shard's
+shape. After the gather each rank's bytes are picked out of the stand-ins again, and each buffer is put together.
+
+The price: a weight of N values sends whole multiples of N bytes (two of them for MXFP8 and float8-block in one
+direction, as many as bf16 weights), and holds them for a moment beside the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp._te_formats import GROUPED_BUFFERS
+from te_fsdp.quantized.components import Component, components_of
+
+__all__ = [
+    "Columns",
+    "GroupedGather",
+    "Piece",
+    "Places",
+    "derive_transposes",
+    "join_columns",
+    "join_within",
+    "pack_columns",
+    "pack_flat",
+    "pack_stand_ins",
+    "sent_within",
+    "unpack_flat",
+    "unpack_stand_ins",
+]
+
+# Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to within a block.
+_ALIGNMENT = 256
+_STAND_IN_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
+
+#: First byte, shape and dtype of a buffer among others.
+Piece: TypeAlias = tuple[int, torch.Size, torch.dtype]
+#: Per buffer: first byte, bytes and dtype among those of an expert.
+Places: TypeAlias = tuple[tuple[int, int, torch.dtype], ...]
+
+
+def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+    """All buffers in one flat uint8 tensor, each starting at an aligned byte. Local operation.
+
+    Returns:
+        The tensor, and what :func:`unpack_flat` needs.
+    """
+    pieces, start = [], 0
+    for tensor in inputs:
+        pieces.append((start, tensor.shape, tensor.dtype))
+        start += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
+    flat = torch.empty(start, dtype=torch.uint8, device=inputs[0].device)
+    for tensor, (offset, _, _) in zip(inputs, pieces, strict=True):
+        flat[offset : offset + tensor.numel() * tensor.element_size()].copy_(
+            tensor.reshape(-1).view(torch.uint8)
+        )
+    return flat, tuple(pieces)
+
+
+def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Tensor, ...]:
+    """Views of the buffers that :func:`pack_flat` laid out. Local operation."""
+    buffers = []
+    for offset, shape, dtype in pieces:
+        length = math.prod(shape) * dtype.itemsize
+        buffers.append(flat.view(-1)[offset : offset + length].view(dtype).view(shape))
+    return tuple(buffers)
+
+
+# --- stand-ins
+
+
+def pack_stand_ins(
+    inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
+) -> tuple[tuple[torch.Tensor, ...], Places]:
+    """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
+    places, start = [], 0
+    for buffer in inputs:
+        length = buffer.shape[1] * buffer.element_size()
+        places.append((start, length, buffer.dtype))
+        start += math.ceil(length / _STAND_IN_ALIGNMENT) * _STAND_IN_ALIGNMENT
+    each = math.prod(shape[1:])
+    count = max(1, math.ceil(start / each))
+    flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
+    for buffer, (first, length, _) in zip(inputs, places, strict=True):
+        flat[:, first : first + length].copy_(buffer.contiguous().view(torch.uint8).view(shape[0], length))
+    parts = flat.view(shape[0], count, each).unbind(1)
+    return tuple(part.contiguous().view(shape) for part in parts), tuple(places)
+
+
+def unpack_stand_ins(outputs: Sequence[torch.Tensor], places: Places) -> tuple[torch.Tensor, ...]:
+    """The buffers, (experts, ...) each, out of stand-ins that were gathered expert after expert."""
+    flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
+    return tuple(flat[:, first : first + length].contiguous().view(dtype) for first, length, dtype in places)
+
+
+def _bytes_of_ranks(
+    outputs: Sequence[torch.Tensor], shape: Sequence[int], dim: int, ranks: int
+) -> torch.Tensor:
+    """(experts, ranks, bytes) of stand-ins that ranks hold along ``dim`` of an (experts, rows, columns) shard.
+
+    Args:
+        outputs: What FSDP2 made of the stand-ins: memory of the whole's shape, under whatever shape it shows.
+        shape: Of a shard.
+        dim: 1 or 2.
+        ranks: How many there are.
+    """
+    cut = (*shape[:dim], ranks, *shape[dim:])
+    parts = [output.view(cut).movedim(dim, 1).reshape(shape[0], ranks, -1) for output in outputs]
+    return torch.cat(parts, dim=-1)
+
+
+# --- one weight, cut along its columns
+
+
+class Columns(NamedTuple):
+    """Metadata of a gather along columns: TE's own, the shard's shape, and what its stand-ins hold.
+
+    ``buffers``: shape of a rank's buffer, and columns of the whole one with its padding.
+    """
+
+    metadata: Any
+    shape: tuple[int, int]
+    places: Places
+    buffers: tuple[tuple[torch.Size, int], ...]
+
+
+def pack_columns(
+    local: torch.Tensor, inputs: tuple[torch.Tensor, ...], metadata: Any, ranks: int
+) -> tuple[tuple[torch.Tensor, ...], Columns]:
+    """Stand-ins of the buffers that TE would gather, without their padding. Local operation.
+
+    Args:
+        local: Shard of shape (M, K / ranks).
+        inputs: TE's own choice of its buffers, views of them that begin where they begin.
+        metadata: TE's own.
+        ranks: How many ranks cut the columns.
+
+    Returns:
+        uint8 tensors of the shard's shape, and the metadata that :func:`join_columns` needs.
+    """
+    rows, columns = local.shape
+    known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
+    found = [known[i.data_ptr()] for i in inputs]
+    buffers = tuple(
+        (c.tensor.shape, _padded(local, c.name, (rows, columns * ranks), c.tensor.shape[1] * ranks))
+        for c in found
+    )
+    flats, places = pack_stand_ins([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
+    return tuple(flat[0] for flat in flats), Columns(metadata, (rows, columns), places, buffers)
+
+
+def _padded(local: torch.Tensor, buffer: str, shape: tuple[int, int], columns: int) -> int:
+    """Columns of a whole weight's buffer with the padding that TE wants in scales; data has none."""
+    if not buffer.endswith("wise_scale_inv"):
+        return columns
+    return int(_te.quantizer_of(local).get_scale_shape(shape, buffer.startswith("columnwise"))[-1])
+
+
+def join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[torch.Tensor, ...]:
+    """The buffers of the whole weight, new tensors, in the order and shapes in which TE expects its own.
+
+    Args:
+        outputs: What FSDP2 made of the stand-ins: memory of shape (M, K), under whatever shape it shows.
+        packed: From :func:`pack_columns`.
+    """
+    rows, columns = packed.shape
+    ranks = outputs[0].numel() // (rows * columns)
+    flats = _bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
+    buffers = []
+    for (first, length, dtype), (shape, whole) in zip(packed.places, packed.buffers, strict=True):
+        pieces = flats[:, first : first + length].contiguous().view(dtype).view(ranks, *shape)
+        buffer = torch.zeros((shape[0], whole), dtype=dtype, device=flats.device)
+        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
+        buffers.append(buffer)
+    return tuple(buffers)
+
+
+# --- all experts of a layer, each cut along its rows or columns
+
+
+class GroupedGather(NamedTuple):
+    """Metadata of a gather: names of the buffers that travel, experts of the whole weight, and how they are packed.
+
+    ``pieces``: all in one, for a shard axis of size 1. ``stand_ins``: where the buffers lie in stand-ins of the shard's
+    own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
+    """
+
+    names: tuple[str, ...]
+    experts: int
+    pieces: tuple[Any, ...] | None = None
+    stand_ins: Places | None = None
+    dim: int = 0
+    shape: tuple[int, ...] = ()
+
+
+def sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
+    """The buffers of a shard of experts that travel, each with the component that it is. Local operation.
+
+    Args:
+        grouped: ``GroupedTensor`` of the shard.
+        expert: Its first expert's quantized tensor, made of views of ``grouped``.
+
+    Returns:
+        By name of the buffer in ``grouped``: what is no component can be made anew from those that are.
+    """
+    first: dict[int, str] = {}
+    for name in GROUPED_BUFFERS:
+        if (buffer := getattr(grouped, name)) is not None:
+            first.setdefault(buffer.data_ptr(), name)
+    components = components_of(expert, "gathered weight")
+    return {first[component.tensor.data_ptr()]: component for component in components}
+
+
+def join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: Places, dim: int) -> None:
+    """Fill the buffers of a gathered weight. Local operation.
+
+    Args:
+        whole: ``GroupedWeight`` (experts, out, in) with zeroed padding.
+        shard: One rank's part of it, of the same shape but along ``dim``.
+        outputs: What FSDP2 made of the stand-ins: memory of the whole's shape, under whatever shape it shows.
+        places: From :func:`pack_stand_ins`, of the buffers that :func:`sent_within` names.
+        dim: 1 or 2.
+    """
+    experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]
+    flat = _bytes_of_ranks(outputs, shard.shape, dim, ranks)
+    parts = sent_within(shard.grouped, shard.experts[0])
+    wholes = sent_within(whole.grouped, whole.experts[0])
+    for (name, part), (first, length, dtype) in zip(parts.items(), places, strict=True):
+        bytes_of = flat[..., first : first + length].contiguous().view(dtype)
+        each = bytes_of.shape[-1]
+        one, target = part.tensor, getattr(whole.grouped, name)
+        source = bytes_of.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
+        into = wholes[name].tensor
+        strides = (target.numel() // experts, *into.stride())
+        stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
+        if part.block is None:
+            stack.copy_(source[:, 0])  # one value of the whole weight, the same on all ranks
+        else:
+            stack.unflatten(dim, (ranks, one.shape[dim - 1])).copy_(source.movedim(1, dim))
+    derive_transposes(whole)
+
+
+def derive_transposes(weight: Any) -> None:
+    """Make the transposes of float8 weights anew from their bytes, where they are kept. Local operation."""
+    for expert in weight.experts:
+        buffers = expert.get_metadata()
+        data, transpose = buffers.get("data"), buffers.get("data_transpose")
+        if data is not None and transpose is not None:  # lies in one buffer with that of the other experts
+            transpose.copy_(data.movedim(-1, 0))
