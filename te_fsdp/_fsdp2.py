@@ -1,20 +1,30 @@
 """Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.11 to 2.15.
 
+FSDP2's public all-gather hooks choose what of a shard travels, but not when, and must bring the same buffers each time.
 FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
 2.13 to recover from an exception, and none before 2.15 to reduce outside of a backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp._torch import dtensor, fsdp_parameter_groups, local_of, managed_by, spec_of
+from te_fsdp._fsdp2_patches import fill_unused
+from te_fsdp._torch import (
+    dtensor,
+    fsdp_parameter_groups,
+    local_of,
+    managed_by,
+    owners_of,
+    spec_of,
+    without_modes,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,20 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "accumulated_gradient",
-    "after_reductions",
-    "around_reductions",
-    "fill_unused",
+    "as_if_kept",
+    "begin_again",
     "forget_forward_order",
     "forget_unreduced",
+    "gather_again",
     "gathered_parameters",
     "gathering_streams",
     "gathers_ahead",
     "gradients_copy_into",
-    "gradients_in",
     "interrupted",
     "is_gathered",
     "is_root",
-    "one_gradient_dtype",
+    "make_room",
     "reduce_outside_backward",
     "reduced_dtype",
     "reset_iteration",
@@ -303,104 +312,6 @@ def reduce_outside_backward(root: nn.Module) -> None:
                     group.reduce_scatter_unused_params = unused
 
 
-def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
-
-    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it
-    (``FSDPParamGroup.post_backward``).
-    """
-    if "_te_fsdp_fills" not in group.__dict__:
-        group._te_fsdp_fills = True
-        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
-
-
-def _post_backward_of_all(group: Any, stock: Callable[..., None], *unused: Any) -> None:
-    for managed in group.fsdp_params if group.reduce_grads else ():
-        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
-        if parameter is None or not parameter.requires_grad:
-            continue
-        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    stock(*unused)
-
-
-def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
-    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
-
-    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
-    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
-    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
-    """
-    for group in fsdp_parameter_groups(unit):
-        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
-        _set_gradient_dtype(group, dtype)
-        for managed in group.fsdp_params:
-            if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
-                managed.to_sharded_dtensor = functools.partial(
-                    _to_sharded, managed, managed.to_sharded_dtensor
-                )
-
-
-def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
-    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
-    stock()
-    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
-        group._orig_dtype = dtype
-    _set_gradient_dtype(group, dtype)
-
-
-def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
-    """``FSDPParam.to_sharded_dtensor`` for gradients of another dtype than their parameter's.
-
-    FSDP2 gives them the parameter's spec, which says the parameter's dtype. Operations on DTensors go by it: ``lerp_``
-    of an optimizer with fp32 main weights refuses an fp32 gradient, as one of bf16.
-    """
-    made = stock(tensor)
-    spec = spec_of(made)
-    if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
-        return made
-    known = managed.__dict__.setdefault("_te_fsdp_gradient_spec", (spec, None))
-    if known[1] is None or known[0] is not spec:
-        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
-        known = managed._te_fsdp_gradient_spec = (spec, replace(spec, tensor_meta=meta))
-    return dtensor(tensor, known[1])
-
-
-def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for managed in group.fsdp_params:
-        if managed.sharded_param.requires_grad:
-            managed.sharded_param.grad_dtype = dtype
-
-
-def one_gradient_dtype(group: Any) -> None:
-    """Let a parameter group reduce gradients of which only some have added up over several backwards.
-
-    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
-    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together
-    (``FSDPParamGroup.post_backward``; torch 2.15 keeps all in one dtype by itself).
-    """
-    group.post_backward = functools.partial(_post_backward_in_one_dtype, group, group.post_backward)
-
-
-def _post_backward_in_one_dtype(group: Any, stock: Callable[..., None], *args: Any) -> None:
-    records = (
-        [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
-        if group.reduce_grads
-        else []
-    )
-    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
-    for managed in records if added else ():
-        parameter = managed._unsharded_param
-        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
-            continue
-        if parameter.grad is not None:
-            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
-            parameter.grad = None
-        else:
-            managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
-    stock(*args)
-
-
 def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
     """The dtype in which FSDP2 reduces a unit's gradients.
 
@@ -415,65 +326,6 @@ def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
     managed = managed_by(unit)
     by_parameters = bool(managed) and hasattr(type(managed[0]), "unsharded_grad_dtype")
     return (None if by_parameters else policy.param_dtype) or next(unit.parameters()).dtype
-
-
-def after_reductions(unit: nn.Module, call: Callable[[int, Any], None]) -> None:
-    """Call something whenever FSDP2 has enqueued the reduction of a unit's gradients. Local operation.
-
-    Sharded gradients are final then, as far as this backward goes, on FSDP2's own stream
-    (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). Every backward comes by at least once for each
-    parameter group of the tree that it runs in, also for those that it has not used.
-
-    Args:
-        unit: A module that FSDP2 manages.
-        call: Gets the number of the unit's parameter group, and the event after which its gradients are final;
-            ``None`` where nothing was reduced, or there are no streams.
-    """
-    for number, group in enumerate(fsdp_parameter_groups(unit)):
-        then = functools.partial(call, number)
-        group.post_backward = functools.partial(_post_backward_then, group, group.post_backward, then)
-
-
-def _post_backward_then(
-    group: Any, stock: Callable[..., None], call: Callable[[Any], None], *args: Any
-) -> None:
-    stock(*args)
-    if group.reduce_grads:
-        call(group._post_reduce_event)
-
-
-def around_reductions(
-    unit: nn.Module,
-    before: Callable[[list[torch.nn.Parameter]], None],
-    after: Callable[[list[torch.nn.Parameter]], None],
-) -> None:
-    """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
-
-    Args:
-        unit: A module that FSDP2 manages.
-        before: Gets the group's sharded parameters; their ``.grad`` is what the reduction will be added to.
-        after: Gets them when the reduction is enqueued and ``.grad`` is there (``FSDPParamGroup.post_backward``).
-    """
-    for group in fsdp_parameter_groups(unit):
-        group.post_backward = functools.partial(
-            _post_backward_between, group, group.post_backward, before, after
-        )
-
-
-def _post_backward_between(
-    group: Any,
-    stock: Callable[..., None],
-    before: Callable[..., None],
-    after: Callable[..., None],
-    *args: Any,
-) -> None:
-    if not group.reduce_grads:
-        stock(*args)
-        return
-    parameters = [managed.sharded_param for managed in group.fsdp_params]
-    before(parameters)
-    stock(*args)
-    after(parameters)
 
 
 def wait_for_reductions(root: nn.Module) -> None:
@@ -495,3 +347,73 @@ def wait_for_reductions(root: nn.Module) -> None:
         if reduction is not None and reduction.event is not None:
             torch.accelerator.current_stream().wait_event(reduction.event)
     _forget_reductions(comm)
+
+
+# --- gathers
+
+
+def begin_again(unit: nn.Module) -> None:
+    """Let FSDP2 take part in a forward that runs in a backward after this unit's own backward. Local operation.
+
+    A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's state at
+    ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``), and then registers nothing for
+    the second use: its gradients stay unreduced, without an error.
+    """
+    if any(group._training_state.name == "POST_BACKWARD" for group in fsdp_parameter_groups(unit)):
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        state._training_state = type(state._training_state).IDLE
+
+
+@contextlib.contextmanager
+def as_if_kept(group: Any) -> Iterator[None]:
+    """Within the context a parameter group says of itself that it stays gathered between forward and backward.
+
+    ``FSDPParamGroup._reshard_after_forward``, which is true where ``post_forward_mesh_info`` is set.
+    """
+    mesh_info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
+    try:
+        yield
+    finally:
+        group.post_forward_mesh_info = mesh_info
+
+
+def make_room(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
+    """Let a gather bring other buffers of a shard than the one before. Local operation.
+
+    FSDP2 makes memory for what its first gather brings, and fills that ever after (``FSDPParam.all_gather_outputs``;
+    ``_unsharded_inner_tensors`` are views of it).
+
+    Args:
+        group: The shard's parameter group, not gathered.
+        shard: Local shard with all-gather hooks of its own.
+        sizes: Numbers of elements of the gathered buffers.
+    """
+    for managed in group.fsdp_params:
+        have = managed.all_gather_outputs
+        if local_of(managed.sharded_param) is shard and have and [t.numel() for t in have] != sizes:
+            managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
+
+
+def gather_again(group: Any, module: nn.Module, names: Collection[str]) -> None:
+    """Gather some of a gathered module's parameters once more, into the same gathered parameters.
+
+    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``).
+
+    Args:
+        group: The module's parameter group, gathered.
+        module: Owner of the parameters.
+        names: Their names there, the same on all ranks.
+    """
+    everything = group.fsdp_params
+    group.fsdp_params = [
+        managed
+        for managed in everything
+        if any(owner is module and name in names for owner, name in owners_of(managed))
+    ]
+    try:
+        with without_modes():
+            group._to_sharded()
+            group.unshard()
+            group.wait_for_unshard()
+    finally:
+        group.fsdp_params = everything

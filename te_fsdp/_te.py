@@ -35,7 +35,6 @@ __all__ = [
     "KINDS",
     "active_recipe",
     "all_one_scale_quantizers",
-    "amax_quantizer_classes",
     "amax_reduction_group",
     "amax_tensor_classes",
     "argument_of",
@@ -58,15 +57,15 @@ __all__ = [
     "is_fused_adam",
     "is_loaded",
     "is_quantized",
-    "keep_columnwise",
     "keep_gathered",
     "kind_of",
     "make_delayed_states",
     "module_class",
+    "modules_with",
     "needs_shared_amax",
-    "one_scale_quantizer_classes",
     "one_scale_quantizers",
     "parts_of",
+    "quantizer_classes",
     "quantizer_of",
     "quantizers_of_parts",
     "recipes",
@@ -311,7 +310,7 @@ def needs_shared_amax(quantizer: Any) -> bool:
 
 def one_scale_quantizers(quantizer: Any) -> list[Any]:
     """The quantizers that give a tensor one scale: the given one, or a hybrid's parts; none for block formats."""
-    classes = one_scale_quantizer_classes()
+    classes = quantizer_classes("amax", "history")
     if isinstance(quantizer, classes):
         return [quantizer]
     return [part for part in quantizers_of_parts(quantizer) if isinstance(part, classes)]
@@ -360,20 +359,16 @@ def take_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 @functools.cache
-def amax_quantizer_classes() -> tuple[type, ...]:
-    """Classes of quantizers that take one scale from the tensor's amax: of current scaling, and of NVFP4."""
-    return _quantizer_classes("amax")
+def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
+    """Classes of quantizers whose scale comes from one of ``sources`` (see :class:`te_fsdp._te_formats.Format`).
 
-
-@functools.cache
-def one_scale_quantizer_classes() -> tuple[type, ...]:
-    """The same, and the class of delayed scaling, whose scale comes from a history."""
-    return _quantizer_classes("amax", "history")
-
-
-def _quantizer_classes(*sources: str) -> tuple[type, ...]:
-    found = [(row.module, name) for row in FORMATS.values() for name in row.quantizers]
-    return tuple(_tensor_attribute(module, name) for module, name in found if SCALE_SOURCES[name] in sources)
+    Args:
+        sources: ``"amax"``: current scaling and NVFP4; ``"history"``: delayed scaling.
+        blocks: Whether those count too that have scales of blocks besides.
+    """
+    rows = [row for row in FORMATS.values() if blocks or row.has_one_scale]
+    found = [(row.module, name) for row in rows for name in row.quantizers if row.quantizers[name] in sources]
+    return tuple(_tensor_attribute(module, name) for module, name in found)
 
 
 def is_delayed_quantizer(quantizer: Any) -> bool:
@@ -461,27 +456,11 @@ def fsdp_group_of(module: nn.Module) -> Any:
     return distributed._get_module_fsdp_state(module)._fsdp_param_group
 
 
-def keep_columnwise(keeps: Callable[[Any], bool]) -> None:
-    """Keep TE's modules from taking the column-wise bytes out of some weights after their backward; once.
-
-    They do so with every quantized weight under FSDP2, as if it had computed these bytes from the others
-    (``clear_columnwise_cache`` of ``tensor.utils``).
-
-    Args:
-        keeps: Says of a weight whether it stays as it is.
-    """
-    for name in ("linear", "layernorm_linear", "layernorm_mlp"):
-        module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
-        stock = getattr(module, "clear_columnwise_cache", None)
-        if stock is not None and not hasattr(stock, "__wrapped__"):
-            module.clear_columnwise_cache = functools.wraps(stock)(  # type: ignore[attr-defined]
-                functools.partial(_clear_columnwise, stock, keeps)
-            )
-
-
-def _clear_columnwise(stock: Callable[[Any], None], keeps: Callable[[Any], bool], weight: Any) -> None:
-    if not keeps(weight):
-        stock(weight)
+def modules_with(name: str) -> list[ModuleType]:
+    """TE's modules of linear layers that use a function under this name."""
+    files = ("linear", "layernorm_linear", "layernorm_mlp")
+    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in found if hasattr(module, name)]
 
 
 def has_delayed_scale(tensor: torch.Tensor) -> bool:

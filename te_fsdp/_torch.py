@@ -6,8 +6,6 @@ alone.
 
 from __future__ import annotations
 
-import copy
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "REPLACED",
     "ReduceScatter",
-    "around_apply",
     "at_end_of_backward",
     "attributes_of",
     "concatenated_meshes",
@@ -38,14 +35,11 @@ __all__ = [
     "flatten_mesh",
     "find_managed",
     "fsdp_parameter_groups",
-    "gathers_itself",
     "group_by_name",
     "in_backward",
     "is_absent_extra_state",
     "is_fsdp_module",
     "is_persistent",
-    "keep_no_flat_shard",
-    "keep_no_flat_shards",
     "largest",
     "local_of",
     "managed_by",
@@ -55,7 +49,6 @@ __all__ = [
     "place_class",
     "plain_results",
     "reduction_of",
-    "replace_outer_group",
     "shard_dim_of",
     "share_attributes",
     "spec_of",
@@ -199,16 +192,6 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
-
-    Args:
-        module: The module; a call on a module around it comes by as well.
-        call: Gets the method that it stands for, then its arguments.
-    """
-    module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
-
-
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that ``torch.compile`` leaves alone (``torch.compiler.disable``): it breaks the graph and runs as it is.
 
@@ -298,44 +281,6 @@ def group_by_name(name: str) -> torch.distributed.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[bad-argument-type]
 
 
-def keep_no_flat_shard(managed: Any) -> None:
-    """Keep FSDP2 from holding a flat copy of a shard that has all-gather hooks of its own.
-
-    FSDP2 keeps ``FSDPParam._sharded_param_data = local.view(-1)``, and makes it anew in ``reset_sharded_param``: at
-    lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
-    formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
-    The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
-    (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
-
-    Args:
-        managed: From :func:`managed_by` or :func:`find_managed`.
-    """
-    if "reset_sharded_param" not in managed.__dict__:
-        managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
-    owner, name = owners_of(managed)[0]
-    if gathers_itself(getattr(owner, name)):
-        managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
-
-
-def keep_no_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
-    """:func:`keep_no_flat_shard` for the records of one shard. Local operation; nothing to do without FSDP2.
-
-    Args:
-        module: Owner.
-        local: Its quantized shard.
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is not None and local_of(parameter) is local:
-            managed = find_managed(module, name)
-            if managed is not None:
-                keep_no_flat_shard(managed)
-
-
-def gathers_itself(parameter: torch.Tensor) -> bool:
-    """Whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
-    return hasattr(local_of(parameter), "fsdp_pre_all_gather")
-
-
 def managed_by(unit: nn.Module) -> list[Any]:
     """FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
     return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
@@ -376,35 +321,6 @@ def find_managed(module: nn.Module, name: str) -> Any | None:
     return None
 
 
-def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
-    """``FSDPParam.reset_sharded_param`` without the flat copy."""
-    info = managed._module_info
-    parameter = getattr(info.module, info.param_name)
-    if managed.pin_memory or not isinstance(parameter, DTensor) or not gathers_itself(parameter):
-        stock()
-        return
-    if hasattr(managed, "_capture_grad_dtype_policy"):
-        _keep_gradient_dtype(managed, parameter)
-    managed.sharded_param = parameter
-    managed._sharding_spec = parameter._spec
-    managed._sharded_param_data = torch.empty(0)
-
-
-def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
-    """What ``reset_sharded_param`` of torch 2.15 does besides: in which dtype the shard's gradient is kept.
-
-    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which refuses all but its
-    own ``grad_dtype``: both have to say the same. One that was set on the old parameter holds for the new one.
-    """
-    managed._capture_grad_dtype_policy(managed.sharded_param)
-    managed._capture_grad_dtype_policy(parameter)
-    if not managed._has_sharded_grad_dtype_override:
-        managed.sharded_grad_dtype = parameter.dtype
-    elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
-        parameter.grad_dtype = managed.sharded_grad_dtype
-    managed._sharding_spec_by_dtype.clear()  # specs of gradients, made from the spec of the old parameter
-
-
 def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
     """How FSDP2 reduces a unit's gradients now (``FSDPParamGroup.mesh_info`` and ``all_reduce_grads``).
 
@@ -419,24 +335,6 @@ def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
         getattr(info, "replicate_mesh_size", 1),
         group.all_reduce_grads,
     )
-
-
-def replace_outer_group(
-    unit: nn.Module, make: Callable[[torch.distributed.ProcessGroup], torch.distributed.ProcessGroup]
-) -> None:
-    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
-
-    FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
-    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else.
-
-    Args:
-        unit: A module that FSDP2 manages, replicated over an axis.
-        make: The group that FSDP2 has -> the one to use, of the same size.
-    """
-    for group in fsdp_parameter_groups(unit):
-        info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
-        info.replicate_process_group = make(info.replicate_process_group)
-        group.mesh_info = info
 
 
 # --- files

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import Binding, binding_of
@@ -268,7 +268,7 @@ def _store(
             setattr(parameter, key, attribute)
     module._parameters[name] = parameter
     if quantizer is not None:
-        _torch.keep_no_flat_shards(module, new)
+        _fsdp2_patches.keep_no_flat_shards(module, new)
 
 
 def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

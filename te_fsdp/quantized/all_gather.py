@@ -35,10 +35,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp import _fsdp2_gathers, _te, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
+from te_fsdp._te_patches import install
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.quantized.amax import attach_group
-from te_fsdp.quantized.empty import mend_empty, share_scale
+from te_fsdp.quantized.amax_mark import mend_empty, share_scale
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.installed import is_gathered
 from te_fsdp.quantized.packing import (
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 __all__ = ["gather_missing", "mend_hooks"]
 
-_MARK = "_te_fsdp_mended"
 _SETTLED = "_te_fsdp_settled"
 
 
@@ -80,12 +80,19 @@ class _Rows(NamedTuple):
 def mend_hooks() -> None:
     """Wrap the hooks of every quantized tensor class that has them; once per class, later calls do nothing."""
     mend_empty()
-    _te.keep_columnwise(_comes_gathered)
-    for cls in _te.gathering_tensor_classes():
-        if _MARK not in cls.__dict__:
-            cls.fsdp_pre_all_gather = _wrap_pre(cls.fsdp_pre_all_gather)  # type: ignore[attr-defined]
-            cls.fsdp_post_all_gather = _wrap_post(cls.fsdp_post_all_gather)  # type: ignore[attr-defined]
-            setattr(cls, _MARK, True)
+    install("columnwise", _wrap_clear)
+    install("gather", _wrap_pre)
+    install("gathered", _wrap_post)
+
+
+def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def clear_columnwise_cache(weight: Any) -> None:
+        # Gathered halves were not computed from one another: TE could not make this one again.
+        if not (_te.travels_in_halves(weight) and is_gathered(weight)):
+            stock(weight)
+
+    return clear_columnwise_cache
 
 
 def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,16 +111,16 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         group = _te.fsdp_group_of(module) if _reads_again(self, module, binding) else None
         both = group is not None and _torch.in_backward()
-        with _fsdp2_gathers.as_if_kept(group) if both else nullcontext():
+        with _fsdp2.as_if_kept(group) if both else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         agree_on_weight_mesh(binding, module, self)
         attach_group(self, binding)
         if _SETTLED not in self.__dict__:
             self.__dict__[_SETTLED] = True
-            _torch.keep_no_flat_shards(module, self)
+            _fsdp2_patches.keep_no_flat_shards(module, self)
         inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
         if group is not None:
-            _fsdp2_gathers.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
+            _fsdp2.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
 
     return fsdp_pre_all_gather
@@ -143,11 +150,6 @@ def _arrange(
         share_scale(shard, mesh, orig_size[0])
         return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
     return inputs, metadata
-
-
-def _comes_gathered(weight: Any) -> bool:
-    """Whether a weight's column-wise bytes were gathered: TE cannot compute them from the row-wise ones."""
-    return _te.travels_in_halves(weight) and is_gathered(weight)
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,4 +223,4 @@ def gather_missing(module: nn.Module, binding: Binding) -> None:
                 missing.append(name)
     if missing:
         binding.recomputed = True
-        _fsdp2_gathers.gather_again(_te.fsdp_group_of(module), module, missing)
+        _fsdp2.gather_again(_te.fsdp_group_of(module), module, missing)

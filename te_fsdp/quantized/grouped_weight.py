@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.quantized.amax_mark import mark, marked_group
 from te_fsdp.quantized.packing import (
@@ -185,7 +185,7 @@ class _Behaviour:
     ) -> tuple[tuple[torch.Tensor, ...], GroupedGather]:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
         if module is not None:
-            _torch.keep_no_flat_shards(module, self)  # type: ignore[arg-type]
+            _fsdp2_patches.keep_no_flat_shards(module, self)  # type: ignore[arg-type]
         total, ranks = outer_size[0], mesh.size()
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:

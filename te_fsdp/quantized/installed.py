@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_patches import install_on
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.rules import ParameterRule
@@ -152,7 +153,7 @@ def mend_new_zeros(local: torch.Tensor) -> None:
     """
     row = _te.format_of(local)
     if row is not None and row.name == "mxfp8":
-        local.new_zeros = functools.partial(_zeros, weakref.ref(local))  # type: ignore[method-assign]
+        install_on(local, "new zeros", functools.partial(_zeros, weakref.ref(local)))
 
 
 def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options: Any) -> torch.Tensor:

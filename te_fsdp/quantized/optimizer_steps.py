@@ -22,8 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from te_fsdp import _te, _torch
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import PrecisionError, message
-from te_fsdp.quantized.amax_mark import reduce_newest_amax
-from te_fsdp.quantized.empty import take_delayed_scale
+from te_fsdp.quantized.amax_mark import reduce_newest_amax, take_delayed_scale
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients, start_all_reduce
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
 
 def sum_outer_in_fp32(unit: nn.Module, comm: GradComm) -> None:
     """Let the gradients of a unit be added up over ``dp_replicate`` as ``comm`` says. Local operation."""
-    _torch.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
+    _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
 
 
 class OuterGroup(dist.ProcessGroup):

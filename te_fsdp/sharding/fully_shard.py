@@ -11,7 +11,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2_gathers, _torch
+from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
@@ -168,7 +168,7 @@ def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
     for unit in model.modules():
         for managed in _torch.managed_by(unit) if _torch.is_fsdp_module(unit) else ():
             if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
-                _torch.keep_no_flat_shard(managed)
+                _fsdp2_patches.keep_no_flat_shard(managed)
 
 
 def _finish(plan: Plan, check_inputs: bool) -> None:
@@ -179,7 +179,7 @@ def _finish(plan: Plan, check_inputs: bool) -> None:
     state = plan.state
     _drop_flat_shards(state.model, plan.cuts)
     for unit in state.modules.values():
-        _fsdp2_gathers.remember_shard_meshes(unit)
+        _fsdp2_patches.remember_shard_meshes(unit)
     for module in state.model.modules():
         binding = binding_of(module)
         if binding is None:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_patches import install_on
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_state import MAIN, StandIns, is_low
@@ -37,8 +38,8 @@ def make_stand_ins(optimizer: Optimizer, *, cuts: bool) -> StandIns:
     optimizer.register_load_state_dict_pre_hook(dicts.before_load)
     optimizer.register_load_state_dict_post_hook(dicts.after_load)
     if _te.is_fused_adam(optimizer):
-        optimizer.state_dict = dicts.saving(optimizer, optimizer.state_dict)  # type: ignore[method-assign]
-        optimizer.load_state_dict = dicts.loading(optimizer, optimizer.load_state_dict)  # type: ignore[method-assign]
+        install_on(optimizer, "save", dicts.saving(optimizer, optimizer.state_dict))
+        install_on(optimizer, "load", dicts.loading(optimizer, optimizer.load_state_dict))
     return stand_ins
 
 

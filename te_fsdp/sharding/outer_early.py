@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
 from te_fsdp.sharding.no_shard_overlap import UnitOrder
@@ -420,7 +420,7 @@ def watch_units(state: ShardingState) -> None:
     if not state.outer_watched:
         state.outer_watched = True
         for name, unit in state.modules.items():
-            _fsdp2.after_reductions(unit, functools.partial(_reduced, weakref.ref(state), name))
+            _fsdp2_patches.after_reductions(unit, functools.partial(_reduced, weakref.ref(state), name))
 
 
 def _reduced(of: weakref.ref[ShardingState], unit: str, group: int, event: Any) -> None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
+from te_fsdp.quantized.amax_mark import take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
-from te_fsdp.quantized.empty import take_delayed_scale
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_flat import Part, start_gather

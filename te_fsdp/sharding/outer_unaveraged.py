@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.binding import LABEL
 from te_fsdp.errors import OrderError, message
 from te_fsdp.sharding.outer_chunks import OUTER
@@ -182,7 +182,7 @@ def guard_gradients(state: ShardingState) -> None:
     if state.outer == "optim" and copies > 1:
         before = functools.partial(_before, 1 if state.average_gradients else copies)
         for unit in state.modules.values():
-            _fsdp2.around_reductions(unit, before, _after)
+            _fsdp2_patches.around_reductions(unit, before, _after)
 
 
 @torch.no_grad()

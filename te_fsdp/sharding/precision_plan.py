@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
-from te_fsdp import _fsdp2, _te, _torch
+from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.binding import CUT, is_exempt
 from te_fsdp.errors import PrecisionError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
@@ -168,7 +168,7 @@ def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int
     owned = [place for managed in _torch.managed_by(unit) for place in _torch.owners_of(managed)]
     expected = [_expect(getattr(owner, name), dtype, labels) for owner, name in owned]
     if dtype is not None and any(expected):
-        _fsdp2.gradients_in(unit, dtype)
+        _fsdp2_patches.gradients_in(unit, dtype)
 
 
 def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int, str]) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp import _fsdp2, _fsdp2_gathers, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
@@ -68,7 +68,7 @@ def watch_forward(state: ShardingState) -> None:
         _torch.untraced(functools.partial(_before_forward, state)), prepend=True
     )
     state.model.register_forward_hook(_torch.untraced(functools.partial(_after_forward, state)))
-    _torch.around_apply(state.model, functools.partial(_apply_and_carry, state))
+    _fsdp2_patches.around_apply(state.model, functools.partial(_apply_and_carry, state))
 
 
 def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
         _check_initialised(state)
     state.arrivals.before_forward(name, unit)
     if _torch.in_backward():  # recomputed activations
-        _fsdp2_gathers.begin_again(unit)
+        _fsdp2.begin_again(unit)
         return
     started = state.gathers.pop(name, None) is not None  # this forward waits for it
     if not started and not _fsdp2.is_gathered(unit):

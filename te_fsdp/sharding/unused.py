@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _fsdp2_patches, _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +31,6 @@ def reduce_unused(model: nn.Module) -> None:
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
         else:  # torch before 2.13
             for group in _torch.fsdp_parameter_groups(unit):
-                _fsdp2.fill_unused(group)
+                _fsdp2_patches.fill_unused(group)
         for group in _torch.fsdp_parameter_groups(unit):
-            _fsdp2.one_gradient_dtype(group)
+            _fsdp2_patches.one_gradient_dtype(group)

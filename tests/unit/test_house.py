@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
-TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_gathers.py")
+TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_patches.py")
 TE_DOOR = "te_fsdp/_te.py"
 EMULATION = "te_fsdp/emulation/"
 

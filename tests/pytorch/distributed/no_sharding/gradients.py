@@ -48,7 +48,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import te_fsdp
-    from te_fsdp import _fsdp2, _torch
+    from te_fsdp import _fsdp2_patches, _torch
 
     torch.manual_seed(1)
     reference = Branches()
@@ -63,7 +63,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     ):  # else it is by hand
         model.set_reduce_scatter_unused_params(False)
         for group in _torch.fsdp_parameter_groups(model) if how == "by hand" else ():
-            _fsdp2.fill_unused(group)
+            _fsdp2_patches.fill_unused(group)
     x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(2)).to(
         harness.device()
     )

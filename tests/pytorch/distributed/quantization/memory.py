@@ -145,17 +145,17 @@ class _broken:
         self.fault = fault
 
     def __enter__(self) -> None:
-        from te_fsdp import _torch
+        from te_fsdp import _fsdp2_patches, _torch
         from te_fsdp.modules import base
 
-        self.kept = (_torch.keep_no_flat_shard, base.release_gathered)
+        self.kept = (_fsdp2_patches.keep_no_flat_shard, base.release_gathered)
         if self.fault == "flat":
-            _torch.keep_no_flat_shard = lambda managed: None
+            _fsdp2_patches.keep_no_flat_shard = lambda managed: None
         elif self.fault == "derived":
             base.release_gathered = lambda old, *_: "_te_fsdp_gathered" in _torch.local_of(old).__dict__
 
     def __exit__(self, *error: object) -> None:
-        from te_fsdp import _torch
+        from te_fsdp import _fsdp2_patches
         from te_fsdp.modules import base
 
-        _torch.keep_no_flat_shard, base.release_gathered = self.kept
+        _fsdp2_patches.keep_no_flat_shard, base.release_gathered = self.kept

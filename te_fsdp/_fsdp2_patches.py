@@ -1,0 +1,407 @@
+"""Everything that te_fsdp replaces on objects of FSDP2 and torch: :data:`PATCHES`, and the only place that does so.
+
+Objects of models that ``te_fsdp.fully_shard`` was called on, never classes: other models see no change. Private names
+of torch, checked on 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp._patches import Patch
+from te_fsdp._torch import (
+    dtensor,
+    find_managed,
+    fsdp_parameter_groups,
+    local_of,
+    managed_by,
+    owners_of,
+    spec_of,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "PATCHES",
+    "after_reductions",
+    "around_apply",
+    "around_reductions",
+    "fill_unused",
+    "gradients_in",
+    "keep_no_flat_shard",
+    "keep_no_flat_shards",
+    "one_gradient_dtype",
+    "remember_shard_meshes",
+    "replace_outer_group",
+]
+
+_TESTS = "tests/pytorch/distributed"
+_ALL = "torch 2.11 to 2.15"
+
+PATCHES = (
+    Patch(
+        "`FSDPParamGroup`",
+        "post_backward",
+        "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13), one "
+        "dtype for gradients that are reduced together (before 2.15), early averages and unaveraged gradients of HFSDP",
+        '- FSDP2 asserts "uniform gradient dtype"',
+        _ALL,
+        f"{_TESTS}/test_no_shard.py::test_parameters_that_other_ranks_use",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "_init_mp_dtypes",
+        "keeps sharded gradients in a dtype of their own",
+        "",
+        "torch 2.11 to 2.14",
+        f"{_TESTS}/test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "to_sharded_dtensor",
+        "gives such gradients a spec that says their dtype",
+        "- Sharded gradients of another dtype",
+        "torch 2.11 to 2.14",
+        f"{_TESTS}/test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "reset_sharded_param",
+        "makes no flat, dequantized copy of a quantized shard",
+        "- `view(-1)` of block formats dequantizes",
+        _ALL,
+        f"{_TESTS}/test_quantized_memory.py::test_what_is_kept_without_the_savings",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "shard_mesh",
+        "is kept, and not sliced anew from the mesh of HSDP at every gather",
+        "- `FSDPParam.shard_mesh` is a property",
+        "torch 2.11 and 2.12",
+        f"{_TESTS}/test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "mesh_info",
+        "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
+        "",
+        _ALL,
+        f"{_TESTS}/test_precision.py::test_values_and_bytes",
+    ),
+    Patch(
+        "model",
+        "_apply",
+        "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
+        "",
+        _ALL,
+        "tests/unit/test_patches.py::test_apply_loses_attributes",
+    ),
+)
+
+
+# --- FSDPParamGroup.post_backward
+
+#: Attribute of a parameter group: what is called before and after it reduces.
+_LISTENERS = "_te_fsdp_listeners"
+
+
+def _listen(
+    group: Any,
+    *,
+    before: Callable[[Any], None] = lambda group: None,
+    after: Callable[[Any], None] = lambda group: None,
+) -> None:
+    """Have a parameter group's reductions announced (``FSDPParamGroup.post_backward``, one wrapper for all).
+
+    What was added last is called first before, and last after a reduction. Backwards without one pass by.
+    """
+    listeners = group.__dict__.get(_LISTENERS)
+    if listeners is None:
+        listeners = group.__dict__[_LISTENERS] = []
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, listeners)
+    listeners.append((before, after))
+
+
+def _post_backward(group: Any, stock: Callable[..., None], listeners: list[Any], *args: Any) -> None:
+    if not group.reduce_grads:
+        stock(*args)
+        return
+    for before, _ in reversed(listeners):
+        before(group)
+    stock(*args)
+    for _, after in listeners:
+        after(group)
+
+
+def fill_unused(group: Any) -> None:
+    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
+
+    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it.
+    """
+    if all(before is not _fill for before, _ in group.__dict__.get(_LISTENERS, ())):
+        _listen(group, before=_fill)
+
+
+def _fill(group: Any) -> None:
+    for managed in group.fsdp_params:
+        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def one_gradient_dtype(group: Any) -> None:
+    """Let a parameter group reduce gradients of which only some have added up over several backwards.
+
+    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
+    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together (torch
+    2.15 keeps all in one dtype by itself).
+    """
+    _listen(group, before=_in_one_dtype)
+
+
+def _in_one_dtype(group: Any) -> None:
+    records = [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
+    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
+    for managed in records if added else ():
+        parameter = managed._unsharded_param
+        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
+            continue
+        if parameter.grad is not None:
+            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
+            parameter.grad = None
+        else:
+            managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
+
+
+def after_reductions(unit: nn.Module, call: Callable[[int, Any], None]) -> None:
+    """Call something whenever FSDP2 has enqueued the reduction of a unit's gradients. Local operation.
+
+    Sharded gradients are final then, as far as this backward goes, on FSDP2's own stream
+    (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). Every backward comes by at least once for each
+    parameter group of the tree that it runs in, also for those that it has not used.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        call: Gets the number of the unit's parameter group, and the event after which its gradients are final;
+            ``None`` where nothing was reduced, or there are no streams.
+    """
+    for number, group in enumerate(fsdp_parameter_groups(unit)):
+        _listen(group, after=functools.partial(_tell_event, call, number))
+
+
+def _tell_event(call: Callable[[int, Any], None], number: int, group: Any) -> None:
+    call(number, group._post_reduce_event)
+
+
+def around_reductions(
+    unit: nn.Module,
+    before: Callable[[list[torch.nn.Parameter]], None],
+    after: Callable[[list[torch.nn.Parameter]], None],
+) -> None:
+    """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
+
+    Args:
+        unit: A module that FSDP2 manages.
+        before: Gets the group's sharded parameters; their ``.grad`` is what the reduction will be added to.
+        after: Gets them when the reduction is enqueued and ``.grad`` is there (``FSDPParamGroup.post_backward``).
+    """
+    for group in fsdp_parameter_groups(unit):
+        _listen(
+            group,
+            before=lambda group: before(_parameters_of(group)),
+            after=lambda group: after(_parameters_of(group)),
+        )
+
+
+def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
+    return [managed.sharded_param for managed in group.fsdp_params]
+
+
+# --- dtypes of gradients
+
+
+def gradients_in(unit: nn.Module, dtype: torch.dtype) -> None:
+    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
+
+    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
+    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
+    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
+    """
+    for group in fsdp_parameter_groups(unit):
+        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+        _set_gradient_dtype(group, dtype)
+        for managed in group.fsdp_params:
+            if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
+                managed.to_sharded_dtensor = functools.partial(
+                    _to_sharded, managed, managed.to_sharded_dtensor
+                )
+
+
+def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
+    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
+    stock()
+    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
+        group._orig_dtype = dtype
+    _set_gradient_dtype(group, dtype)
+
+
+def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
+    """``FSDPParam.to_sharded_dtensor`` for gradients of another dtype than their parameter's.
+
+    FSDP2 gives them the parameter's spec, which says the parameter's dtype. Operations on DTensors go by it: ``lerp_``
+    of an optimizer with fp32 main weights refuses an fp32 gradient, as one of bf16.
+    """
+    made = stock(tensor)
+    spec = spec_of(made)
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
+        return made
+    known = managed.__dict__.setdefault("_te_fsdp_gradient_spec", (spec, None))
+    if known[1] is None or known[0] is not spec:
+        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
+        known = managed._te_fsdp_gradient_spec = (spec, replace(spec, tensor_meta=meta))
+    return dtensor(tensor, known[1])
+
+
+def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    for managed in group.fsdp_params:
+        if managed.sharded_param.requires_grad:
+            managed.sharded_param.grad_dtype = dtype
+
+
+# --- quantized shards
+
+
+def keep_no_flat_shard(managed: Any) -> None:
+    """Keep FSDP2 from holding a flat copy of a shard that has all-gather hooks of its own.
+
+    FSDP2 keeps ``FSDPParam._sharded_param_data = local.view(-1)``, and makes it anew in ``reset_sharded_param``: at
+    lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
+    formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
+    The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
+    (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
+
+    Args:
+        managed: From :func:`managed_by` or :func:`find_managed`.
+    """
+    if "reset_sharded_param" not in managed.__dict__:
+        managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
+    owner, name = owners_of(managed)[0]
+    if gathers_itself(getattr(owner, name)):
+        managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
+
+
+def keep_no_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
+    """:func:`keep_no_flat_shard` for the records of one shard. Local operation; nothing to do without FSDP2.
+
+    Args:
+        module: Owner.
+        local: Its quantized shard.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None and local_of(parameter) is local:
+            managed = find_managed(module, name)
+            if managed is not None:
+                keep_no_flat_shard(managed)
+
+
+def gathers_itself(parameter: torch.Tensor) -> bool:
+    """Whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
+    return hasattr(local_of(parameter), "fsdp_pre_all_gather")
+
+
+def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
+    """``FSDPParam.reset_sharded_param`` without the flat copy."""
+    info = managed._module_info
+    parameter = getattr(info.module, info.param_name)
+    if managed.pin_memory or not isinstance(parameter, DTensor) or not gathers_itself(parameter):
+        stock()
+        return
+    if hasattr(managed, "_capture_grad_dtype_policy"):
+        _keep_gradient_dtype(managed, parameter)
+    managed.sharded_param = parameter
+    managed._sharding_spec = parameter._spec
+    managed._sharded_param_data = torch.empty(0)
+
+
+def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
+    """What ``reset_sharded_param`` of torch 2.15 does besides: in which dtype the shard's gradient is kept.
+
+    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which refuses all but its
+    own ``grad_dtype``: both have to say the same. One that was set on the old parameter holds for the new one.
+    """
+    managed._capture_grad_dtype_policy(managed.sharded_param)
+    managed._capture_grad_dtype_policy(parameter)
+    if not managed._has_sharded_grad_dtype_override:
+        managed.sharded_grad_dtype = parameter.dtype
+    elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
+        parameter.grad_dtype = managed.sharded_grad_dtype
+    managed._sharding_spec_by_dtype.clear()  # specs of gradients, made from the spec of the old parameter
+
+
+def remember_shard_meshes(unit: nn.Module) -> None:
+    """Keep the mesh that FSDP2 hands to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
+
+    Up to torch 2.12 it is a property that slices the mesh of HSDP anew at every gather of every quantized weight: a
+    tenth of the host's time of a step. Later ones keep it themselves and are left alone. Local operation.
+    """
+    for managed in managed_by(unit):
+        kind = type(managed)
+        if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
+            continue
+        slicing = kind.shard_mesh.fget
+        assert slicing is not None
+        # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
+        managed.__class__ = _with_shard_mesh(kind)
+        managed.__dict__[_SHARD_MESH] = slicing(managed)
+
+
+#: Attribute of a record of FSDP2's: the mesh of its shards.
+_SHARD_MESH = "_te_fsdp_shard_mesh"
+
+
+@functools.cache
+def _with_shard_mesh(kind: type) -> type:
+    """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
+    kept = property(lambda self: self.__dict__[_SHARD_MESH])
+    return type(kind.__name__, (kind,), {"shard_mesh": kept})
+
+
+# --- process groups, and methods of modules
+
+
+def replace_outer_group(
+    unit: nn.Module, make: Callable[[torch.distributed.ProcessGroup], torch.distributed.ProcessGroup]
+) -> None:
+    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
+
+    FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
+    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else.
+
+    Args:
+        unit: A module that FSDP2 manages, replicated over an axis.
+        make: The group that FSDP2 has -> the one to use, of the same size.
+    """
+    for group in fsdp_parameter_groups(unit):
+        info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
+        info.replicate_process_group = make(info.replicate_process_group)
+        group.mesh_info = info
+
+
+def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
+
+    Args:
+        module: The module; a call on a module around it comes by as well.
+        call: Gets the method that it stands for, then its arguments.
+    """
+    module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]

@@ -1,0 +1,175 @@
+"""Everything that te_fsdp replaces in TE: :data:`PATCHES`, and the only place that does so.
+
+Classes belong to the process, and with them their patches. Each replacement looks for a mark of te_fsdp's on the object
+at hand (a binding of the module, the name of a group on the quantizer) and does as TE does where there is none, so that
+models that te_fsdp does not know see no change. Nothing is replaced before :func:`install` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from te_fsdp import _te
+from te_fsdp._patches import Patch
+
+__all__ = ["PATCHES", "install", "install_on"]
+
+_TESTS = "tests/pytorch/distributed"
+_ALL = "TE 2.18 to 2.20"
+_GROUP = "### The amax group of a weight is FSDP2's axis alone"
+
+#: By a name of te_fsdp's own.
+PATCHES: dict[str, Patch] = {
+    "gather": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_pre_all_gather",
+        "reduces the amax over tp too, sends buffers as FSDP2 can gather them (`quantized/all_gather.py`)",
+        _GROUP,
+        _ALL,
+        f"{_TESTS}/test_one_scale.py::test_the_group_of_stock_te_is_caught",
+    ),
+    "gathered": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_post_all_gather",
+        "fills the tensor that kernels read, with the shard's scale and without a scrambled transpose",
+        "### `as_strided` scrambles the cached transpose",
+        _ALL,
+        f"{_TESTS}/test_te_faults.py::test_as_strided_scrambles_the_transpose",
+    ),
+    "columnwise": Patch(
+        "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
+        "clear_columnwise_cache",
+        "leaves bytes on a gathered MXFP8 weight that cannot be computed from the others",
+        "- The backward of a module takes the columnwise half",
+        "TE 2.20",
+        f"{_TESTS}/test_recomputation.py::test_mxfp8_weights",
+    ),
+    "copy": Patch(
+        "quantizers with one scale",
+        "copy",
+        "hands on the name of the group over which the amax is reduced",
+        _GROUP,
+        _ALL,
+        f"{_TESTS}/test_one_scale.py::test_copies_know_the_group_and_hold_none",
+    ),
+    "deepcopy": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__deepcopy__",
+        "does so too, and takes no process group along",
+        "### A gathered weight cannot be deep copied",
+        _ALL,
+        f"{_TESTS}/test_te_faults.py::test_no_deep_copy_after_a_gather",
+    ),
+    "pickle": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__getstate__",
+        "leaves that name behind: in another process it may belong to other ranks",
+        _GROUP,
+        _ALL,
+        f"{_TESTS}/test_one_scale.py::test_copies_know_the_group_and_hold_none",
+    ),
+    "group": Patch(
+        "tensors of current scaling and NVFP4, and their storages",
+        "amax_reduction_group",
+        "is the group of that name, whatever a gather sets",
+        _GROUP,
+        _ALL,
+        f"{_TESTS}/test_one_scale.py::test_the_group_of_stock_te_is_caught",
+    ),
+    "delayed": Patch(
+        "`Float8Quantizer`",
+        "update_quantized",
+        "reduces the newest amax at once: TE does at the end of the next forward, over another group",
+        _GROUP,
+        _ALL,
+        f"{_TESTS}/test_one_scale.py::test_writes_by_anybody",
+    ),
+    "quantize empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "quantize_impl",
+        "lets a shard without rows take part in the reduction of the amax",
+        "- A tensor without elements takes no part",
+        _ALL,
+        f"{_TESTS}/test_alignment.py::test_uneven_and_empty_shards",
+    ),
+    "update empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "update_quantized",
+        "does so too when a weight is written",
+        "- A tensor without elements takes no part",
+        _ALL,
+        f"{_TESTS}/test_alignment.py::test_uneven_and_empty_shards",
+    ),
+    "new zeros": Patch(
+        "MXFP8 weight that lies on the device",
+        "new_zeros",
+        "makes scales with padding, into which FSDP2 copies a piece",
+        "- `fully_shard` on float8-block and NVFP4 weights",
+        _ALL,
+        "tests/unit/test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
+    ),
+    "save": Patch(
+        "`FusedAdam` with main weights of te_fsdp's",
+        "state_dict",
+        "has main weights in the groups to its end: it looks at them after torch's, and torch's hooks are over by then",
+        "",
+        _ALL,
+        "tests/pytorch/distributed/test_main_weights.py",
+    ),
+    "load": Patch(
+        "`FusedAdam` with main weights of te_fsdp's",
+        "load_state_dict",
+        "does so too",
+        "",
+        _ALL,
+        "tests/pytorch/distributed/test_main_weights.py",
+    ),
+}
+
+
+#: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
+_OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "gather": _te.gathering_tensor_classes,
+    "gathered": _te.gathering_tensor_classes,
+    "columnwise": functools.partial(_te.modules_with, "clear_columnwise_cache"),
+    "copy": functools.partial(_te.quantizer_classes, "amax", "history"),
+    "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
+    "pickle": functools.partial(_te.quantizer_classes, "amax"),
+    "group": _te.amax_tensor_classes,
+    # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
+    "delayed": functools.partial(_te.quantizer_classes, "history"),
+    # NVFP4's shards hold whole blocks, so that none is empty.
+    "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+}
+
+#: Attribute of a patched class or module: the names of its replaced attributes.
+_PATCHED = "_te_fsdp_patched"
+
+
+def install(name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute wherever it has not been replaced; later calls do nothing.
+
+    Args:
+        name: Key of :data:`PATCHES`.
+        make: Gets what stands there, ``None`` if nothing does; gives what shall.
+    """
+    attribute = PATCHES[name].attribute
+    for owner in _OWNERS[name]():
+        done = owner.__dict__.get(_PATCHED, ())
+        if attribute not in done:
+            setattr(owner, attribute, make(getattr(owner, attribute, None)))
+            setattr(owner, _PATCHED, (*done, attribute))
+
+
+def install_on(owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute of one object.
+
+    Args:
+        owner: The object.
+        name: Key of :data:`PATCHES`.
+        replacement: What shall stand there.
+    """
+    setattr(owner, PATCHES[name].attribute, replacement)

@@ -1,0 +1,108 @@
+"""What te_fsdp replaces in TransformerEngine and torch: the tables, their page, and faults seen in one process."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import te_fsdp
+from te_fsdp import _fsdp2_patches, _te, _te_patches
+from te_fsdp._patches import markdown
+from te_fsdp.mesh import Meshes
+from te_fsdp.quantized.all_gather import mend_hooks
+from te_fsdp.quantized.amax_mark import make_marks_stick
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/upstream.md").read_text()
+TABLES = {"TransformerEngine": tuple(_te_patches.PATCHES.values()), "FSDP2": _fsdp2_patches.PATCHES}
+ROWS = [row for rows in TABLES.values() for row in rows]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_page_has_the_table(table):
+    expected = markdown(TABLES[table])
+    assert expected in PAGE, f"docs/upstream.md lacks:\n{expected}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.owner} {row.attribute}")
+def test_a_row_names_what_there_is(row):
+    """The passage on the fault, and the test that tells whether the patch is still needed."""
+    assert not row.upstream or re.search(rf"^{re.escape(row.upstream)}", PAGE, re.MULTILINE)
+    path, _, name = row.shown_by.partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).exists()
+
+
+def test_the_tables_are_read_without_a_change():
+    program = (
+        "import sys; from te_fsdp import _te_patches, _fsdp2_patches\n"
+        "assert len(_te_patches.PATCHES) > 9 and len(_fsdp2_patches.PATCHES) > 5\n"
+        "assert not any(name.startswith('transformer_engine') for name in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_patches_of_classes_are_installed_once(te):
+    make_marks_stick()
+    mend_hooks()
+    found = {}
+    for name, owners in _te_patches._OWNERS.items():
+        for owner in owners():
+            attribute = _te_patches.PATCHES[name].attribute
+            assert attribute in owner.__dict__["_te_fsdp_patched"]
+            found[owner, attribute] = owner.__dict__[attribute]
+    make_marks_stick()
+    mend_hooks()
+    assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
+    assert len({attribute for _, attribute in found}) == 9
+
+
+# --------------------------------------------------------------------------- faults of stock TE, in one process
+
+
+def weight_of(te, recipe: str) -> torch.Tensor:
+    from transformer_engine.common import recipe as recipes
+
+    with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
+        return te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cpu").weight.detach()
+
+
+def test_te_takes_a_half_that_it_cannot_make_again(te):
+    """Patch "columnwise"."""
+    weight = weight_of(te, "MXFP8BlockScaling")
+    (module, *_) = _te.modules_with("clear_columnwise_cache")
+    inspect.unwrap(module.clear_columnwise_cache)(weight)
+    assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])
+def test_copies_of_quantizers_forget(te, recipe):
+    """Patch "copy"."""
+    quantizer = _te.quantizer_of(weight_of(te, recipe))
+    quantizer.mark = True
+    assert not hasattr(inspect.unwrap(type(quantizer).copy)(quantizer), "mark")
+
+
+def test_new_zeros_of_mxfp8_have_no_padding(te):
+    """Patch "new zeros"."""
+    weight = weight_of(te, "MXFP8BlockScaling")
+    padded = weight.get_metadata()["rowwise_scale_inv"].shape
+    assert type(weight).new_zeros(weight, weight.shape).get_metadata()["rowwise_scale_inv"].shape != padded
+
+
+def test_apply_loses_attributes(te, fake_world):
+    """Patch "_apply": with stock torch the mark is lost, with te_fsdp's it is not."""
+    fake_world(2)
+    model = nn.Sequential(te.Linear(16, 16, params_dtype=torch.bfloat16, device="cpu"))
+    te_fsdp.fully_shard(model, Meshes.build(device_type="cpu"))
+    model[0].weight.mark = True
+    model.to(torch.float32)
+    assert model[0].weight.mark and model[0].weight.dtype == torch.float32
+    model._apply.args[-1](lambda tensor: tensor.to(torch.bfloat16))  # what stood there before
+    assert not hasattr(model[0].weight, "mark")
