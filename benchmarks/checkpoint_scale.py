@@ -90,15 +90,14 @@ def manifest_bytes() -> int:
 
 def measure(measured: int, ranks: int) -> dict[str, Any]:
     """Numbers of all ranks, from some."""
-    planners, seconds = [], 0.0
+    messages, seconds = [], 0.0
     for rank in range(measured):
-        spent, planner = timed(lambda rank=rank: _planned(rank, measured))
-        planners.append(planner)
+        spent, items = timed(lambda rank=rank: writing.items_of(entries(rank, measured)))
+        messages.append(pickle.dumps(SavePlan(items)))
         seconds += spent
-    messages = [pickle.dumps(planner.plan) for planner in planners]
     with tempfile.TemporaryDirectory() as directory, without_collector():
         unpickled, plans = timed(lambda: [pickle.loads(message) for message in messages])
-        together, (final, metadata) = timed(lambda: planners[0].create_global_plan(plans))
+        together, (final, metadata) = timed(lambda: writing.together(plans))
         writer = SummingWriter(Path(directory), "0" * 32)
         writer.mark = "0" * 73
         dumped, _ = timed(lambda: writer.finish(metadata, _results(final)))
@@ -128,13 +127,6 @@ def measure(measured: int, ranks: int) -> dict[str, Any]:
         "later saves": {"seconds of planning on a rank": again, "bytes of a rank's message": 40},
         "seconds of reading the metadata, on every rank of a load": loaded * scale,
     }
-
-
-def _planned(rank: int, ranks: int) -> writing.SavePlanner:
-    planner = writing.SavePlanner(entries(rank, ranks))
-    planner.set_up_planner({}, is_coordinator=rank == 0)
-    planner.create_local_plan()
-    return planner
 
 
 def _results(plans: list[SavePlan]) -> list[list[WriteResult]]:

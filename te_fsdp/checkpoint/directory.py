@@ -1,4 +1,4 @@
-"""Directories of checkpoints: what is written is visible only when whole, and by one job at a time; finding whole ones.
+"""Directories of checkpoints: visible only when whole, written by one job at a time, not removed while they are read.
 
 A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.locks`), and
 renames it at the end; an old checkpoint is renamed before its files are removed. What a killed job leaves behind is
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import difflib
 import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, take
@@ -37,13 +38,14 @@ from te_fsdp.checkpoint.manifest import (
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
-    "REMOVING",
     "begin",
+    "check_keep_last",
     "commit",
     "damaged",
     "discard",
-    "hidden_name",
+    "hide_old",
     "in_order",
+    "in_use",
     "latest",
     "new_directory",
     "new_file",
@@ -56,8 +58,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("te_fsdp")
-_SAVING, REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
-_HIDDEN = re.compile(rf"\.(.+)({_SAVING}|{REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
+_SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
+_HIDDEN = re.compile(rf"\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
 #: After so many seconds a temporary directory of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
 _FULL = {
@@ -85,7 +87,7 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
         take(target, owner)
-        temporary = hidden_name(target, _SAVING, owner)
+        temporary = _hidden_name(target, _SAVING, owner)
         try:
             for left in target.parent.glob(".*.te_fsdp-*"):
                 _remove_left(left, target)
@@ -98,7 +100,7 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
     return temporary
 
 
-def hidden_name(path: Path, mark: str, owner: Owner | None = None) -> Path:
+def _hidden_name(path: Path, mark: str, owner: Owner | None = None) -> Path:
     """A new name beside a checkpoint, for it while it is being written, or removed."""
     return path.with_name(f".{path.name}{mark}.{owner or Owner.new()}")
 
@@ -118,7 +120,7 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
     sync(temporary)
     aside = None
     if target.is_dir() or (temporary.is_dir() and os.path.lexists(target)):  # files are replaced in one step
-        aside = hidden_name(target, _REPLACED, owner)
+        aside = _hidden_name(target, _REPLACED, owner)
         os.rename(target, aside)
     try:
         os.rename(temporary, target)
@@ -141,9 +143,7 @@ def discard(temporary: Path) -> None:
 
 
 def _owner_of(hidden: Path) -> Owner:
-    owner = Owner.parse(hidden.name.rpartition(f"{_SAVING}.")[2])
-    assert owner is not None, hidden
-    return owner
+    return Owner.parse(hidden.name.rpartition(f"{_SAVING}.")[2])
 
 
 def _check_free(target: Path, force: bool | None) -> None:
@@ -173,8 +173,7 @@ def _remove_left(left: Path, target: Path) -> None:
     if mark == LOCK and text is None:
         release_dead(left)
         return
-    known = Owner.parse(text or "")
-    alive = known.is_alive() if known is not None else None
+    alive = Owner.parse(text or "").is_alive()
     try:
         silent = time.time() - left.stat().st_mtime > _ABANDONED
     except OSError:
@@ -190,40 +189,27 @@ def _remove_left(left: Path, target: Path) -> None:
 
 
 @contextmanager
-def new_directory(target: Path, *, force: bool = False, needed: int | None = None) -> Iterator[Path]:
+def new_directory(
+    target: Path, *, force: bool = False, needed: int | None = None, is_file: bool = False
+) -> Iterator[Path]:
     """Yield a hidden directory beside ``target``, which becomes ``target`` when the block ends well.
 
     Args:
         target: Where the directory shall lie.
         force: Replace what lies there; it stays until the new one is whole.
         needed: Bytes that will be written, for messages.
+        is_file: Yield the hidden path alone, for a file.
 
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
     """
-    with _new(target, force, needed, is_file=False) as temporary:
-        yield temporary
-        for path in temporary.rglob("*"):
-            sync(path)
-
-
-@contextmanager
-def new_file(target: Path, *, force: bool = False, needed: int | None = None) -> Iterator[Path]:
-    """Yield a hidden path beside ``target`` for a file, which becomes ``target`` when the block ends well.
-
-    See :func:`new_directory`.
-    """
-    with _new(target, force, needed, is_file=True) as temporary:
-        yield temporary
-
-
-@contextmanager
-def _new(target: Path, force: bool, needed: int | None, *, is_file: bool) -> Iterator[Path]:
     try:
         with telling_full(target, needed):
             temporary = begin(target, force=force, is_file=is_file)
             try:
                 yield temporary
+                for path in temporary.rglob("*"):
+                    sync(path)
                 commit(temporary, target, force=force)
             finally:
                 discard(temporary)
@@ -234,6 +220,11 @@ def _new(target: Path, force: bool, needed: int | None, *, is_file: bool) -> Ite
             why="Nothing has appeared there",
             fix="check the path and the permissions",
         ) from error
+
+
+def new_file(target: Path, *, force: bool = False, needed: int | None = None) -> AbstractContextManager[Path]:
+    """A context that yields a hidden path for a file, which then becomes ``target``; see :func:`new_directory`."""
+    return new_directory(target, force=force, needed=needed, is_file=True)
 
 
 @contextmanager
@@ -345,6 +336,86 @@ def _age(checkpoint: tuple[Path, Manifest]) -> tuple[int, int, int, str]:
 def next_number(directory: Path) -> int:
     """The number of the next save into a directory: one more than the largest there. Local operation."""
     return 1 + max((save_number(path) for path in visible(directory)), default=0)
+
+
+def check_keep_last(keep_last: int | None) -> None:
+    """Refuse numbers that would remove the checkpoint that was just made.
+
+    Raises:
+        CheckpointError: ``keep_last`` is no positive whole number.
+    """
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise CheckpointError(
+            "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
+        )
+
+
+def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Path]:
+    """Give all but the last few checkpoints of a directory hidden names; they are no checkpoints from then on.
+
+    Renaming is one step, so that a crash leaves each of them whole or hidden. Rank 0 alone calls this, after
+    the newest one has become visible. What another job has saved since counts as newer, and stays.
+
+    Args:
+        newest: The checkpoint that was just made; always kept.
+        manifest: Its manifest.
+        keep_last: How many to keep, the newest included; ``None`` for all.
+
+    Returns:
+        The hidden directories, still to be removed.
+    """
+    if keep_last is None:
+        return []
+    beside = in_order(path for path in visible(newest.parent) if path != newest)
+    older = [path for path, other in beside if other.number < manifest.number]
+    gone = [
+        hidden for path in older[: max(0, len(older) + 1 - keep_last)] if (hidden := _hide(path)) is not None
+    ]
+    if gone:
+        # The new names must be on disk before the first file goes: a partial directory must not reappear.
+        sync(newest.parent)
+    return gone
+
+
+def _hide(path: Path) -> Path | None:
+    """Rename a checkpoint that nobody reads; ``None`` if it stays."""
+    try:
+        with (path / FILE_NAME).open("r+b") as manifest:
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("%s is being loaded, a later save will remove it", path)
+                return None
+            except OSError:
+                _log.debug("%s: this file system has no locks", path)
+            hidden = _hidden_name(path, _REMOVING)
+            os.rename(path, hidden)
+            return hidden
+    except FileNotFoundError:
+        return None  # another job has removed it
+    except OSError as error:
+        _log.warning("%s should be removed and cannot be: %s", path, error)
+        return None
+
+
+@contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Keep a checkpoint from being removed by ``keep_last``, in this or another process. Local operation.
+
+    Best effort: a file system without locks, or without the right to open the manifest, gives none. Where
+    there is no checkpoint, nothing is done.
+    """
+    try:
+        manifest = (path / FILE_NAME).open("rb")
+    except OSError:
+        yield
+        return
+    with manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+        except OSError:
+            _log.debug("%s: this file system has no locks", path)
+        yield
 
 
 def _problems(path: Path, manifest: Manifest) -> list[str]:

@@ -14,10 +14,10 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import SETTINGS, Differences, check_metadata, compare_model, compare_semantics
 from te_fsdp.checkpoint.conversion import plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed
+from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.filling import Filling
 from te_fsdp.checkpoint.model_state import ModelState, model_state
 from te_fsdp.checkpoint.optimizer_state import check_scaled_state, compare_optimizer
-from te_fsdp.checkpoint.retention import in_use
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.sharding.optimizer import check_optimizer

@@ -65,11 +65,11 @@ class Owner:
         return cls(_machine(), os.getpid(), start, int(time.time()), secrets.token_hex(4))
 
     @classmethod
-    def parse(cls, text: str) -> Owner | None:
-        """The owner of a name; ``None`` if it tells none."""
+    def parse(cls, text: str) -> Owner:
+        """The owner of a name; one on no known machine if it tells none."""
         parts = text.split(".")
         if len(parts) != 5 or not (parts[1].isdigit() and parts[3].isdigit()):
-            return None
+            return cls("", 0, "", 0, text)
         return cls(parts[0], int(parts[1]), parts[2], int(parts[3]), parts[4])
 
     def __str__(self) -> str:
@@ -77,6 +77,8 @@ class Owner:
 
     def told(self) -> str:
         """For messages."""
+        if not self.machine:
+            return f"unknown: {self.token}"
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         own = " (this process)" if self.is_alive() and self.pid == os.getpid() else ""
         return f"process {self.pid}{own} on {self.machine.rpartition('-')[0]}, since {since} by its clock"
@@ -165,12 +167,12 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
     if holder.name == str(owner):
         return True
     known = Owner.parse(holder.name)
-    alive = known.is_alive() if known is not None else None
+    alive = known.is_alive()
     if alive or (alive is None and not _is_silent(holder)):
         raise CheckpointError(
             f"{target}: another job is writing it",
             expected="one writer for a path",
-            got=known.told() if known is not None else f"unknown: {holder}",
+            got=known.told(),
             why="Nothing was written",
             fix="save under another name, such as a directory per run; or end that job, whose lock is then "
             "taken over",
@@ -179,7 +181,7 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
         os.rename(holder, lock / str(owner))
     except FileNotFoundError:
         return False
-    _log.warning("%s: taking over from a dead job, %s", target, known.told() if known else holder.name)
+    _log.warning("%s: taking over from a dead job, %s", target, known.told())
     return True
 
 
@@ -231,11 +233,10 @@ def check(target: Path, owner: Owner) -> None:
     if (lock / str(owner)).exists():
         return
     holder = _holder(lock)
-    known = Owner.parse(holder.name) if holder is not None else None
     raise CheckpointError(
         f"{target}: another job has taken over, since this one gave no sign of life for {SILENCE:.0f} s",
         expected=f"the lock of {owner.told()}",
-        got=known.told() if known is not None else "none",
+        got=Owner.parse(holder.name).told() if holder is not None else "none",
         why="Nothing of this save has appeared",
         fix="save under another name; find out what held this process up",
     )
@@ -257,9 +258,8 @@ def release(target: Path, owner: Owner) -> None:
 def release_dead(lock: Path) -> None:
     """Remove a lock whose holder is known to be dead, or that nobody holds. Local operation."""
     holder = _holder(lock)
-    known = Owner.parse(holder.name) if holder is not None else None
     try:
-        if holder is not None and known is not None and known.is_alive() is False:
+        if holder is not None and Owner.parse(holder.name).is_alive() is False:
             holder.unlink()
         lock.rmdir()
     except OSError:

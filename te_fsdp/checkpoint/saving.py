@@ -22,6 +22,7 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background
 from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
+from te_fsdp.checkpoint.directory import check_keep_last, hide_old
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
@@ -39,7 +40,6 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.checkpoint.progress import bytes_bar
-from te_fsdp.checkpoint.retention import check_keep_last, hide_old
 from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten

@@ -40,33 +40,30 @@ from te_fsdp.errors import CheckpointError, TeFsdpError
 __all__ = ["Plan", "Writing", "as_failed_save", "plan_writing", "write_tensors"]
 
 
-class SavePlanner(dcp.DefaultSavePlanner):
-    """Writes every piece of every entry; DCP removes the pieces that other ranks hold too."""
+def items_of(entries: Mapping[str, Entry]) -> list[WriteItem]:
+    """What DCP plans with: an item for each piece of each entry, in this order. Local operation."""
+    items = []
+    for key, entry in entries.items():
+        for piece in entry.pieces:
+            offsets = torch.Size(piece.offsets)
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.size())
+            properties = TensorProperties.create_from_tensor(piece.tensor)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
+            items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
 
-    def __init__(self, entries: dict[str, Entry]) -> None:
-        # A replica goes to the rank that has the least to write.
-        super().__init__(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-        )
-        self.entries = entries
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+def together(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """The ranks' plans without the pieces that others write, and all of them described. Local operation.
 
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for key, entry in self.entries.items():
-            for piece in entry.pieces:
-                offsets = torch.Size(piece.offsets)
-                index = MetadataIndex(key, offsets)
-                chunk = ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.size())
-                properties = TensorProperties.create_from_tensor(piece.tensor)
-                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
+    A replica goes to the rank that has the least to write.
+    """
+    planner = dcp.DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+    )
+    planner.set_up_planner({}, is_coordinator=True)
+    with without_collector():
+        return planner.create_global_plan(plans)
 
 
 @dataclass
@@ -219,15 +216,11 @@ def _signature(entries: dict[str, Entry]) -> list[Any]:
 
 def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signature: Any) -> Plan:
     """Plan anew. Collective over the ranks: a round of what each rank holds."""
-    planner = SavePlanner(entries)
+    items = items_of(entries)
     names: list[str] = []
     metadata: list[Metadata] = []
 
-    def local() -> SavePlan:
-        planner.set_up_planner({}, is_coordinator=ranks.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def together(plans: list[SavePlan]) -> list[tuple[str, SavePlan, list[tuple[int, int]]]]:
+    def all_of(plans: list[SavePlan]) -> list[tuple[str, SavePlan, list[tuple[int, int]]]]:
         count = Counter(item.index for plan in plans for item in plan.items)
         numbers = {index: number for number, index in enumerate(i for i, n in count.items() if n > 1)}
         names.extend(index.fqn for index in numbers)
@@ -235,14 +228,13 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
             [(numbers[item.index], at) for at, item in enumerate(plan.items) if item.index in numbers]
             for plan in plans
         ]
-        with without_collector():
-            final, described = planner.create_global_plan(plans)
+        final, described = together(plans)
         metadata.append(described)
         token = secrets.token_hex(16)
         return [(token, *each) for each in zip(writer.prepare_global_plan(final), shared, strict=True)]
 
-    token, part, shared = ranks.round(local, together)
-    place = {item.index: at for at, item in enumerate(planner.plan.items)}
+    token, part, shared = ranks.round(lambda: writer.prepare_local_plan(SavePlan(items)), all_of)
+    place = {item.index: at for at, item in enumerate(items)}
     order = [place[item.index] for item in part.items]
     return Plan(token, signature, part, order, dict(shared), names, metadata[0] if metadata else None)
 

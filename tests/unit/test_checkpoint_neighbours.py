@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, locks, manifest, retention, writing
+from te_fsdp.checkpoint import directory, locks, manifest, writing
 from te_fsdp.checkpoint.locks import LOCK, Owner
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
@@ -335,13 +335,13 @@ def test_two_jobs_that_remove_the_same(
 ) -> None:
     for step in (1, 2, 3):
         checkpoint.save(tmp_path / f"step-{step}", model())
-    hide = retention._hide
+    hide = directory._hide
 
     def other_was_quicker(path: Path) -> Path | None:
         shutil.rmtree(path)
         return hide(path)
 
-    monkeypatch.setattr(retention, "_hide", other_was_quicker)
+    monkeypatch.setattr(directory, "_hide", other_was_quicker)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         checkpoint.save(tmp_path / "step-4", model(), keep_last=2)
     assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records

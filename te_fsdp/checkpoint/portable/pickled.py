@@ -9,12 +9,12 @@ by a private mode of torch, it takes 0.8 ms of CPU for each tensor, this 0.03 ms
 from __future__ import annotations
 
 import collections
-import functools
 import io
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import IO, Any
 
@@ -68,7 +68,7 @@ class _Unpickler(pickle.Unpickler):
             # A pickle may set attributes of what it names: of a new object each time, not of one of ours.
             if isinstance(found, type) and found.__module__ == __name__:
                 return type(name, (found,), {})
-            return functools.partial(found) if isinstance(found, FunctionType) else found
+            return partial(found) if isinstance(found, FunctionType | partial) else found
         if module in ("torch", "torch.storage"):
             value = getattr(torch, _STORAGES.get(name, name), None)
             if isinstance(value, torch.dtype):
@@ -118,54 +118,35 @@ class _DType:
         self.name = _DTYPES.get(int(value), str(value))
 
 
-def _quantized(
-    name: str, shape: Any, dtype: torch.dtype, element: Any, buffers: dict[str, Any], **options: Any
-) -> Quantized:
-    kept = {key: value for key, value in buffers.items() if isinstance(value, torch.Tensor)}
-    return Quantized(name, dtype, tuple(shape), getattr(element, "name", str(element)), kept, options)
-
-
-# The signatures are those of TE 2.18 to 2.20, whose reconstructors these stand for.
-def _float8(data: Any, element: Any, scale: Any, dtype: Any, shape: Any, transpose: Any = None) -> Quantized:
-    buffers = {"data": data, "fp8_scale_inv": scale}
-    if data is None:
-        # Kept transposed only (TE 2.20): the same bytes, last dim first.
-        buffers["data"] = with_record(torch.movedim(transpose, 0, -1), transpose.record)
-    return _quantized("float8", shape, dtype, element, buffers)
-
-
-def _mxfp8(
-    rowwise: Any, row_scale: Any, columnwise: Any, column_scale: Any, element: Any, dtype: Any, shape: Any,
-    quantizer: Any = None, swizzled: bool = False,
-) -> Quantized:  # fmt: skip
-    buffers = {"rowwise_data": rowwise, "rowwise_scale_inv": row_scale}
-    buffers |= {"columnwise_data": columnwise, "columnwise_scale_inv": column_scale}
-    return _quantized("mxfp8", shape, dtype, element, buffers, with_gemm_swizzled_scales=swizzled)
-
-
-def _block(
-    shape: Any, rowwise: Any, row_scale: Any, columnwise: Any, column_scale: Any, element: Any, dtype: Any,
-    quantizer: Any, two_dims: bool, data_format: Any = None,
-) -> Quantized:  # fmt: skip
-    buffers = {"rowwise_data": rowwise, "rowwise_scale_inv": row_scale}
-    buffers |= {"columnwise_data": columnwise, "columnwise_scale_inv": column_scale}
-    return _quantized("float8-block", shape, dtype, element, buffers, is_2D_scaled=two_dims)
-
-
-def _nvfp4(
-    shape: Any, rowwise: Any, row_scale: Any, columnwise: Any, column_scale: Any, row_amax: Any, column_amax: Any,
-    element: Any, dtype: Any, quantizer: Any, swizzled: bool = False, row_scaled: bool = False, *more: Any,
-) -> Quantized:  # fmt: skip
-    buffers = {"rowwise_data": rowwise, "rowwise_scale_inv": row_scale, "amax_rowwise": row_amax}
-    buffers |= {
-        "columnwise_data": columnwise,
-        "columnwise_scale_inv": column_scale,
-        "amax_columnwise": column_amax,
-    }
-    options = {"with_gemm_swizzled_scales": swizzled, "row_scaled_nvfp4": row_scaled}
+#: Arguments of TE's reconstructors of quantized tensors, by format; those of TE 2.18 to 2.20.
+_REBUILT = {
+    "float8": "data element fp8_scale_inv dtype shape transpose",
+    "mxfp8": "rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv element dtype shape quantizer "
+    "with_gemm_swizzled_scales",
+    "float8-block": "shape rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv element dtype quantizer "
+    "is_2D_scaled data_format",
     # 4over6 (TE 2.20): another largest scale, which the components do not tell.
-    options["nvfp4_use_4over6"] = bool(more and more[0])
-    return _quantized("nvfp4", shape, dtype, element, buffers, **options)
+    "nvfp4": "shape rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv amax_rowwise amax_columnwise "
+    "element dtype quantizer with_gemm_swizzled_scales row_scaled_nvfp4 nvfp4_use_4over6 nvfp4_e4m3_max",
+}
+_OPTIONS = ("with_gemm_swizzled_scales", "is_2D_scaled", "row_scaled_nvfp4", "nvfp4_use_4over6")
+
+
+def _quantized(kind: str, *args: Any) -> Quantized:
+    """Stands for the reconstructor of a format."""
+    names = _REBUILT[kind].split()
+    if len(args) > len(names):
+        raise TypeError(f"{len(args)} arguments for a tensor of {kind}")
+    values = dict(zip(names, args, strict=False))  # the last ones are newer than TE 2.18
+    transpose = values.pop("transpose", None)
+    if kind == "float8" and values["data"] is None:
+        # Kept transposed only (TE 2.20): the same bytes, last dim first.
+        values["data"] = with_record(torch.movedim(transpose, 0, -1), transpose.record)
+    buffers = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    options = {name: bool(values.get(name, False)) for name in _OPTIONS if name in names}
+    element = values["element"]
+    element = getattr(element, "name", str(element))
+    return Quantized(kind, values["dtype"], tuple(values["shape"]), element, buffers, options)
 
 
 # ------------------------------------------------------------------------------------------- tensors of torch
@@ -219,10 +200,12 @@ _STATE_DICTS: dict[str, Any] = {
     "builtins.bytearray": bytearray,
     "builtins.set": set,
     "builtins.complex": complex,
-    f"{_TENSORS}.float8_tensor._make_float8_tensor_in_reduce_ex": _float8,
-    f"{_TENSORS}.mxfp8_tensor._make_mxfp8_tensor_in_reduce_ex": _mxfp8,
-    f"{_TENSORS}.float8_blockwise_tensor._make_float8_blockwise_tensor_in_reduce_ex": _block,
-    f"{_TENSORS}.nvfp4_tensor._make_nvfp4_tensor_in_reduce_ex": _nvfp4,
+    f"{_TENSORS}.float8_tensor._make_float8_tensor_in_reduce_ex": partial(_quantized, "float8"),
+    f"{_TENSORS}.mxfp8_tensor._make_mxfp8_tensor_in_reduce_ex": partial(_quantized, "mxfp8"),
+    f"{_TENSORS}.float8_blockwise_tensor._make_float8_blockwise_tensor_in_reduce_ex": partial(
+        _quantized, "float8-block"
+    ),
+    f"{_TENSORS}.nvfp4_tensor._make_nvfp4_tensor_in_reduce_ex": partial(_quantized, "nvfp4"),
     "transformer_engine.pytorch.constants.DType": _DType,
     "transformer_engine_torch.DType": _DType,
 } | {f"{_TENSORS}.{name}": _Opaque for name in (*_QUANTIZERS, "nvfp4_tensor.NVFP4Quantizer")}
