@@ -7,8 +7,13 @@ from pathlib import Path
 
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.convert import Tick
-from te_fsdp.checkpoint.portable.huggingface import TeBlocks, TeNames, write_huggingface
-from te_fsdp.checkpoint.portable.huggingface_contents import open_huggingface, values_for_huggingface
+from te_fsdp.checkpoint.portable.huggingface import (
+    TeBlocks,
+    TeNames,
+    open_huggingface,
+    values_for_huggingface,
+    write_huggingface,
+)
 
 __all__ = ["Model", "open_model", "write_model"]
 

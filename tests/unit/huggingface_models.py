@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -227,3 +228,13 @@ class TeModel(nn.Module):
         return (
             logits if self.a.logit_cap is None else self.a.logit_cap * torch.tanh(logits / self.a.logit_cap)
         )
+
+
+def to_te(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the TransformerEngine model."""
+    return ((name, lazy.whole()) for name, lazy in weights.lazily(source, to_te=True, **options).items())
+
+
+def to_huggingface(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the Hugging Face model."""
+    return ((name, lazy.whole()) for name, lazy in weights.lazily(source, to_te=False, **options).items())

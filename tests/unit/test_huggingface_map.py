@@ -15,6 +15,7 @@ from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
+from tests.unit.huggingface_models import to_huggingface, to_te
 
 LLAMA = {
     "model_type": "llama",
@@ -65,7 +66,7 @@ def test_every_form_to_every_form_and_back(one, other, transposed, groups, per_g
 
     def form(packing: str, side: str, transposed: bool = False) -> Form:
         names = tuple(side + part for part in "qkv") if packing == "separate" else (side,)
-        return Form(names, packing, transposed=transposed, groups=groups)
+        return Form(names, transposed=transposed, groups=groups if packing == "interleaved" else 1)
 
     group = Group(parts, form(one, "a", transposed), form(other, "b"))
     source = {n: torch.rand(s) for n, s in group.huggingface.shapes(parts).items()}
@@ -79,7 +80,7 @@ def test_every_form_to_every_form_and_back(one, other, transposed, groups, per_g
 
 def test_interleaved_by_hand():
     # two groups, two query heads each, heads of one row: q0 q1 k0 v0 q2 q3 k1 v1
-    group = Group(((4, 1), (2, 1), (2, 1)), Form(("q", "k", "v")), Form(("qkv",), "interleaved", groups=2))
+    group = Group(((4, 1), (2, 1), (2, 1)), Form(("q", "k", "v")), Form(("qkv",), groups=2))
     source = {
         "q": torch.tensor([[0.0], [1], [2], [3]]),
         "k": torch.tensor([[10.0], [11]]),
@@ -102,13 +103,13 @@ def test_there_and_back(config):
     source = tensors(weights, te=False)
     if config.get("tie_word_embeddings", config is GPT2):
         source["lm_head.weight"] = next(iter(source.values()))
-    converted = dict(weights.to_te(source))
+    converted = dict(to_te(weights, source))
     assert {n: tuple(t.shape) for n, t in converted.items()} == weights.shapes(te=True)
     assert all(t.is_contiguous() for t in converted.values())
     lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
     assert same({k: v.whole() for k, v in lazy.items()}, converted)
     assert all((v.shape, v.dtype) == (tuple(converted[k].shape), converted[k].dtype) for k, v in lazy.items())
-    back = dict(weights.to_huggingface(converted))
+    back = dict(to_huggingface(weights, converted))
     assert back.keys() | {"lm_head.weight"} == source.keys() | {"lm_head.weight"}
     assert all(torch.equal(back[k], source[k]) for k in back)
 
@@ -135,14 +136,14 @@ def test_lazy_tensors_are_read_once_and_a_group_at_a_time():
 def test_dtype():
     weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
     source = tensors(weights, te=False, dtype=torch.bfloat16)
-    assert {t.dtype for t in dict(weights.to_te(source)).values()} == {torch.bfloat16}, "zeros too"
-    assert {t.dtype for t in dict(weights.to_te(source, dtype=torch.float32)).values()} == {torch.float32}
+    assert {t.dtype for t in dict(to_te(weights, source)).values()} == {torch.bfloat16}, "zeros too"
+    assert {t.dtype for t in dict(to_te(weights, source, dtype=torch.float32)).values()} == {torch.float32}
     lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
     assert {t.dtype for t in lazy.values()} == {t.whole().dtype for t in lazy.values()} == {torch.bfloat16}
     source["model.layers.1.mlp.up_proj.weight"] = source["model.layers.1.mlp.up_proj.weight"].float()
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp.*several dtypes"):
-        dict(weights.to_te(source))
-    assert dict(weights.to_te(source, dtype=torch.float32))
+        dict(to_te(weights, source))
+    assert dict(to_te(weights, source, dtype=torch.float32))
 
 
 def test_zero_centered_gammas(caplog):
@@ -152,31 +153,31 @@ def test_zero_centered_gammas(caplog):
     norm = "model.layers.0.input_layernorm.weight"
     source[norm][:2] = torch.tensor([0.5, 2.0])
     with caplog.at_level(logging.WARNING, "te_fsdp"):
-        converted = dict(weights.to_te(source))
+        converted = dict(to_te(weights, source))
         assert torch.equal(
             converted["layers.0.self_attention.layernorm_qkv.layer_norm_weight"], source[norm] - 1
         )
         assert torch.equal(converted["norm.weight"], source["model.norm.weight"] - 1)
-        assert same(dict(weights.to_huggingface(converted)), source)
+        assert same(dict(to_huggingface(weights, converted)), source)
     assert not caplog.records
     source[norm][0] = 0.1  # of which 0.1 - 1 has fewer bits left
     with caplog.at_level(logging.WARNING, "te_fsdp"):
-        dict(weights.to_te(source))
+        dict(to_te(weights, source))
     assert "layers.0.self_attention.layernorm_qkv.layer_norm_weight: zero-centering rounded" in caplog.text
 
 
 def test_biases_that_only_transformer_engine_has():
     weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
     source = tensors(weights, te=False)
-    converted = dict(weights.to_te(source))
+    converted = dict(to_te(weights, source))
     zero = [name for name, tensor in converted.items() if not tensor.any()]
     assert zero == [f"layers.{n}.layernorm_mlp.{fc}_bias" for n in range(2) for fc in ("fc1", "fc2")]
-    assert same(dict(weights.to_huggingface(converted)), source)
+    assert same(dict(to_huggingface(weights, converted)), source)
     converted["layers.1.layernorm_mlp.fc1_bias"][3] = 1e-9
     with pytest.raises(
         CheckpointError, match=r"layers\.1\.layernorm_mlp\.fc1_bias: values that .* no parameter for"
     ):
-        dict(weights.to_huggingface(converted))
+        dict(to_huggingface(weights, converted))
 
 
 def test_names_of_ones_own():
@@ -193,9 +194,9 @@ def test_names_of_ones_own():
         "decoder.scale": torch.zeros(1),
         "a.b._extra_state": torch.zeros(0),
     }
-    assert same(dict(weights.to_te(dict(weights.to_huggingface(source)))), ours)
+    assert same(dict(to_te(weights, dict(to_huggingface(weights, source)))), ours)
     with pytest.raises(CheckpointError, match="unexpected: rope.table"):
-        dict(replace(weights, ignored_te="").to_huggingface({**ours, "rope.table": torch.zeros(2)}))
+        dict(to_huggingface(replace(weights, ignored_te=""), {**ours, "rope.table": torch.zeros(2)}))
 
 
 # ----------------------------------------------------------------------------------------------- what must fail
@@ -209,7 +210,7 @@ def test_everything_wrong_is_named_at_once():
     source["model.layers.2.mlp.up_proj.weight"] = torch.zeros(12, 8)
     source["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions, ignored
     with pytest.raises(CheckpointError) as error:
-        weights.to_te(source)
+        to_te(weights, source)
     text = str(error.value)
     assert "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight. " in text
     assert "unexpected: model.layers.2.mlp.up_proj.weight. " in text
@@ -229,18 +230,18 @@ def test_only_plain_tensors(value, text):
     weights = hf.WeightMap.build(LLAMA)
     source = {**tensors(weights, te=False), "lm_head.weight": value}
     with pytest.raises(CheckpointError, match=f"lm_head.weight.*{text}"):
-        dict(weights.to_te(source))
+        dict(to_te(weights, source))
 
 
 def test_tied_weights_that_differ():
     weights = hf.WeightMap.build({**LLAMA, "tie_word_embeddings": True})
     ours = tensors(weights, te=True)
     with pytest.raises(CheckpointError, match=r"head\.weight: differs from embedding\.weight"):
-        dict(weights.to_huggingface(ours))
+        dict(to_huggingface(weights, ours))
     ours["head.weight"] = ours["embedding.weight"].clone()
-    assert "lm_head.weight" not in dict(weights.to_huggingface(ours))
+    assert "lm_head.weight" not in dict(to_huggingface(weights, ours))
     del ours["head.weight"]
-    assert "model.embed_tokens.weight" in dict(weights.to_huggingface(ours))
+    assert "model.embed_tokens.weight" in dict(to_huggingface(weights, ours))
 
 
 @pytest.mark.parametrize(

@@ -6,56 +6,40 @@ index and no check of one; here query, key and value become one tensor, norms ar
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
-from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
+from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.conversion import keeping_main_weights, set_main_weight
-from te_fsdp.checkpoint.directory import new_directory, sync
-from te_fsdp.checkpoint.entries import GROUPED, stacked_name
-from te_fsdp.checkpoint.manifest import Tick, dtype_name
+from te_fsdp.checkpoint.compare import Differences
+from te_fsdp.checkpoint.filling import Filling
 from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
-from te_fsdp.checkpoint.portable.huggingface_config import (
-    Architecture,
-    causal_lm_class,
-    config_contents,
-    read_config,
+from te_fsdp.checkpoint.portable.contents import Contents, describe, empty_manifest
+from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
+from te_fsdp.checkpoint.portable.huggingface_config import Architecture, first_given, read_config
+from te_fsdp.checkpoint.portable.huggingface_layers import (
+    TeBlocks,
+    TeNames,
+    parameter_names,
+    semantics_of_config,
 )
-from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, parameter_names
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_names import TeNames
-from te_fsdp.checkpoint.portable.huggingface_shares import (
-    Arriving,
-    Exchange,
-    Plan,
-    Share,
-    Told,
-    cut_across_gates,
-    describe_shares,
-    plan_exchange,
-    shares_of,
+from te_fsdp.checkpoint.portable.huggingface_saving import (
+    export_huggingface,
+    save_huggingface,
+    write_huggingface,
 )
-from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
-from te_fsdp.checkpoint.portable.safetensors import (
-    open_safetensors,
-    shard_names,
-    write_file,
-    write_folder,
-    write_index,
-)
-from te_fsdp.errors import CheckpointError, message, shorten
-from te_fsdp.modules.semantics import semantics_of
+from te_fsdp.checkpoint.portable.huggingface_shares import check_fits
+from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.checkpoint.portable.safetensors import open_safetensors
+from te_fsdp.checkpoint.source import Source
+from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.semantics import from_json, semantics_of, to_json
 from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:
@@ -70,25 +54,14 @@ __all__ = [
     "export_huggingface",
     "import_huggingface",
     "load_huggingface",
+    "open_huggingface",
     "read_config",
     "save_huggingface",
+    "values_for_huggingface",
     "write_huggingface",
 ]
 
-#: Files beside the weights that a copy of a model needs.
-_BESIDE = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-)
-_CUT = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
-#: Files are begun for more ranks to write at once only where each gets so many bytes.
-_SMALLEST_FILE = 256 << 20
+_log = logging.getLogger("te_fsdp")
 
 
 def import_huggingface(
@@ -114,255 +87,16 @@ def import_huggingface(
     Raises:
         CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
     """
-    tensors = _opened(source)
-    weights = WeightMap.build(_config_of(source, config), blocks, names).for_names(tensors)
-    return weights.to_te(tensors, dtype=dtype)
+    tensors, folder = _opened(source)
+    weights = WeightMap.build(first_given(config, folder), blocks, names).for_names(tensors)
+    converted = weights.lazily(tensors, to_te=True, dtype=dtype)
+    return ((name, tensor.whole()) for name, tensor in converted.items())
 
 
-def export_huggingface(
-    source: Tensors,
-    target: str | os.PathLike[str],
-    *,
-    like: str | os.PathLike[str] | None = None,
-    config: Any = None,
-    blocks: TeBlocks | None = None,
-    names: TeNames | None = None,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
-    tick: Tick | None = None,
-) -> None:
-    """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
-
-    Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
-    besides ``source``. The folder appears when it is whole.
-
-    Args:
-        source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
-        target: The folder to make; nothing may lie there yet but an empty directory.
-        like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied, and
-            names begin as in its files.
-        config: The model's description, where there is no such folder.
-        blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
-        names: Names of the model's parts.
-        dtype: Of the files; ``None`` keeps each tensor's.
-        max_file_bytes: Size of a file beyond which another is begun.
-        tick: Told the bytes of each block that is written.
-
-    Raises:
-        CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; options that are not known;
-            what :meth:`WeightMap.lazily` raises.
-    """
-    described = config if like is None else like
-    if described is None:
-        raise _without_description()
-    if any(isinstance(tensor, DTensor) for tensor in source.values()):
-        raise CheckpointError(
-            message(
-                "export_huggingface of a sharded model's state dict",
-                expected="whole tensors of the unsharded model",
-                got="DTensors",
-                fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
-            )
-        )
-    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names)
-    tensors = weights.like(described).lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
-
-
-def write_huggingface(
-    target: Path,
-    tensors: Mapping[str, Lazy],
-    config: Any,
-    tick: Tick | None = None,
-    *,
-    shard_bytes: int,
-    force: bool = False,
-) -> list[str]:
-    """Write a Hugging Face model's folder; it appears when it is whole. Returns its files. Local operation.
-
-    Args:
-        target: The folder.
-        tensors: Under Hugging Face's names.
-        config: The model's description, or a folder with it and with a tokenizer, which is copied.
-        tick: Told the bytes of each block that is written.
-        shard_bytes: Size of a file beyond which another is begun.
-        force: Replace what lies at the target.
-
-    Raises:
-        CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
-    """
-    with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
-        names = write_folder(temporary, tensors, {}, tick or (lambda _: None), shard_bytes)
-        return names + _write_beside(temporary, config, tensors)
-
-
-def _write_beside(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
-    """Write ``config.json``, which tells the files' dtype, and copy what lies beside it; the files' names."""
-    contents = dict(config_contents(config))
-    dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
-    if len(dtypes) == 1:
-        key = "dtype" if "dtype" in contents else "torch_dtype"
-        contents[key] = next(iter(dtypes))
-    contents["architectures"] = contents.get("architectures") or [causal_lm_class(contents["model_type"])]
-    (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
-    names = ["config.json"]
-    beside = Path(config) if isinstance(config, (str, os.PathLike)) and Path(config).is_dir() else None
-    for path in (path for pattern in _BESIDE for path in (beside.glob(pattern) if beside else ())):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-            names.append(path.name)
-    return names
-
-
-@torch.no_grad()
-def save_huggingface(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    config: Any,
-    names: TeNames | None = None,
-    blocks: TeBlocks | None = None,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
-) -> None:
-    """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
-
-    Norms, heads, activation and how weights lie are read off the model; settings that ``config`` contradicts are
-    errors. Each tensor is put together on the one rank that writes its file, a group of tensors at a time (query, key
-    and value of a layer; gate and up; one expert): besides the model a rank has in the CPU's memory at most five times
-    the bytes of the largest group, and on its device the pieces of one parameter. The folder appears when it is whole
-    and on disk; training goes on as if nothing had been.
-
-    Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
-    te_fsdp's own (one all-to-all a group of tensors). All ranks must reach the folder.
-
-    Args:
-        path: The folder to make; nothing may lie there yet but an empty directory.
-        model: Sharded or not, quantized or not.
-        optimizer: If it keeps main weights, these are written, rounded once.
-        config: A Hugging Face folder of the same model, whose tokenizer and the like are copied; or a ``transformers``
-            configuration, or the contents of a ``config.json``.
-        names: Names of the model's parts; default: those of :class:`TeNames`.
-        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
-        dtype: Of the files; ``None``: that of each parameter.
-        max_file_bytes: Size of a file beyond which another is begun.
-
-    Raises:
-        CheckpointError: Something lies at ``path``; a model that is not supported, or another than ``config`` says;
-            ranks that do not hold every element; files that cannot be written. The same on all ranks, and nothing
-            appears.
-        OrderError: An optimizer of other parameters.
-    """
-    target = Path(os.path.abspath(path))
-
-    with collective_call("checkpoint.save_huggingface"):
-        saving = all_agree(lambda: _Saving.of(model, optimizer, config, names, blocks, dtype, max_file_bytes))
-        told, plan = own_ranks().round(saving.tell, saving.plan)
-        with ExitStack() as stack:
-            folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
-            tensors = all_agree(lambda: saving.write(folder, told, plan))
-
-            def finish() -> None:
-                write_index(folder, tensors, saving.files(tensors))
-                _write_beside(folder, config, tensors)
-                stack.close()
-
-            from_rank_0(finish)
-
-
-@dataclass
-class _Saving:
-    """One rank's part of :func:`save_huggingface`."""
-
-    weights: WeightMap
-    shares: dict[str, Share]
-    dtype: torch.dtype | None
-    max_file_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        config: Any,
-        names: TeNames | None,
-        blocks: TeBlocks | None,
-        *options: Any,
-    ) -> _Saving:
-        """Look at the model. Local operation."""
-        if optimizer is not None:
-            check_optimizer(model, optimizer)
-        weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
-        found = {"layers that would compute something else": wrong, _CUT: cut_across_gates(model, weights)}
-        _refuse("save_huggingface", model, found)
-        shares = shares_of(model, optimizer)
-        for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
-            if first in shares and first not in weights.te_names and name in weights.te_names:
-                shares[name] = shares.pop(first)
-        return cls(weights.like(config), shares, *options)
-
-    def tell(self) -> dict[str, Told]:
-        return {name: share.told for name, share in self.shares.items()}
-
-    def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], Plan]]:
-        """For each rank what it needs to know of all, and what it does."""
-        told = describe_shares(seen)
-        files = self.files(self.tensors(told, None))
-        count, queues = len(set(files.values())), [[] for _ in seen]
-        for batch in self.weights.batches(to_te=False):
-            file = files[batch[0].written(to_te=False)[0]]
-            queue = queues[_writer(shard_names(count).index(file), count, len(seen))]
-            queue.append([name for group in batch for name in group.te.names if name in told])
-        return [(told, plan) for plan in plan_exchange(seen, queues)]
-
-    def tensors(self, told: dict[str, Told], exchange: Exchange | None) -> dict[str, Lazy]:
-        source = {name: Arriving(name, one[0], one[1], exchange) for name, one in told.items()}
-        return self.weights.lazily(source, to_te=False, dtype=self.dtype)
-
-    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, str]:
-        """File of each tensor; what is read together is in one file."""
-        total = sum(tensor.bytes for tensor in tensors.values())
-        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total // world_size())))
-        shards: list[list[str]] = [[]]
-        filled = 0
-        for batch in self.weights.batches(to_te=False):
-            names = batch[0].written(to_te=False)
-            size = sum(tensors[name].bytes for name in names)
-            if shards[-1] and filled + size > most:
-                shards.append([])
-                filled = 0
-            shards[-1] += names
-            filled += size
-        files = zip(shard_names(len(shards)), shards, strict=True)
-        return {name: file for file, names in files for name in names}
-
-    def write(self, folder: Path, told: dict[str, Told], plan: Plan) -> dict[str, Lazy]:
-        """Write this rank's files. Collective over the world, even on a rank that fails."""
-        exchange = Exchange(own_ranks(), self.shares, told, plan)
-        tensors = self.tensors(told, exchange)
-        by_file: dict[str, dict[str, Lazy]] = {}
-        for name, file in self.files(tensors).items():
-            by_file.setdefault(file, {})[name] = tensors[name]
-        try:
-            for n, (file, own) in enumerate(by_file.items()):
-                if _writer(n, len(by_file), world_size()) == rank():
-                    write_file(folder / file, own, {}, lambda _: None)
-                    sync(folder / file)
-        finally:
-            exchange.drain()
-        return tensors
-
-
-def _writer(file: int, files: int, ranks: int) -> int:
-    """The rank that writes a file: spread over the world, whose neighbours share a host."""
-    return file * ranks // files if files <= ranks else file % ranks
-
-
-@torch.no_grad()
 def load_huggingface(
     source: str | os.PathLike[str] | Tensors,
     model: nn.Module,
+    optimizer: Optimizer | None = None,
     *,
     config: Any = None,
     names: TeNames | None = None,
@@ -370,118 +104,146 @@ def load_huggingface(
 ) -> None:
     """Load a Hugging Face model's weights into a model of TransformerEngine's modules, on any mesh, in place.
 
-    The layers' options are read off the model. Each rank reads what it has pieces of and keeps these, converted to the
-    parameter's dtype; it holds one group of tensors at a time. Buffers are left alone.
-    Main weights of optimizers follow. Collective over the world: call on all ranks.
+    The layers' options are read off the model. Each rank reads what it has pieces of, and keeps these in the CPU's
+    memory until all ranks have theirs; then they are converted to the parameter's dtype, or quantized once, with the
+    scale of the whole weight. Buffers are left alone. Main weights of optimizers follow.
+    Collective over the world: call on all ranks.
 
     Args:
         source: As for :func:`import_huggingface`.
-        model: On its device, sharded or not, with weights in high precision.
+        model: On its device, sharded or not, quantized or not.
+        optimizer: If it keeps main weights, those of quantized weights are made of the values that were read, before
+            its first step too.
         config: As for :func:`import_huggingface`.
         names: Names of the model's parts.
         blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
 
     Raises:
         CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not
-            have, layers that would compute something else, or quantized weights: before anything is changed, the
-            same on all ranks. Values that turn out to be unreadable, or to contradict each other, leave the
-            weights replaced in part; the error says so.
+            have, layers that would compute something else; values that turn out to be unreadable, or to contradict
+            each other. The same on all ranks, and nothing has changed.
+        OrderError: An optimizer of other parameters.
     """
 
-    def prepare() -> tuple[ModelState, WeightMap, dict[str, Lazy]]:
-        tensors, state = _opened(source), model_state(model)
-        described = _config_of(source, config)
-        weights, wrong = WeightMap.of(described, parameter_names(model), semantics_of(model), blocks, names)
-        _compare(weights, model, state, wrong)
-        return state, weights, weights.for_names(tensors).lazily(tensors, to_te=True)
-
-    def move() -> None:
-        try:
-            for name, tensor in tensors.items():
-                for box, target in _targets(state, name, grouped=layouts[name] == GROUPED):
-                    target.copy_(tensor.whole()[box])
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} The model's weights are replaced in part: load again.") from error
+    def prepare() -> Filling:
+        if optimizer is not None:
+            check_optimizer(model, optimizer)
+        (tensors, folder), state = _opened(source), model_state(model, may_cut_blocks=True)
+        described, parameters = first_given(config, folder), parameter_names(model)
+        weights, wrong = WeightMap.of(described, parameters, semantics_of(model), blocks, names)
+        contents = _contents(folder or Path("tensors in memory"), weights, tensors)
+        _compare(weights, model, state, contents, wrong)
+        quantized = {n: "quantized" for n, about in state.described.items() if about["format"] is not None}
+        opened = Source(contents.source, contents.manifest, contents.tensors, contents.kind)
+        return Filling(opened, model, optimizer, state, Differences(converted=quantized))
 
     with collective_call("checkpoint.load_huggingface"):
-        state, weights, tensors = all_agree(prepare)
-        layouts = weights.layouts()
-        all_agree(move)
-        for optimizer in keeping_main_weights(state.owned.values()):
-            for owned in state.owned.values():
-                set_main_weight(optimizer, owned, None)
+        filling = all_agree(prepare)
+        filling.run()
+    for note in filling.notes if rank() == 0 else ():
+        _log.warning("%s: %s", filling.source.path, note)
 
 
-def _targets(
-    state: ModelState, name: str, *, grouped: bool
-) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """This rank's pieces of a tensor: where each lies in it, and the memory. A tied head has none of its own."""
-    entry = state.entries.get(f"model.{stacked_name(name) if grouped else name}")
-    for piece in entry.pieces if entry is not None else ():
-        offsets, target = piece.offsets, piece.tensor
-        if grouped:
-            row = int(name[len(stacked_name(name)) :]) - offsets[0]
-            if not 0 <= row < target.shape[0]:
-                continue
-            offsets, target = offsets[1:], target[row]
-        yield tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True)), target
-
-
-def _compare(weights: WeightMap, model: nn.Module, state: ModelState, wrong: list[str]) -> None:
-    """All parameters of the model against the map.
+def _compare(
+    weights: WeightMap, model: nn.Module, state: ModelState, contents: Contents, wrong: list[str]
+) -> None:
+    """All parameters of the model against what is there for them.
 
     Raises:
         CheckpointError: Naming everything that differs.
     """
-    shapes = {name: tuple(described["shape"]) for name, described in state.described.items()}
-    theirs = weights.checkpoint_shapes()
+    shapes = {name: described["shape"] for name, described in state.described.items()}
+    theirs = {name: described["shape"] for name, described in contents.manifest.parameters.items()}
     ours = {*shapes, *tied_names(model)}
     differing = [
-        f"{name} ({list(shapes[name])}, not {list(shape)})"
+        f"{name} ({shapes[name]}, not {shape})"
         for name, shape in theirs.items()
-        if name in shapes and shapes[name] != shape
+        if shapes.get(name, shape) != shape
     ]
-    found = {
+    differences = {
         "the model has no": [name for name in theirs if name not in ours],
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
         "other shapes": differing,
-        "quantized": [name for name, owned in state.owned.items() if _te.is_quantized(owned.local)],
         "layers that would compute something else": wrong,
-        _CUT: cut_across_gates(model, weights),
     }
-    _refuse("load_huggingface", model, found)
+    check_fits("load_huggingface", model, weights, differences)
 
 
-def _refuse(call: str, model: nn.Module, found: Mapping[str, list[str]]) -> None:
-    problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
-    if problems:
+def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: bool = False) -> Contents:
+    """Contents of a folder with ``config.json`` and safetensors files, under TransformerEngine's names.
+
+    Local operation.
+
+    Args:
+        path: The folder.
+        blocks: Options of the layers that shall hold the weights.
+        names: Names of that model's parts.
+        untie: Whether a head that the Hugging Face model ties to the embedding gets values of its own.
+
+    Raises:
+        CheckpointError: A model that is not supported, or tensors that do not fit its description.
+    """
+    source, _ = open_safetensors(path)
+    weights = WeightMap.build(read_config(path), blocks, names)
+    contents, architecture = _contents(path, weights, source), weights.architecture
+    contents.notes.insert(0, f"{architecture.model_type} model of {architecture.layers} layers")
+    if architecture.tied and names.head in contents.manifest.parameters and not untie:
+        # A checkpoint has a shared parameter once, under its first name.
+        del contents.manifest.parameters[names.head], contents.tensors[f"model.{names.head}"]
+        contents.notes.append(f"{names.head}: tied to {names.embedding}, stored there")
+    semantics = to_json(semantics_of_config(architecture, names, blocks))
+    contents.manifest.semantics = {"recipes": []} | semantics
+    return contents
+
+
+def _contents(path: Path, weights: WeightMap, source: Tensors) -> Contents:
+    """A Hugging Face model's tensors as contents of a checkpoint, converted when read."""
+    tensors, layouts = weights.for_names(source).lazily(source, to_te=True), weights.layouts()
+    manifest = empty_manifest()
+    manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in tensors.items()}
+    keys = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    contents = Contents(path, "Hugging Face model", manifest, keys)
+    stack_experts(contents)
+    return contents
+
+
+def values_for_huggingface(
+    contents: Contents, like: Path, blocks: TeBlocks, names: TeNames
+) -> dict[str, Lazy]:
+    """A checkpoint's weights as tensors of a Hugging Face model, converted when read. Local operation.
+
+    Args:
+        contents: The checkpoint. What its modules compute stands in its manifest.
+        like: The Hugging Face model's folder.
+        blocks: Options of the layers that the manifest does not tell.
+        names: Names of the model's parts.
+
+    Raises:
+        CheckpointError: Weights that do not fit the model, or that lie otherwise than the options say; options that
+            nothing tells; layers that compute something else than the Hugging Face model.
+    """
+    notes, contents = contents.notes, split_experts(contents)
+    saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
+    recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
+    weights, wrong = WeightMap.of(read_config(like), saved, recorded, blocks, names)
+    if not recorded:
+        notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
+    wrong += [
+        f"{name} is {saved[name]}, not {layout}"
+        for name, layout in weights.layouts().items()
+        if saved.get(name) not in (None, layout)
+    ]
+    if wrong:
         raise CheckpointError(
-            message(
-                f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
-                why="Nothing was changed",
-                fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs(); to load "
-                "into quantized weights: te-fsdp ckpt convert --from huggingface, and te_fsdp.checkpoint.load",
-            )
+            f"{contents.source}: another model than {like} describes: {', '.join(wrong)}",
+            why="Nothing was written",
+            fix="take the config.json of this model; where options were given, those of its layers",
         )
+    return weights.like(like).lazily({name: contents.value(name) for name in contents.names}, to_te=False)
 
 
-def _opened(source: str | os.PathLike[str] | Tensors) -> Tensors:
-    return open_safetensors(Path(source))[0] if isinstance(source, (str, os.PathLike)) else source
-
-
-def _config_of(folder: Any, config: Any) -> Any:
-    if config is not None:
-        return config
-    if isinstance(folder, (str, os.PathLike)):
-        return read_config(folder)
-    raise _without_description()
-
-
-def _without_description() -> CheckpointError:
-    return CheckpointError(
-        message(
-            "Hugging Face model without a description",
-            expected="a folder with config.json, or config=...",
-            fix="pass config=model.config, or the folder that the model came from",
-        )
-    )
+def _opened(source: str | os.PathLike[str] | Tensors) -> tuple[Tensors, Path | None]:
+    """Tensors, and the folder that they lie in, if any."""
+    if isinstance(source, (str, os.PathLike)):
+        return open_safetensors(Path(source))[0], Path(source)
+    return source, None

@@ -11,28 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
-__all__ = ["Architecture", "Experts", "causal_lm_class", "config_contents", "read_config"]
-
-_GEMMA3 = {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6}
-#: Families of Llama's style, and what the configuration of each has where ``config.json`` says nothing.
-_LLAMA_STYLE: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    "qwen2": {"num_key_value_heads": 32, "qkv_bias": True},
-    "qwen2_moe": {"num_key_value_heads": 16, "qkv_bias": True},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
-    "gemma": {"num_key_value_heads": 16},
-    "gemma2": {**_GEMMA3, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
-    "gemma3_text": _GEMMA3,
-}
-_GEMMA = ("gemma", "gemma2", "gemma3_text")
-_FAMILIES = (*_LLAMA_STYLE, "gpt2")
+__all__ = ["Architecture", "Experts", "causal_lm_class", "config_contents", "first_given", "read_config"]
 
 
 @dataclass(frozen=True)
@@ -147,12 +130,10 @@ class Architecture:
         sparse = self.experts is not None and layer in self.experts.layers
         if sparse or self.branch_norms:
             raise CheckpointError(
-                message(
-                    f"te.TransformerLayer for layer {layer} of a {self.model_type} model",
-                    why=f"It has no {'experts' if sparse else 'norms after attention and MLP'}",
-                    fix="build the layer of te.MultiheadAttention(**te_attention_kwargs(layer)) and te.RMSNorm, with "
-                    f"{'a router and two te.GroupedLinear' if sparse else 'te.LayerNormMLP'}, under TeNames' names",
-                )
+                f"te.TransformerLayer for layer {layer} of a {self.model_type} model",
+                why=f"It has no {'experts' if sparse else 'norms after attention and MLP'}",
+                fix="build the layer of te.MultiheadAttention(**te_attention_kwargs(layer)) and te.RMSNorm, with "
+                f"{'a router and two te.GroupedLinear' if sparse else 'te.LayerNormMLP'}, under TeNames' names",
             )
         kwargs = self.te_attention_kwargs(layer)
         del kwargs["input_layernorm"]
@@ -173,16 +154,62 @@ class Architecture:
         windowed = self.window_rope_theta is not None and self.windows[layer] is not None
         if self.style != "llama" or (self.rope_scaling is not None and not windowed):
             raise CheckpointError(
-                message(
-                    "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
-                    expected="a rotary embedding of plain frequencies",
-                    got=self.rope_scaling or "learned positions",
-                    fix="compute the frequencies as the Hugging Face model does and pass them as rotary_pos_emb, shape "
-                    "(sequence, 1, 1, head_dim): the angles of one half of a head, twice",
-                )
+                "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
+                expected="a rotary embedding of plain frequencies",
+                got=self.rope_scaling or "learned positions",
+                fix="compute the frequencies as the Hugging Face model does and pass them as rotary_pos_emb, shape "
+                "(sequence, 1, 1, head_dim): the angles of one half of a head, twice",
             )
         base = self.window_rope_theta if windowed else self.rope_theta
         return {"dim": self.head_dim, "rotary_base": base, "interleaved": False}
+
+
+class _Family(NamedTuple):
+    """A row of the table: what tells a family's models from Llama's."""
+
+    #: What the configuration has where ``config.json`` says nothing.
+    defaults: Mapping[str, Any] = {}
+    #: What :class:`Architecture` has for all its models.
+    always: Mapping[str, Any] = {}
+    #: Key of ``config.json``, and its values with which TransformerEngine's activation is the model's.
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    #: Whether all layers have the window, where nothing tells which.
+    windowed: bool = False
+
+
+_TANH = ("gelu_new", "gelu_pytorch_tanh")
+_GEMMA = {"activation": "geglu", "zero_centered": True}
+_GEMMA3 = {
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
+# fmt: off
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family({"num_key_value_heads": 8, "sliding_window": 4096}, windowed=True),
+    "mixtral": _Family({"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}, windowed=True),
+    "qwen2": _Family({"num_key_value_heads": 32, "qkv_bias": True}, {"proj_bias": False}),
+    "qwen2_moe": _Family({"num_key_value_heads": 16, "qkv_bias": True}, {"proj_bias": False}),
+    "qwen3": _Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}),
+    "qwen3_moe": _Family({"num_key_value_heads": 4}, {"qk_norm": True}),
+    # Old files of Gemma say "gelu" and mean the approximation by tanh, as transformers knows.
+    "gemma": _Family(
+        {"tie_word_embeddings": True, "num_key_value_heads": 16}, _GEMMA, ("hidden_act", (*_TANH, "gelu"))
+    ),
+    "gemma2": _Family(_GEMMA3 | _CAPS, _GEMMA | {"branch_norms": True}, ("hidden_activation", _TANH)),
+    "gemma3_text": _Family(
+        _GEMMA3, _GEMMA | {"branch_norms": True, "qk_norm": True}, ("hidden_activation", _TANH)
+    ),
+    "gpt2": _Family(
+        {"tie_word_embeddings": True},
+        {"style": "gpt2", "activation": "gelu", "qkv_bias": True, "proj_bias": True, "mlp_bias": True},
+        ("activation_function", _TANH),
+    ),
+}
+# fmt: on
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Architecture:
@@ -196,15 +223,14 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
             families; all problems in one error.
     """
     config = config_contents(source)
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise CheckpointError(
-            message("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=repr(family))
-        )
-    config = {**_LLAMA_STYLE.get(family, {}), **config}
-    problems = _unsupported(config)
+    family = _FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        got = repr(config.get("model_type"))
+        raise CheckpointError("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=got)
+    config = {**family.defaults, **config}
+    problems = _unsupported(config, family)
     try:
-        architecture = _gpt2(config) if family == "gpt2" else _llama(config)
+        architecture = _architecture(config, family)
     except KeyError as error:
         problems.append(f"{error.args[0]} is missing")
         architecture = None
@@ -212,10 +238,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
         problems.append(f"{architecture.heads} query heads for {architecture.kv_heads} key heads")
     if problems or architecture is None:
         raise CheckpointError(
-            message(
-                f"config.json of a {family} model: {'; '.join(problems)}",
-                why="TransformerEngine's layer would compute something else",
-            )
+            f"config.json of a {config['model_type']} model: {'; '.join(problems)}",
+            why="TransformerEngine's layer would compute something else",
         )
     return architecture
 
@@ -231,10 +255,26 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(message(f"{path}: not a readable config.json ({error})")) from error
+        raise CheckpointError(f"{path}: not a readable config.json ({error}).") from error
     if not isinstance(contents, dict):
-        raise CheckpointError(message(f"{path}: not a config.json", expected="a JSON object"))
+        raise CheckpointError(f"{path}: not a config.json", expected="a JSON object")
     return contents
+
+
+def first_given(*descriptions: Any) -> Any:
+    """The first of a model's descriptions that was given.
+
+    Raises:
+        CheckpointError: None was.
+    """
+    for description in descriptions:
+        if description is not None:
+            return description
+    raise CheckpointError(
+        "Hugging Face model without a description",
+        expected="a folder with config.json, or config=...",
+        fix="pass config=model.config, or the folder that the model came from",
+    )
 
 
 def causal_lm_class(model_type: str) -> str:
@@ -244,17 +284,10 @@ def causal_lm_class(model_type: str) -> str:
     return "".join(part.capitalize() for part in model_type.removesuffix("_text").split("_")) + "ForCausalLM"
 
 
-def _unsupported(config: Mapping[str, Any]) -> list[str]:
+def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:
     """Settings with which the layer computes something that TransformerEngine's modules do not."""
-    family = config["model_type"]
-    silu, tanh = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
-    key, right = ("activation_function", tanh) if family == "gpt2" else ("hidden_act", silu)
-    if family in _GEMMA:
-        # Old files of Gemma say "gelu" and mean the approximation by tanh, as transformers knows.
-        key = "hidden_act" if family == "gemma" else "hidden_activation"
-        right = (*tanh, "gelu") if family == "gemma" else tanh
     wanted: dict[str, tuple[Any, ...]] = {
-        key: right,
+        family.activation[0]: family.activation[1],
         "add_cross_attention": (False,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "scale_attn_weights": (True,),
@@ -262,7 +295,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         "attn_logit_softcapping": (None,),
         "use_bidirectional_attention": (None, False),
     }
-    if family in ("gemma2", "gemma3_text"):
+    if "query_pre_attn_scalar" in family.defaults:
         wanted["query_pre_attn_scalar"] = (config.get("head_dim") or 256,)
     problems = [
         f"{key} is {config[key]!r}, supported: {', '.join(map(str, values))}"
@@ -277,65 +310,59 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _gpt2(config: Mapping[str, Any]) -> Architecture:
-    hidden, heads = config["n_embd"], config["n_head"]
-    return Architecture(
-        model_type="gpt2",
-        style="gpt2",
-        layers=config["n_layer"],
-        hidden=hidden,
-        ffn=config.get("n_inner") or 4 * hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        vocabulary=config["vocab_size"],
-        positions=config["n_positions"],
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        activation="gelu",
-        qkv_bias=True,
-        proj_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        tied=config.get("tie_word_embeddings", True),
-        attention_dropout=config.get("attn_pdrop", 0.1),
-        hidden_dropout=config.get("resid_pdrop", 0.1),
-    )
-
-
-def _llama(config: Mapping[str, Any]) -> Architecture:
-    family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
-    gemma = family in _GEMMA
-    bias = bool(config.get("attention_bias", False)) and not family.startswith("qwen2")
+def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
+    gpt2, gemma = config["model_type"] == "gpt2", "zero_centered" in family.always
+    if gpt2:
+        config = _in_llamas_words(config)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     theta, scaling, window_theta = _rope(config)
-    return Architecture(
-        model_type=family,
-        style="llama",
-        layers=config["num_hidden_layers"],
-        hidden=hidden,
-        ffn=config["intermediate_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (256 if gemma else hidden // heads),
-        vocabulary=config["vocab_size"],
-        positions=0,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        activation="geglu" if gemma else "swiglu",
-        qkv_bias=bool(config.get("qkv_bias", bias)),
-        proj_bias=bias,
-        mlp_bias=config.get("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-        tied=config.get("tie_word_embeddings", gemma),
-        zero_centered=gemma,
-        branch_norms=family in ("gemma2", "gemma3_text"),
-        embedding_scale=hidden**0.5 if gemma else 1.0,
-        logit_cap=config.get("final_logit_softcapping", 30.0 if family == "gemma2" else None),
-        experts=_experts(config),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        window_rope_theta=window_theta,
-        windows=_windows(config),
-        attention_dropout=config.get("attention_dropout", 0.0),
-    )
+    bias = bool(config.get("attention_bias", False))
+    values: dict[str, Any] = {
+        "model_type": config["model_type"],
+        "style": "llama",
+        "layers": config["num_hidden_layers"],
+        "hidden": hidden,
+        "ffn": config["intermediate_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (256 if gemma else hidden // heads),
+        "vocabulary": config["vocab_size"],
+        "positions": config["n_positions"] if gpt2 else 0,
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "qkv_bias": bool(config.get("qkv_bias", bias)),
+        "proj_bias": bias,
+        "mlp_bias": config["model_type"] == "llama" and config.get("mlp_bias", False),
+        "qk_norm": False,
+        "tied": config.get("tie_word_embeddings", False),
+        "embedding_scale": hidden**0.5 if gemma else 1.0,
+        "logit_cap": config.get("final_logit_softcapping"),
+        "experts": _experts(config),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "window_rope_theta": window_theta,
+        "windows": _windows(config, family),
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        "hidden_dropout": config["resid_pdrop"] if gpt2 else 0.0,
+    }
+    return Architecture(**{**values, **family.always})
+
+
+def _in_llamas_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """GPT-2's configuration under Llama's keys."""
+    return {
+        "model_type": "gpt2",
+        "hidden_size": config["n_embd"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "intermediate_size": config.get("n_inner") or 4 * config["n_embd"],
+        "vocab_size": config["vocab_size"],
+        "n_positions": config["n_positions"],
+        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "attention_dropout": config.get("attn_pdrop", 0.1),
+        "resid_pdrop": config.get("resid_pdrop", 0.1),
+    }
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float | None]:
@@ -352,14 +379,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, f
     return theta, None if plain else rope, window_theta
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    family, layers = config["model_type"], config["num_hidden_layers"]
+def _windows(config: Mapping[str, Any], family: _Family) -> tuple[int | None, ...]:
+    layers = config["num_hidden_layers"]
     types, size = config.get("layer_types"), config.get("sliding_window", 4096)
     if types is None and "sliding_window_pattern" in config:
         every = config["sliding_window_pattern"]
         types = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
     elif types is None:
-        always = family in ("mistral", "mixtral") and config.get("sliding_window") is not None
+        always = family.windowed and size is not None
         types = ["sliding_attention" if always else "full_attention"] * layers
     return tuple(size if kind == "sliding_attention" else None for kind in types)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
-from te_fsdp.checkpoint.entries import GROUPED
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.rules import PLAIN, Layout
 
 __all__ = ["Form", "Group", "Shape"]
@@ -29,69 +28,52 @@ Shape = tuple[int, ...]
 class Form:
     """How one side stores the parts of a group.
 
+    A name for each part; or one name for all, which lie one below the other; or several names for one part, of which
+    all but the first may be absent (a tied weight); or no name: the parts are zero.
+
     Attributes:
         names: The side's tensor names.
-        packing: ``"separate"``: a name for each part. ``"joined"``: one name, the parts one below the other.
-            ``"interleaved"``: one name; for each of ``groups`` its rows of every part in turn. ``"copies"``:
-            one part under several names, of which all but the first may be absent. ``"absent"``: no name; the
-            parts are zero.
         transposed: Matrices are stored as ``(in, out)``.
         zero_centered: Stored is the part minus one.
-        groups: Attention groups of an interleaved form.
-        blocks: Relative heights of a joined form's parts, where te_fsdp must know them to cut the tensor.
-        grouped: The tensors are an expert's, part of one for all in a checkpoint.
+        groups: Under one name for all, rows are interleaved: for each of so many attention groups its rows of every
+            part in turn.
+        layout: Of the tensors in a checkpoint: stacked where te_fsdp must know the parts to cut them, grouped where
+            they are an expert's and the checkpoint has one for all.
     """
 
     names: tuple[str, ...]
-    packing: Literal["separate", "joined", "interleaved", "copies", "absent"] = "separate"
     transposed: bool = False
     zero_centered: bool = False
     groups: int = 1
-    blocks: tuple[int, ...] = ()
-    grouped: bool = False
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Names without which the parts cannot be had."""
-        return self.names[:1] if self.packing == "copies" else self.names
-
-    def without(self, prefix: str) -> Form:
-        """The form with a prefix taken off its names."""
-        return replace(self, names=tuple(name.removeprefix(prefix) for name in self.names))
-
-    @property
-    def layout(self) -> str:
-        """Layout of the tensors, in the words of a checkpoint's manifest."""
-        if self.grouped:
-            return GROUPED
-        return str(Layout("stacked", self.blocks) if self.blocks else PLAIN)
+    layout: Layout = PLAIN
 
     def shapes(self, parts: Sequence[Shape]) -> dict[str, Shape]:
         """Shape under each name, for parts of the given shapes."""
-        if self.packing in ("joined", "interleaved"):
+        if len(self.names) < len(parts):
             parts = [(sum(part[0] for part in parts), *parts[0][1:])]
-        elif self.packing == "copies":
-            parts = list(parts) * len(self.names)
-        stored = [part[::-1] if self.transposed else part for part in parts]
-        return dict(zip(self.names, stored, strict=self.packing != "absent"))
+        return dict(
+            zip(self.names, cycle(part[::-1] if self.transposed else part for part in parts), strict=False)
+        )
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
         """The parts, from tensors under the form's names. Views where that is possible.
 
         Raises:
-            CheckpointError: Copies that differ.
+            CheckpointError: Several names for one part, under which different values are stored.
         """
-        if self.packing == "absent":
+        if not self.names:
             return [torch.zeros(part, device="cpu") for part in parts]
-        found = [tensors[name] for name in self.names if name in tensors]
-        if self.packing == "copies":
-            self._check_copies(tensors)
-            found = found[:1]
+        found = [tensors[name] for name in self.names[: len(parts)]]
+        for name in self.names[len(parts) :]:
+            if name in tensors and not _same_bits(tensors[name], found[0]):
+                raise CheckpointError(
+                    f"{name}: differs from {self.names[0]}",
+                    expected="the same values, since the Hugging Face model ties the two",
+                    fix='untie them in config.json ("tie_word_embeddings": false), or tie them in the model',
+                )
         if self.transposed:
             found = [tensor.t() for tensor in found]
-        if self.packing == "joined":
-            found = list(found[0].split([part[0] for part in parts]))
-        elif self.packing == "interleaved":
+        if len(found) < len(parts):
             rows = [part[0] // self.groups for part in parts]
             cut = found[0].unflatten(0, (self.groups, -1)).split(rows, 1)
             found = [piece.flatten(0, 1) for piece in cut]
@@ -99,28 +81,11 @@ class Form:
 
     def pack(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors to store under the form's names; the reverse of :meth:`unpack`."""
-        if self.packing == "joined":
-            parts = [torch.cat(list(parts))]
-        elif self.packing == "interleaved":
+        if 0 < len(self.names) < len(parts):
             pieces = [part.unflatten(0, (self.groups, -1)) for part in parts]
             parts = [torch.cat(pieces, 1).flatten(0, 1)]
-        elif self.packing == "copies":
-            parts = list(parts) * len(self.names)
-        if self.transposed:
-            parts = [part.t() for part in parts]
-        return {name: _own(part) for name, part in zip(self.names, parts, strict=self.packing != "absent")}
-
-    def _check_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        first, *others = self.names
-        for name in others:
-            if name in tensors and not _same_bits(tensors[name], tensors[first]):
-                raise CheckpointError(
-                    message(
-                        f"{name}: differs from {first}",
-                        expected="the same values, since the Hugging Face model ties the two",
-                        fix='untie them in config.json ("tie_word_embeddings": false), or tie them in the model',
-                    )
-                )
+        stored = cycle(part.t() if self.transposed else part for part in parts)
+        return {name: _own(part) for name, part in zip(self.names, stored, strict=False)}
 
 
 @dataclass(frozen=True)
@@ -141,9 +106,13 @@ class Group:
         """The parts' form on one side."""
         return self.te if te else self.huggingface
 
+    def required(self, *, te: bool) -> tuple[str, ...]:
+        """Names on one side without which the parts cannot be had."""
+        return self.form(te=te).names[: len(self.parts)]
+
     def written(self, *, to_te: bool) -> tuple[str, ...]:
         """Names to write: of a tied weight all that a state dict has, but in Hugging Face's files the first alone."""
-        return self.te.names if to_te else self.huggingface.required
+        return self.te.names if to_te else self.required(te=False)
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
@@ -156,14 +125,15 @@ class Group:
             dtype: Of the result. Zero-centering is computed in float64 and rounded once.
 
         Raises:
-            CheckpointError: Copies that differ, values other than zero that the target has no name for.
+            CheckpointError: Names of one weight with different values; values other than zero that the target has
+                no name for.
         """
-        source, target = (self.huggingface, self.te) if to_te else (self.te, self.huggingface)
+        source, target = self.form(te=not to_te), self.form(te=to_te)
         parts = source.unpack(tensors, self.parts)
         if source.zero_centered != target.zero_centered:
             # In float64: exact for gammas of ordinary size in float32 and narrower.
             parts = [part.double() + (1.0 if source.zero_centered else -1.0) for part in parts]
-        if target.packing == "absent":
+        if not target.names:
             _check_zero(source, parts)
         return {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
 
@@ -172,8 +142,6 @@ class Group:
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
         mine, other = tensors[next(iter(tensors))], converted[next(iter(converted))]
-        if not mine.numel():
-            return False
         shift = (other.double() - mine.to(other.dtype).double()).abs()
         return bool((shift != 1.0).any())
 
@@ -197,11 +165,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _check_zero(source: Form, parts: Sequence[torch.Tensor]) -> None:
     if any(bool(part.count_nonzero()) for part in parts):
         raise CheckpointError(
-            message(
-                f"{', '.join(source.names)}: values that the Hugging Face model has no parameter for",
-                expected="zeros",
-                why="TransformerEngine's bias=True gives every projection a bias",
-                fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
-                "training with these biases frozen",
-            )
+            f"{', '.join(source.names)}: values that the Hugging Face model has no parameter for",
+            expected="zeros",
+            why="TransformerEngine's bias=True gives every projection a bias",
+            fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
+            "training with these biases frozen",
         )

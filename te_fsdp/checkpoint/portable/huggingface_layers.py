@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_fsdp.checkpoint.model_state import clean_name
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.checkpoint.portable.huggingface_names import TeNames
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics, differences, semantics_of
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Recorded",
     "TeBlocks",
+    "TeNames",
     "centering",
     "known_blocks",
     "layer_differences",
@@ -33,6 +33,50 @@ _PLAIN_LAYER = {
     "parallel_attention_mlp": False,
     "apply_residual_connection_post_layernorm": False,
 }
+
+
+@dataclass(frozen=True)
+class TeNames:
+    """Names of a model's parts. Change what your model calls otherwise.
+
+    Attributes:
+        layer: Prefix of a layer, with ``{layer}`` for its number from 0.
+        embedding: Token embedding, shape (vocabulary, hidden).
+        positions: Learned position embedding, shape (positions, hidden); not used with rotary embeddings.
+        final_norm: Prefix of the last norm, whose parameters are ``weight`` and, for LayerNorm, ``bias``.
+        head: Output projection, shape (vocabulary, hidden), without bias. ``None``: the model has none of its own
+            and uses the embedding.
+        ignored: Patterns (``fnmatch``) of further names in the model's state dict that are no weights.
+        attention: Prefix of ``te.MultiheadAttention`` in a layer, with its norm (``input_layernorm=True``).
+        mlp: Prefix of ``te.LayerNormMLP`` in a layer.
+        attention_out_norm: Prefix of the norm after attention (Gemma 2 and 3).
+        mlp_out_norm: Prefix of the norm after the MLP (Gemma 2 and 3).
+        mlp_norm: Prefix of the norm before a layer's experts.
+        router: The router's weight, shape (experts, hidden).
+        experts_fc1: Prefix of ``te.GroupedLinear``, gate above up.
+        experts_fc2: Prefix of ``te.GroupedLinear``, the way back.
+        shared_fc1: Prefix of the shared expert's linear layer, gate above up.
+        shared_fc2: Prefix of its way back.
+        shared_gate: Weight of its gate, shape (1, hidden).
+    """
+
+    layer: str = "layers.{layer}."
+    embedding: str = "embedding.weight"
+    positions: str = "positions.weight"
+    final_norm: str = "norm."
+    head: str | None = "head.weight"
+    ignored: tuple[str, ...] = ()
+    attention: str = "self_attention."
+    mlp: str = "layernorm_mlp."
+    attention_out_norm: str = "attention_out_norm."
+    mlp_out_norm: str = "mlp_out_norm."
+    mlp_norm: str = "mlp_norm."
+    router: str = "router.weight"
+    experts_fc1: str = "experts.fc1."
+    experts_fc2: str = "experts.fc2."
+    shared_fc1: str = "shared_expert.fc1."
+    shared_fc2: str = "shared_expert.fc2."
+    shared_gate: str = "shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -108,13 +152,11 @@ def known_blocks(told: TeBlocks, parameters: Collection[str], recorded: Recorded
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
         raise CheckpointError(
-            message(
-                f"options of the layers that nothing tells: {', '.join(unknown)}",
-                why="Other options are other weights under the same names and shapes. A state dict does not have them, "
-                "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
-                fix="blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
-                + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
-            )
+            f"options of the layers that nothing tells: {', '.join(unknown)}",
+            why="Other options are other weights under the same names and shapes. A state dict does not have them, "
+            "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
+            fix="blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
+            + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
         )
     return blocks
 

@@ -1,4 +1,10 @@
-"""The map between a Hugging Face model's tensors and a TransformerEngine model's: checked, streamed, both ways."""
+"""The map between a Hugging Face model's tensors and a TransformerEngine model's: checked, streamed, both ways.
+
+Hugging Face's names are those of transformers 4.57 and 5.23 (``models/*/modeling_*.py``, of experts
+``conversion_mapping.py``; ``GPT2Model``'s ``Conv1D`` keeps matrices as ``(in, out)``), TransformerEngine's those of
+2.18 to 2.20 (``pytorch/module/layernorm_linear.py``, ``layernorm_mlp.py``, ``grouped_linear.py``,
+``pytorch/attention/multi_head_attention.py``), in the layout of the unsharded module.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +12,29 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.entries import GROUPED, stacked_name
-from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config
-from te_fsdp.checkpoint.portable.huggingface_groups import Group, Shape
+from te_fsdp.checkpoint.portable.huggingface_config import Architecture, Experts, read_config
+from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group, Shape
 from te_fsdp.checkpoint.portable.huggingface_layers import (
     Recorded,
     TeBlocks,
+    TeNames,
     centering,
     known_blocks,
     layer_differences,
 )
-from te_fsdp.checkpoint.portable.huggingface_names import TeNames, groups_of
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.layout.rules import GROUPED, PLAIN, Layout
 
 __all__ = ["Tensors", "WeightMap"]
 
@@ -41,6 +47,157 @@ Tensors = Mapping[str, torch.Tensor | Lazy]
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
 # Pickles of TransformerEngine's modules and the frequencies of its RotaryPositionEmbedding.
 _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
+
+
+class _Style(NamedTuple):
+    """Hugging Face's names of a model's parts, to which ``.weight`` and ``.bias`` are added."""
+
+    prefix: str
+    embedding: str
+    layer: str
+    attention_norm: str
+    qkv: tuple[str, ...]
+    proj: str
+    mlp_norm: str
+    fc1: tuple[str, ...]
+    fc2: str
+    final_norm: str
+
+
+# fmt: off
+_STYLES = {
+    "llama": _Style(
+        "model.", "embed_tokens", "layers.{}.",
+        "input_layernorm", tuple(f"self_attn.{part}_proj" for part in "qkv"), "self_attn.o_proj",
+        "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "norm",
+    ),
+    "gpt2": _Style(
+        "transformer.", "wte", "h.{}.",
+        "ln_1", ("attn.c_attn",), "attn.c_proj",
+        "ln_2", ("mlp.c_fc",), "mlp.c_proj", "ln_f",
+    ),
+}
+#: Of an expert block: its prefix, and the projections of an expert.
+_EXPERTS = ("mlp.", ("gate_proj", "up_proj"), "down_proj")
+_MIXTRALS = ("block_sparse_moe.", ("w1", "w3"), "w2")
+# fmt: on
+_GATED = Layout("stacked", (1, 1))
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """All groups of one model, in its order. Prefixes: ``theirs`` Hugging Face's, ``ours`` TransformerEngine's."""
+
+    a: Architecture
+    blocks: TeBlocks
+    names: TeNames
+    centered: Callable[[str], bool | None]
+    bias: bool
+    mlp_bias: bool
+
+    def model(self) -> Iterator[Group]:
+        a, names, style = self.a, self.names, _STYLES[self.a.style]
+        wide, embedding = (a.vocabulary, a.hidden), f"{style.prefix}{style.embedding}.weight"
+        if a.tied:  # then either side may store it twice
+            ours = (names.embedding,) if names.head is None else (names.embedding, names.head)
+            yield Group((wide,), Form((embedding, "lm_head.weight")), Form(ours))
+        else:
+            yield _one(wide, embedding, names.embedding)
+        if a.positions:
+            yield _one((a.positions, a.hidden), f"{style.prefix}wpe.weight", names.positions)
+        for n in range(a.layers):
+            yield from self.layer(n, style.prefix + style.layer.format(n), names.layer.format(layer=n))
+        last = self.blocks.final_norm_zero_centered
+        yield from self.norm(style.prefix + style.final_norm, names.final_norm, default=last)
+        if not a.tied:
+            assert names.head is not None
+            yield _one(wide, "lm_head.weight", names.head)
+
+    def layer(self, n: int, theirs: str, ours: str) -> Iterator[Group]:
+        a, names, style = self.a, self.names, _STYLES[self.a.style]
+        attention, mlp, before = ours + names.attention, ours + names.mlp, theirs + style.mlp_norm
+        gamma = self.blocks.zero_centered_gamma
+        yield from self.attention(theirs, attention)
+        if a.branch_norms:
+            yield from self.norm(before, ours + names.attention_out_norm, default=gamma)
+            after, before = f"{theirs}post_feedforward_layernorm", f"{theirs}pre_feedforward_layernorm"
+            yield from self.norm(after, ours + names.mlp_out_norm, default=gamma)
+        if a.experts is not None and n in a.experts.layers:
+            yield from self.norm(before, ours + names.mlp_norm, default=gamma)
+            yield from self.experts(a.experts, theirs, ours)
+            return
+        yield from self.norm(before, f"{mlp}layer_norm_", default=gamma)
+        fc1 = [theirs + part for part in style.fc1]
+        into = Form((f"{mlp}fc1_",), layout=_GATED if len(fc1) > 1 else PLAIN)
+        yield from self.linear(fc1, into, [a.ffn] * len(fc1), a.hidden, a.mlp_bias, self.mlp_bias)
+        fc2 = Form((f"{mlp}fc2_",))
+        yield from self.linear([theirs + style.fc2], fc2, [a.hidden], a.ffn, a.mlp_bias, self.mlp_bias)
+
+    def attention(self, theirs: str, ours: str) -> Iterator[Group]:
+        a, style, qkv = self.a, _STYLES[self.a.style], f"{ours}layernorm_qkv."
+        wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        if not self.blocks.fuse_qkv_params:
+            form = Form(tuple(f"{qkv}{part}_" for part in ("query", "key", "value")))
+        elif self.blocks.qkv_weight_interleaved is not False:
+            form = Form((qkv,), groups=a.kv_heads)
+        else:
+            form = Form((qkv,), layout=Layout("stacked", (a.heads, a.kv_heads, a.kv_heads)))
+        gamma = self.blocks.zero_centered_gamma
+        yield from self.norm(theirs + style.attention_norm, f"{qkv}layer_norm_", default=gamma)
+        projections, heights = [theirs + part for part in style.qkv], [wide, narrow, narrow]
+        yield from self.linear(projections, form, heights, a.hidden, a.qkv_bias, self.bias)
+        proj = Form((f"{ours}proj.",))
+        yield from self.linear([theirs + style.proj], proj, [a.hidden], wide, a.proj_bias, self.bias)
+        for part in "qk" if a.qk_norm else "":
+            norm = Form((f"{theirs}self_attn.{part}_norm.weight",), zero_centered=a.zero_centered)
+            yield Group(((a.head_dim,),), norm, Form((f"{ours}{part}_norm.weight",)))
+
+    def norm(self, theirs: str, ours: str, *, default: bool | None) -> Iterator[Group]:
+        """Weight, and bias if there is one. ``ours`` is their prefix."""
+        told = self.centered(ours.removesuffix("layer_norm_").removesuffix("."))
+        weight = Form((f"{ours}weight",), zero_centered=bool(default if told is None else told))
+        shape = (self.a.hidden,)
+        yield Group((shape,), Form((f"{theirs}.weight",), zero_centered=self.a.zero_centered), weight)
+        if self.a.style == "gpt2":
+            yield _one(shape, f"{theirs}.bias", f"{ours}bias")
+
+    def linear(
+        self, theirs: Sequence[str], ours: Form, heights: Sequence[int], width: int, biased: bool, bias: bool
+    ) -> Iterator[Group]:
+        """Projections that are one module of TransformerEngine's: weights, and biases if that has any.
+
+        Those that the Hugging Face model lacks are zero. The names of ``ours`` are prefixes.
+        """
+        for kind, inner in (("weight", (width,)), ("bias", ())) if bias else (("weight", (width,)),):
+            names = [f"{one}.{kind}" for one in theirs] if kind == "weight" or biased else []
+            form = Form(tuple(names), transposed=self.a.style == "gpt2")
+            named = replace(ours, names=tuple(one + kind for one in ours.names))
+            yield Group(tuple((height, *inner) for height in heights), form, named)
+
+    def experts(self, e: Experts, theirs: str, ours: str) -> Iterator[Group]:
+        """Router, each expert by itself, and the shared expert."""
+        a, names = self.a, self.names
+        block, gated, down = _MIXTRALS if a.model_type == "mixtral" else _EXPERTS
+        block = theirs + block
+        yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
+        for n in range(e.count):
+            parts = Form(tuple(f"{block}experts.{n}.{part}.weight" for part in gated))
+            into = Form((f"{ours}{names.experts_fc1}weight{n}",), layout=GROUPED)
+            yield Group(((e.ffn, a.hidden),) * 2, parts, into)
+            out = Form((f"{ours}{names.experts_fc2}weight{n}",), layout=GROUPED)
+            yield Group(((a.hidden, e.ffn),), Form((f"{block}experts.{n}.{down}.weight",)), out)
+        if e.shared_ffn:
+            shared = f"{block}shared_expert."
+            parts = Form(tuple(f"{shared}{part}.weight" for part in gated))
+            yield Group(((e.shared_ffn, a.hidden),) * 2, parts, Form((f"{ours}{names.shared_fc1}weight",)))
+            back = (a.hidden, e.shared_ffn)
+            yield _one(back, f"{shared}{down}.weight", f"{ours}{names.shared_fc2}weight")
+            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
+
+
+def _one(shape: Shape, theirs: str, ours: str) -> Group:
+    """A tensor that has one name on either side."""
+    return Group((shape,), Form((theirs,)), Form((ours,)))
 
 
 @dataclass(frozen=True)
@@ -74,12 +231,26 @@ class WeightMap:
             centered: Whether the norm in a module is zero-centered; ``None``: as ``blocks`` say.
 
         Raises:
-            CheckpointError: A model that is not supported, or options that contradict it.
+            CheckpointError: A model that is not supported; biases in it, but none in the layers; an untied head that
+                has no name.
         """
-        architecture = config if isinstance(config, Architecture) else read_config(config)
-        names = names or TeNames()
+        a = config if isinstance(config, Architecture) else read_config(config)
+        blocks, names = blocks or TeBlocks(), names or TeNames()
+        bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
+        mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
+        if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):
+            raise CheckpointError(
+                f"bias=False of the layers, but the {a.model_type} model has biases",
+                fix="build te.TransformerLayer with read_config(...).te_kwargs(), which sets bias",
+            )
+        if names.head is None and not a.tied:
+            raise CheckpointError(
+                f"names.head is None, but the {a.model_type} model has a head of its own",
+                expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
+                fix="give the model a head and pass TeNames(head=...)",
+            )
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(architecture, groups_of(architecture, blocks or TeBlocks(), names, centered), ignored)
+        return cls(a, tuple(_Tables(a, blocks, names, centered, bias, mlp_bias).model()), ignored)
 
     @classmethod
     def of(
@@ -116,30 +287,16 @@ class WeightMap:
         bare = theirs.partition(".")[2]
         if theirs in source or bare not in source:
             return self
-        prefix = theirs.removesuffix(bare)
-        groups = [replace(g, huggingface=g.huggingface.without(prefix)) for g in self.groups]
+        prefix, groups = theirs.removesuffix(bare), []
+        for group in self.groups:
+            names = tuple(name.removeprefix(prefix) for name in group.huggingface.names)
+            groups.append(replace(group, huggingface=replace(group.huggingface, names=names)))
         return replace(self, groups=tuple(groups))
 
     def like(self, folder: Any) -> WeightMap:
         """The map with names as in a folder's files, if it is a folder with weights: see :meth:`for_names`."""
         is_folder = isinstance(folder, (str, os.PathLike)) and is_safetensors(Path(folder))
         return self.for_names(open_safetensors(Path(folder))[0]) if is_folder else self
-
-    @property
-    def te_names(self) -> set[str]:
-        """Names of the TransformerEngine model's tensors."""
-        return {name for group in self.groups for name in group.te.names}
-
-    def checkpoint_shapes(self) -> dict[str, Shape]:
-        """As :meth:`shapes` of the TransformerEngine model, but all experts of a layer as one, as in checkpoints."""
-        found: dict[str, Shape] = {}
-        layouts = self.layouts()
-        for name, shape in self.shapes(te=True).items():
-            if layouts[name] == GROUPED:
-                name = stacked_name(name)
-                shape = (found.get(name, (0,))[0] + 1, *shape)
-            found[name] = shape
-        return found
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
@@ -148,29 +305,7 @@ class WeightMap:
 
     def layouts(self) -> dict[str, str]:
         """Layout of every tensor of the TransformerEngine model, in the words of a checkpoint's manifest."""
-        return {name: group.te.layout for group in self.groups for name in group.te.names}
-
-    def to_te(
-        self, source: Tensors, *, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the unsharded TransformerEngine model, from a Hugging Face model's: :meth:`lazily`, read in turn.
-
-        Yields:
-            Name and tensor: contiguous, on the CPU.
-
-        Raises:
-            CheckpointError: As :meth:`lazily`, before the first result.
-        """
-        return ((name, lazy.whole()) for name, lazy in self.lazily(source, to_te=True, dtype=dtype).items())
-
-    def to_huggingface(
-        self, source: Tensors, *, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the Hugging Face model, from the unsharded TransformerEngine model's: :meth:`to_te` reversed.
-
-        A tied head comes under the embedding's name alone, as Hugging Face's own files have it.
-        """
-        return ((name, lazy.whole()) for name, lazy in self.lazily(source, to_te=False, dtype=dtype).items())
+        return {name: str(group.te.layout) for group in self.groups for name in group.te.names}
 
     def lazily(
         self,
@@ -181,7 +316,8 @@ class WeightMap:
     ) -> dict[str, Lazy]:
         """The other side's tensors as ones that are converted when read. Local operation.
 
-        Reading them in order holds one group at a time, and reads each source tensor once.
+        Reading them in order holds one group at a time, and reads each source tensor once. A tied head becomes none of
+        Hugging Face's: their own files have it under the embedding's name alone.
 
         Args:
             source: This side's tensors.
@@ -193,11 +329,11 @@ class WeightMap:
                 one error before anything is read; several dtypes in one group. When read: biases other than zero that
                 the Hugging Face model does not have, copies of a tied weight that differ.
         """
-        forms = [group.form(te=not to_te) for group in self.groups]
+        required = [name for group in self.groups for name in group.required(te=not to_te)]
         ignored = re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te)
-        _check(source, self.shapes(te=not to_te), [n for form in forms for n in form.required], ignored)
+        _check(source, self.shapes(te=not to_te), required, ignored)
         conversion, found = _Conversion(to_te), {}
-        kind = dtype or next(source[name].dtype for form in forms for name in form.required)
+        kind = dtype or source[required[0]].dtype
         for batch in self.batches(to_te=to_te):
             mine: list[dict[str, Lazy]] = []
             for group in batch:
@@ -225,12 +361,10 @@ def _common_dtype(tensors: Mapping[str, Lazy]) -> torch.dtype | None:
     kinds = {tensor.dtype for tensor in tensors.values()}
     if len(kinds) > 1:
         raise CheckpointError(
-            message(
-                f"{', '.join(tensors)}: of several dtypes",
-                expected="one dtype, or dtype=...",
-                got=", ".join(sorted(map(str, kinds))),
-                fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
-            )
+            f"{', '.join(tensors)}: of several dtypes",
+            expected="one dtype, or dtype=...",
+            got=", ".join(sorted(map(str, kinds))),
+            fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
         )
     return next(iter(kinds), None)
 
@@ -246,24 +380,17 @@ class _Conversion:
         """What a group becomes; that of the last group is kept, since rows come in blocks."""
         if self.last is None or self.last[0] is not wanted.batch:
             self.last = None
-            converted: dict[str, torch.Tensor] = {}
+            found: dict[str, torch.Tensor] = {}
             for group, source in zip(wanted.batch, wanted.source, strict=True):
                 tensors = {name: lazy.whole() for name, lazy in source.items()}
-                converted |= self._convert(group, tensors, wanted.dtype)
-            self.last = wanted.batch, converted
+                converted = group.convert(tensors, to_te=self.to_te, dtype=wanted.dtype)
+                if not self.warned and group.rounds(tensors, converted):
+                    self.warned = True
+                    text = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
+                    _log.warning(text, ", ".join(converted))
+                found |= converted
+            self.last = wanted.batch, found
         return self.last[1]
-
-    def _convert(
-        self, group: Group, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        converted = group.convert(tensors, to_te=self.to_te, dtype=dtype)
-        if not self.warned and group.rounds(tensors, converted):
-            self.warned = True
-            _log.warning(
-                "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2",
-                ", ".join(converted),
-            )
-        return converted
 
 
 @dataclass
@@ -302,12 +429,10 @@ def _check(
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:
         raise CheckpointError(
-            message(
-                f"tensors that do not fit the map: {'. '.join(problems[:20])}",
-                why="Every tensor must be known, so that none is lost",
-                fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the "
-                "model; a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)",
-            )
+            f"tensors that do not fit the map: {'. '.join(problems[:20])}",
+            why="Every tensor must be known, so that none is lost",
+            fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the "
+            "model; a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)",
         )
 
 

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.portable.quantized import Remainders
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,8 @@ __all__ = [
     "Exchange",
     "Plan",
     "Share",
-    "cut_across_gates",
+    "Told",
+    "check_fits",
     "describe_shares",
     "plan_exchange",
     "shares_of",
@@ -45,8 +46,22 @@ __all__ = [
 
 #: A rectangle of a tensor of the unsharded model: offsets and sizes.
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-#: What a rank tells of a tensor: shape, dtype of the parameter, dtype of the values, and what it has of these.
-Told = tuple[tuple[int, ...], torch.dtype, torch.dtype, tuple[Place, ...]]
+
+
+class Told(NamedTuple):
+    """What a rank tells of a tensor of the unsharded model.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Of the parameter.
+        values: Dtype of the values.
+        places: What it has of these.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: torch.dtype
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -62,73 +77,87 @@ class Share:
     read: Callable[[int], torch.Tensor]
 
 
+def check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str, list[str]]) -> None:
+    """Raise what does not fit, if anything. Local operation.
+
+    To what was found, parameters are added whose rows are two blocks, but not where tensor parallelism has cut them:
+    each rank then takes other rows for gate and up than the unsharded model does.
+
+    Args:
+        call: The user's call.
+        model: The model.
+        weights: Its map.
+        found: Kind of difference -> names.
+
+    Raises:
+        CheckpointError: Naming everything.
+    """
+    forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
+    gated = {name for form in forms if form.groups == 1 for name in form.names}
+    found["gate above up, cut by tensor parallelism as one block (use expert parallelism)"] = [
+        owned.fqn
+        for owned in owned_parameters(model)
+        if (owned.fqn in gated or f"{owned.fqn}0" in gated)
+        and owned.info().rule.shard_dim == int(owned.is_grouped)
+        and owned.info().at.tp_size > 1
+    ]
+    problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
+    if problems:
+        raise CheckpointError(
+            f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
+            why="Nothing was changed",
+            fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
+        )
+
+
 def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
     """This rank's share of every parameter, by the name in the unsharded model. Local operation.
 
     FSDP2 units are resharded. Values are an fp32 main weight where the optimizer has one, else the parameter's. A tied
-    parameter comes under its first name; one for all experts as one for each.
+    parameter comes under its first name; one for all experts as one for each, under the global index.
     """
     found: dict[str, Share] = {}
     for owned in owned_parameters(model):
+        share = _share(owned, optimizer)
         if owned.is_grouped:
-            found |= _experts(owned, optimizer)
+            found |= {f"{owned.fqn}{n}": _of_expert(share, n) for n in range(share.told.shape[0])}
         else:
-            found[owned.fqn] = _share(owned, optimizer)
+            found[owned.fqn] = share
     return found
-
-
-def cut_across_gates(model: nn.Module, weights: WeightMap) -> list[str]:
-    """Parameters whose rows are two stacked blocks on one rank, but not where tensor parallelism has cut them.
-
-    Each rank then takes other rows for gate and up than the unsharded model does. Local operation.
-    """
-    forms = [group.te for group in weights.groups if group.te.packing == "joined" and not group.te.blocks]
-    stacked = {name for form in forms for name in form.names}
-    return [
-        owned.fqn
-        for owned in owned_parameters(model)
-        if (owned.fqn in stacked or f"{owned.fqn}0" in stacked)
-        and owned.info().rule.shard_dim == int(owned.is_grouped)
-        and owned.info().at.tp_size > 1
-    ]
 
 
 def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
     info, main = owned.info(), main_weight(optimizer, owned.parameter)
-    kind = values = owned.parameter.dtype
+    shape, dtype = info.original_shape, owned.parameter.dtype
     if main is not None and main.dtype != torch.int16:
         assert optimizer is not None
         state = optimizer.state[owned.parameter]["master_param"]
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
         places = tuple((p.offsets, tuple(p.tensor.shape)) for p in entry.pieces)
-        return Share((info.original_shape, kind, main.dtype, places), lambda n: entry.pieces[n].tensor)
+        return Share(Told(shape, dtype, main.dtype, places), lambda n: entry.pieces[n].tensor)
 
     def read(n: int) -> torch.Tensor:
         local: Any = owned.local
         if main is not None:  # what FusedAdam keeps beside bf16 weights
             local = Remainders(InMemory(local), InMemory(main)).whole()
-        return (local.dequantize() if _te.is_quantized(local) else local.detach())[
-            info.boxes[n].local_slices()
-        ]
+        whole = local.dequantize() if _te.is_quantized(local) else local.detach()
+        return whole[info.boxes[n].local_slices()]
 
-    values = values if main is None else torch.float32
-    return Share((info.original_shape, kind, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
+    values = dtype if main is None else torch.float32
+    return Share(Told(shape, dtype, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
 
 
-def _experts(owned: Owned, optimizer: Optimizer | None) -> dict[str, Share]:
-    """A parameter for all experts as one for each of them, under the global index."""
-    (total, *shape), kind, values, places = (whole := _share(owned, optimizer)).told
-    found = {}
-    for expert in range(total):
-        mine = [n for n, (at, size) in enumerate(places) if at[0] <= expert < at[0] + size[0]]
+def _of_expert(share: Share, expert: int) -> Share:
+    """One expert's part of what is held of a tensor for all."""
+    places = share.told.places
+    mine = [n for n, (at, size) in enumerate(places) if at[0] <= expert < at[0] + size[0]]
 
-        def read(n: int, mine: list[int] = mine, expert: int = expert) -> torch.Tensor:
-            return whole.read(mine[n])[expert - places[mine[n]][0][0]]
+    def read(n: int) -> torch.Tensor:
+        return share.read(mine[n])[expert - places[mine[n]][0][0]]
 
-        own = tuple((places[n][0][1:], places[n][1][1:]) for n in mine)
-        found[f"{owned.fqn}{expert}"] = Share((tuple(shape), kind, values, own), read)
-    return found
+    own = tuple((places[n][0][1:], places[n][1][1:]) for n in mine)
+    return Share(share.told._replace(shape=share.told.shape[1:], places=own), read)
 
 
 def describe_shares(seen: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
@@ -138,19 +167,17 @@ def describe_shares(seen: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
         CheckpointError: Ranks that tell different things.
     """
     found: dict[str, Told] = {}
-    empty = {}
+    empty: dict[str, Told] = {}
     for rank, every in enumerate(seen):
-        for name, (*about, places) in every.items():
-            one: Told = (*about, ())  # type: ignore[assignment]
+        for name, told in every.items():
+            one = told._replace(places=())
             # Of what it has nothing of, a rank may have no main weight either.
-            if (found if places else empty).setdefault(name, one) != one and places:
+            if (found if told.places else empty).setdefault(name, one) != one and told.places:
                 raise CheckpointError(
-                    message(
-                        f"{name}: of another kind on rank {rank}",
-                        expected=f"shape, dtype and dtype of the main weight {found[name][:3]}",
-                        got=one[:3],
-                        fix="build and train the same model, with the same optimizer, on all ranks",
-                    )
+                    f"{name}: of another kind on rank {rank}",
+                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
+                    got=tuple(one[:3]),
+                    fix="build and train the same model, with the same optimizer, on all ranks",
                 )
     return empty | found
 
@@ -183,23 +210,22 @@ def plan_exchange(
     Raises:
         CheckpointError: Tensors of which the ranks do not hold every element once.
     """
-    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {}
-    for rank, told in enumerate(seen):
-        for name, (_, _, _, places) in told.items():
-            for n, place in enumerate(places):
-                holders.setdefault(name, {}).setdefault(place, []).append((rank, n))
     told = describe_shares(seen)
+    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in told}
+    for rank, every in enumerate(seen):
+        for name, one in every.items():
+            for n, place in enumerate(one.places):
+                holders[name].setdefault(place, []).append((rank, n))
     _check_whole(holders, told)
-    sizes = {name: one[2].itemsize for name, one in told.items()}
     load: Counter[int] = Counter()
     groups: list[list[tuple[Counter[int], list[tuple[int, int, str, Place]]]]] = []
     for writer, queue in enumerate(queues):
         groups.append([])
         for names in queue:
             bytes_, parts = Counter[int](), []
-            for name, place, have in ((n, p, h) for n in names for p, h in holders.get(n, {}).items()):
+            for name, place, have in ((n, p, h) for n in names for p, h in holders[n].items()):
                 rank, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
-                bytes_[rank] += (size := math.prod(place[1]) * sizes[name])
+                bytes_[rank] += (size := math.prod(place[1]) * told[name].values.itemsize)
                 load[rank] += size * (rank != writer)
                 parts.append((rank, index, name, place))
             groups[-1].append((bytes_, parts))
@@ -223,16 +249,14 @@ def plan_exchange(
 
 
 def _check_whole(holders: Mapping[str, Mapping[Place, Any]], told: Mapping[str, Told]) -> None:
-    have = {name: sum(math.prod(size) for _, size in holders.get(name, {})) for name in told}
-    wrong = [
-        f"{n} ({have[n]} of {math.prod(one[0])})" for n, one in told.items() if have[n] != math.prod(one[0])
-    ]
+    wrong = []
+    for name, one in told.items():
+        have, whole = sum(math.prod(size) for _, size in holders[name]), math.prod(one.shape)
+        wrong += [f"{name} ({have} of {whole})"] if have != whole else []
     if wrong:
         raise CheckpointError(
-            message(
-                f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
-                fix="call save_huggingface on all ranks of the job, with the model that te_fsdp.fully_shard returned",
-            )
+            f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
+            fix="call save_huggingface on all ranks of the job, with the model that te_fsdp.fully_shard returned",
         )
 
 
@@ -267,7 +291,7 @@ class Exchange:
         sends = sorted(self.plan.sends[self.done], key=lambda one: one[0])
         receives = self.plan.receives[self.done]
         self.done += 1
-        out = [self._size(name, self.shares[name].told[3][n][1]) for _, name, n in sends]
+        out = [self._size(name, self.shares[name].told.places[n][1]) for _, name, n in sends]
         into = [self._size(name, place[1]) for _, name, place in receives]
         sent = torch.zeros(sum(out), dtype=torch.uint8, device="cpu")
         try:
@@ -282,16 +306,15 @@ class Exchange:
             dist.all_to_all_single(came, sent, *counts, group=self.ranks.group)
         del sent
         if receives:
-            self.here = {
-                name: torch.empty(self.told[name][0], dtype=self.told[name][2]) for _, name, _ in receives
-            }
+            about = {name: self.told[name] for _, name, _ in receives}
+            self.here = {name: torch.empty(one.shape, dtype=one.values) for name, one in about.items()}
         for part, (_, name, (offsets, sizes)) in zip(came.split(into), receives, strict=True):
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             # A copy, since views of other dtypes must begin at a multiple of their size.
-            self.here[name][box] = part.clone().view(self.told[name][2]).view(sizes)
+            self.here[name][box] = part.clone().view(self.told[name].values).view(sizes)
 
     def _bytes_of(self, name: str, n: int) -> torch.Tensor:
-        value = self.shares[name].read(n).to(self.told[name][2])
+        value = self.shares[name].read(n).to(self.told[name].values)
         return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
     def _by_rank(self, sizes: list[int], parts: Sequence[tuple[int, Any, Any]]) -> list[int]:
@@ -301,7 +324,7 @@ class Exchange:
         return found
 
     def _size(self, name: str, sizes: Sequence[int]) -> int:
-        return math.prod(sizes) * self.told[name][2].itemsize
+        return math.prod(sizes) * self.told[name].values.itemsize
 
 
 @dataclass

@@ -116,8 +116,10 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
 
     made = Case(**case)
     model, optimizer = made.build(folder)
-    if not made.quantized:
-        hf.load_huggingface(folder, model)
+    hf.load_huggingface(folder, model, optimizer)
+    outcome: dict[str, Any] = {"reloaded": []}
+    if made.quantized:
+        outcome["through a checkpoint"] = _through_a_checkpoint(folder, f"{target}-converted", model, made)
     tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0)).to(harness.device())
     with te.autocast(enabled=made.quantized, recipe=Float8CurrentScaling()):
         loss = model(tokens).float().square().mean()
@@ -125,7 +127,6 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
     optimizer.step()
     te_fsdp.checkpoint.save(f"{target}-checkpoint", model, optimizer)
     hf.save_huggingface(target, model, optimizer, config=folder, max_file_bytes=20_000)
-    outcome: dict[str, Any] = {"reloaded": []}
     if not made.quantized:
         other, _ = made.build(folder)
         hf.load_huggingface(target, other)
@@ -139,6 +140,26 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
         if dist.get_rank() == 0:
             outcome |= _against_transformers(target, whole, tokens)
     return outcome
+
+
+def _through_a_checkpoint(folder: str, converted: str, model: nn.Module, made: Case) -> list[str]:
+    """Parameters that hold other bytes in a model that loads the folder as the command line has converted it."""
+    import te_fsdp
+    from te_fsdp.cli.main import main
+
+    if dist.get_rank() == 0:
+        fused = ("--te.layers.fuse-qkv-params", "True")
+        assert (
+            main(
+                ["ckpt", "convert", folder, converted, "--to", "checkpoint", "--from", "huggingface", *fused]
+            )
+            == 0
+        )
+    dist.barrier()
+    other, _ = made.build(folder)
+    assert _differing_pieces(model, other), "the control: other values before"
+    te_fsdp.checkpoint.load(converted, other, allow=["*.inv_freq"])
+    return _differing_pieces(model, other)
 
 
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
@@ -163,6 +184,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     """One rank's disk is full, one cannot read its weights; errors, and what lies there afterwards. Then it works."""
     import te_fsdp
     from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.checkpoint.portable import huggingface_saving as saving
     from te_fsdp.checkpoint.portable import huggingface_shares as shares
     from te_fsdp.errors import CheckpointError
 
@@ -176,7 +198,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
         raise RuntimeError("out of memory")
 
     outcome: dict[str, list[str]] = {"errors": [], "left": []}
-    for module, name, fault in ((hf, "write_file", full), (shares.Exchange, "_bytes_of", unreadable)):
+    for module, name, fault in ((saving, "write_file", full), (shares.Exchange, "_bytes_of", unreadable)):
         stock = getattr(module, name)
         try:
             if dist.get_rank() == 1:
