@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,7 +29,7 @@ from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
 from te_fsdp.checkpoint.portable.torch_files import Heads, Window
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, without_collector
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, crc32, without_collector
 from te_fsdp.errors import CheckpointError
 
 __all__ = ["Rectangle", "Staged", "read_metadata", "read_stored", "rectangle", "unpickle_metadata"]
@@ -98,7 +97,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     """
     try:
         data = (path / DCP_METADATA).read_bytes()
-        if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), zlib.crc32(data)]:
+        if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
             raise DamagedFileError("its contents have changed (CRC-32)")
         metadata = unpickle_metadata(data)
         if manifest is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Iterable
 
 import torch
 
 from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.staging import blocks_of, flat_rows
+from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["check_replicas", "checksums"]
@@ -95,7 +95,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 def _crc(flat: torch.Tensor) -> int:
     """CRC-32 of a flat tensor's memory; reads it in place, without NumPy."""
     size = flat.numel() * flat.element_size()
-    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
+    return crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
 
 
 def _weighted(rows: torch.Tensor) -> torch.Tensor:

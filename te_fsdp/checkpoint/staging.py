@@ -10,14 +10,16 @@ other half is copied along; and it page-locks each copy by itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Block", "Staging", "blocks_of", "flat_rows"]
+__all__ = ["Block", "Staging", "blocks_of", "flat_rows", "host_memory"]
 
 K = TypeVar("K")
 
@@ -27,6 +29,8 @@ _SLAB = 1 << 28
 _ALIGNMENT = 64
 #: Bytes of a tensor that is stacked with others, and of a stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
+#: Bytes from which memory comes in large pages: at least one lies in it, wherever it begins.
+_LARGE = 1 << 22
 
 
 @dataclass
@@ -94,6 +98,20 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     )
 
 
+def host_memory(count: int) -> torch.Tensor:
+    """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
+
+    The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
+    4 KiB and 0.1 s in pages of 2 MiB: as much as it takes to read as many bytes from a file.
+    """
+    if count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system that has none gives small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
+
+
 class Staging:
     """Host memory in a few large slabs, page-locked where a device copies into it. One save uses it at a time."""
 
@@ -145,7 +163,7 @@ class Staging:
             if index < len(self._slabs) and self._slabs[index].numel() >= size:
                 continue
             del self._slabs[index : index + 1]  # freed before the larger one is made
-            slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else host_memory(size)
             self._slabs.insert(index, slab)
         del self._slabs[len(sizes) :]
 

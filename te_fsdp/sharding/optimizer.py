@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -64,6 +64,12 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for below in type.__subclasses__(kind):
+        yield from _with_subclasses(below)
+
+
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     """Every optimizer of this process that holds one of these parameters, which do not know it. Local operation.
 
@@ -71,8 +77,10 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     listed, and could not be put aside again by itself; optimizers of sharded models that have stepped are known.
     """
     wanted = {id(parameter) for parameter in parameters}
-    # By its type: proxies of all kinds answer isinstance with side effects.
-    listed = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    # By its type: proxies of all kinds answer isinstance with side effects. And by a set of types: there are a million
+    # objects, and a call for each would take longer than to load a model of a GiB.
+    kinds = set(_with_subclasses(Optimizer))
+    listed = [found for found in gc.get_objects() if type(found) in kinds]
     known = {id(optimizer): optimizer for optimizer in [*listed, *_met()]}.values()
     holding = []
     for optimizer in known:
