@@ -47,7 +47,10 @@ __all__ = [
     "make_room",
     "reduce_outside_backward",
     "reduced_dtype",
+    "records_of",
     "reset_iteration",
+    "sharded_by_group",
+    "sharded_of",
     "sharded_parameters",
     "unreduced",
     "wait_for_reductions",
@@ -85,7 +88,25 @@ def is_root(unit: nn.Module) -> bool:
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
     """The sharded parameters of a unit, gathered or not (``FSDPParam.sharded_param``)."""
-    return [managed.sharded_param for managed in managed_by(unit)]
+    return [parameter for group in sharded_by_group(unit) for parameter in group]
+
+
+def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
+    """:func:`sharded_parameters` of each parameter group."""
+    groups = fsdp_parameter_groups(unit)
+    return [[managed.sharded_param for managed in group.fsdp_params] for group in groups]
+
+
+def sharded_of(managed: Any) -> torch.nn.Parameter:
+    """The sharded parameter of a record now (``FSDPParam.sharded_param``): FSDP2 looks for a new one at times."""
+    return managed.sharded_param
+
+
+def records_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP2's record of each parameter of a unit, and that of its parameter group."""
+    for group in fsdp_parameter_groups(unit):
+        for managed in group.fsdp_params:
+            yield managed, group
 
 
 def gathered_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:

@@ -8,7 +8,6 @@ TE is imported on first use, never at ``import te_fsdp``. Private names used her
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -17,62 +16,57 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp._te_delayed import (
-    delayed_states,
-    describe_delayed_recipe,
-    follow_scale,
-    make_delayed_states,
-    set_delayed_scale,
-)
 from te_fsdp._te_formats import FORMATS, SCALE_SOURCES, Format, unknown_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
 __all__ = [
     "KINDS",
+    "OF_THE_BYTES",
     "active_recipe",
     "all_one_scale_quantizers",
-    "amax_reduction_group",
-    "amax_tensor_classes",
+    "amax_group_of",
     "argument_of",
     "attach_high_precision_value",
     "base_module_class",
-    "delayed_states",
-    "describe_delayed_recipe",
-    "follow_scale",
-    "format_of",
-    "fsdp_group_of",
+    "delays_weight_gradients",
+    "derive_transpose",
     "forget_derived",
     "forget_high_precision_value",
     "forget_transpose",
-    "gathering_tensor_classes",
+    "format_of",
+    "fsdp_group_of",
     "has_delayed_scale",
     "high_precision_part",
     "high_precision_value",
+    "holds_quantized_weights",
     "init_function",
+    "inverse_scale_of",
     "is_delayed_quantizer",
     "is_fused_adam",
     "is_loaded",
     "is_quantized",
     "keep_gathered",
     "kind_of",
-    "make_delayed_states",
     "module_class",
-    "modules_with",
     "needs_shared_amax",
     "one_scale_quantizers",
     "parts_of",
     "quantizer_classes",
+    "quantizer_for_keeping",
     "quantizer_of",
     "quantizers_of_parts",
     "recipes",
     "recipes_in_use",
+    "reduce_amax_over",
+    "reduces_amax",
     "rename_parameters",
-    "set_delayed_scale",
     "set_quantizer",
+    "take_amax_over",
+    "tensor_attribute",
     "take_scale",
     "te",
     "travels_in_halves",
@@ -134,6 +128,17 @@ def module_class(kind: str) -> type[nn.Module]:
     return getattr(te(), kind)
 
 
+def delays_weight_gradients(module: nn.Module) -> bool:
+    """Whether a module was built with ``delay_wgrad_compute=True``."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
+def holds_quantized_weights(module: nn.Module) -> bool:
+    """Whether a module was built under ``quantized_model_init`` (``primary_weights_in_fp8``)."""
+    return bool(getattr(module, "primary_weights_in_fp8", False))
+
+
 def base_module_class() -> type[nn.Module]:
     """The class that owns parameter registration and ``reset_parameters`` (``TransformerEngineBaseModule``)."""
     return importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
@@ -179,7 +184,7 @@ def weight_quantizer(module: nn.Module, name: str) -> Any | None:
 
     The quantizer is the module's own: callers that put an amax group on it must take it off again.
     """
-    if not getattr(module, "primary_weights_in_fp8", False):
+    if not holds_quantized_weights(module):
         return None
     meta = module.param_init_meta.get(name)  # type: ignore[union-attr]
     if meta is None or meta.fp8_meta_index is None:
@@ -209,6 +214,16 @@ def keeps_high_precision_value(module: nn.Module) -> bool:
 def high_precision_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value a quantized weight had before quantization, if TE kept it (CPU tensor, nominal dtype)."""
     return tensor.__dict__.get("_high_precision_init_val")
+
+
+#: Attributes by which TE and :func:`attach_high_precision_value` keep the value from before quantization, and TE's
+#: group of the amax: they belong to a tensor's bytes, not to the parameter.
+OF_THE_BYTES = (
+    "_high_precision_init_val",
+    "get_high_precision_init_val",
+    "clear_high_precision_init_val",
+    "amax_reduction_group",
+)
 
 
 def attach_high_precision_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -244,8 +259,44 @@ def set_quantizer(tensor: torch.Tensor, quantizer: Any) -> None:
 
 
 def quantizer_of(tensor: torch.Tensor) -> Any:
-    """The quantizer that a quantized tensor carries."""
-    return tensor._quantizer  # type: ignore[attr-defined]
+    """The quantizer that a quantized tensor carries, ``None`` for a plain one."""
+    return getattr(tensor, "_quantizer", None)
+
+
+def inverse_scale_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A float8 tensor's inverse scale: one float, the tensor's own buffer."""
+    return tensor.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
+
+
+def reduce_amax_over(quantizer: Any, group: Any) -> None:
+    """Let a quantizer with one scale take the amax over a process group when it is called, or over none (``None``).
+
+    Others have no such attributes, and are left alone.
+    """
+    if hasattr(quantizer, "with_amax_reduction"):
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
+
+
+def reduces_amax(quantizer: Any) -> bool:
+    """Whether a quantizer takes the amax over a process group when it is called."""
+    return bool(getattr(quantizer, "with_amax_reduction", False))
+
+
+def amax_group_of(thing: Any) -> Any:
+    """The process group over which a quantizer, or a write into a tensor, takes the amax; ``None`` for none."""
+    return getattr(thing, "amax_reduction_group", None)
+
+
+def take_amax_over(tensor: torch.Tensor, group: Any) -> None:
+    """Let writes into a quantized tensor take the amax over a process group (``amax_reduction_group``)."""
+    tensor.amax_reduction_group = group  # type: ignore[attr-defined]
+
+
+def quantizer_for_keeping(quantizer: Any) -> Any:
+    """A copy of a quantizer that makes tensors of TE's public classes, with scales in the layout of the format."""
+    own = quantizer.copy()
+    own.internal = own.optimize_for_gemm = False
+    return own
 
 
 def format_of(tensor: torch.Tensor) -> Format | None:
@@ -275,28 +326,6 @@ def active_recipe() -> Any | None:
     loaded = sys.modules.get("transformer_engine.pytorch.quantization")
     state = getattr(loaded, "FP8GlobalStateManager", None)
     return state.get_fp8_recipe() if state is not None and state.is_fp8_enabled() else None
-
-
-@contextlib.contextmanager
-def amax_reduction_group(group: Any) -> Iterator[None]:
-    """Within the context delayed scaling reduces over ``group`` instead of that of the enclosing ``te.autocast``.
-
-    A nested ``te.autocast`` would say the same, but forget that the first module of the region has run, so that TE
-    would update the backward's scales twice (2.20.2 ``set_autocast_state``). ``quantization_state`` is the manager's
-    class itself in older TE.
-    """
-    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
-    state = getattr(manager, "quantization_state", manager)
-    attribute = (
-        "fp8_distributed_group" if hasattr(state, "fp8_distributed_group") else "FP8_DISTRIBUTED_GROUP"
-    )
-    recipe, before = manager.get_fp8_recipe(), manager.get_fp8_group()
-    state.autocast_arguments[manager.get_unique_autocast_key(recipe, group)] = (recipe, group)
-    setattr(state, attribute, group)
-    try:
-        yield
-    finally:
-        setattr(state, attribute, before)
 
 
 def needs_shared_amax(quantizer: Any) -> bool:
@@ -368,7 +397,7 @@ def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
     """
     rows = [row for row in FORMATS.values() if blocks or row.has_one_scale]
     found = [(row.module, name) for row in rows for name in row.quantizers if row.quantizers[name] in sources]
-    return tuple(_tensor_attribute(module, name) for module, name in found)
+    return tuple(tensor_attribute(module, name) for module, name in found)
 
 
 def is_delayed_quantizer(quantizer: Any) -> bool:
@@ -376,18 +405,8 @@ def is_delayed_quantizer(quantizer: Any) -> bool:
     return SCALE_SOURCES.get(type(quantizer).__name__) == "history"
 
 
-@functools.cache
-def amax_tensor_classes() -> tuple[type, ...]:
-    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
-    found = []
-    for row in FORMATS.values():
-        if "amax" in row.quantizers.values():
-            found.append(_tensor_attribute(row.module, row.tensor))
-            found.append(_tensor_attribute(f"storage.{row.module}_storage", f"{row.tensor}Storage"))
-    return tuple(found)
-
-
-def _tensor_attribute(module: str, name: str) -> type:
+def tensor_attribute(module: str, name: str) -> type:
+    """A class of a module of ``transformer_engine.pytorch.tensor``."""
     return getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
 
 
@@ -410,6 +429,14 @@ def forget_derived(tensor: torch.Tensor) -> None:
     for buffer in row.buffers if row is not None else ():
         if buffer.is_derived:
             setattr(tensor, buffer.attribute, None)
+
+
+def derive_transpose(tensor: torch.Tensor) -> None:
+    """Make a float8 tensor's transpose anew from its bytes, in the buffer that it has, if it keeps one."""
+    buffers = tensor.get_metadata()  # type: ignore[attr-defined]
+    data, transpose = buffers.get("data"), buffers.get("data_transpose")
+    if data is not None and transpose is not None:
+        transpose.copy_(data.movedim(-1, 0))
 
 
 def travels_in_halves(tensor: torch.Tensor) -> bool:
@@ -438,13 +465,6 @@ def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value for name in found if (value := getattr(tensor, name, None)) is not None]
 
 
-def gathering_tensor_classes() -> list[type[torch.Tensor]]:
-    """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
-    module = importlib.import_module("transformer_engine.pytorch.tensor")
-    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
-    return [c for c in classes if c is not None and hasattr(c, "fsdp_pre_all_gather")]
-
-
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors that hold a quantized tensor's data: bytes, scales, transposes."""
     return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]
@@ -454,13 +474,6 @@ def fsdp_group_of(module: nn.Module) -> Any:
     """The parameter group that TE's all-gather hooks ask about a module's weights (``_get_module_fsdp_state``)."""
     distributed = importlib.import_module("transformer_engine.pytorch.distributed")
     return distributed._get_module_fsdp_state(module)._fsdp_param_group
-
-
-def modules_with(name: str) -> list[ModuleType]:
-    """TE's modules of linear layers that use a function under this name."""
-    files = ("linear", "layernorm_linear", "layernorm_mlp")
-    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
-    return [module for module in found if hasattr(module, name)]
 
 
 def has_delayed_scale(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Delayed scaling's state in TE's modules: its names there, which :mod:`te_fsdp._te` gives to everyone.
+"""Delayed scaling's state in TE's modules.
 
 Private names used here: a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
 ``DelayedScalingRecipeState``.
@@ -6,22 +6,34 @@ Private names used here: a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp import _te
 from te_fsdp.errors import PrecisionError, message
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 __all__ = [
+    "amax_reduced_over",
     "delayed_states",
     "describe_delayed_recipe",
     "follow_scale",
+    "has_recipe_state",
     "make_delayed_states",
     "set_delayed_scale",
 ]
+
+
+def has_recipe_state(module: Any) -> bool:
+    """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""
+    return hasattr(module, "fp8_meta")
 
 
 def delayed_states(module: nn.Module) -> dict[str, Any] | None:
@@ -72,8 +84,6 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
     Local operation. State that is there is kept, its history cut or extended. The next forward takes it up (TE
     2.20.2 ``TransformerEngineBaseModule.set_meta_tensor``).
     """
-    from te_fsdp import _te  # which imports this file
-
     recipes = _te.recipes()
     fields = {**described, "fp8_format": recipes.Format[described["fp8_format"]]}
     module.fp8_meta["num_gemms"] = fields.pop("num_gemms")  # type: ignore[index]
@@ -96,15 +106,13 @@ def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: t
         local: Its quantized local tensor.
         amax: One element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
     """
-    from te_fsdp import _te  # which imports this file
-
     recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
     scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
     finite = torch.finfo(torch.float32)
     scale = torch.where(torch.isinf(scale), scale.new_tensor(finite.max), scale)
     quantizers: list[Any] = [_te.quantizer_of(local), _te.weight_quantizer(module, name)]
     for quantizer in quantizers:
-        if type(quantizer).__name__ == "Float8Quantizer" and bool(amax > 0) and bool(torch.isfinite(amax)):
+        if _te.is_delayed_quantizer(quantizer) and bool(amax > 0) and bool(torch.isfinite(amax)):
             quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
             quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
 
@@ -117,10 +125,30 @@ def follow_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
         name: The weight's name.
         local: Its quantized local tensor.
     """
-    from te_fsdp import _te  # which imports this file
-
-    inverse = local.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
+    inverse = _te.inverse_scale_of(local)
     quantizers: list[Any] = [_te.quantizer_of(local), _te.weight_quantizer(module, name)]
     for quantizer in quantizers:
-        if type(quantizer).__name__ == "Float8Quantizer":
+        if _te.is_delayed_quantizer(quantizer):
             quantizer.scale.copy_(inverse.reciprocal().reshape(quantizer.scale.shape))
+
+
+@contextlib.contextmanager
+def amax_reduced_over(group: Any) -> Iterator[None]:
+    """Within the context delayed scaling reduces over ``group`` instead of that of the enclosing ``te.autocast``.
+
+    A nested ``te.autocast`` would say the same, but forget that the first module of the region has run, so that TE
+    would update the backward's scales twice (2.20.2 ``set_autocast_state``). ``quantization_state`` is the manager's
+    class itself in older TE.
+    """
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", manager)
+    attribute = (
+        "fp8_distributed_group" if hasattr(state, "fp8_distributed_group") else "FP8_DISTRIBUTED_GROUP"
+    )
+    recipe, before = manager.get_fp8_recipe(), manager.get_fp8_group()
+    state.autocast_arguments[manager.get_unique_autocast_key(recipe, group)] = (recipe, group)
+    setattr(state, attribute, group)
+    try:
+        yield
+    finally:
+        setattr(state, attribute, before)

@@ -86,6 +86,7 @@ class Format:
         dropped: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a
             backward (``fsdp_post_all_gather``).
         short_blocks: Whether a weight may end in a part of a block.
+        transpose: Buffer of the values with the last dim first, which a weight may have instead of ``data``.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Format:
     halves: bool = False
     dropped: tuple[Buffer, ...] = ()
     short_blocks: bool = False
+    transpose: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -140,6 +142,7 @@ _ROWS = (
         available="is_fp8_available",
         buffers=(_FLOAT8_DATA, Buffer("fp8_scale_inv", "_scale_inv", None, torch.float32)),
         dropped=(_FLOAT8_DATA,),
+        transpose="data_transpose",
     ),
     Format(
         name="mxfp8",

@@ -8,13 +8,18 @@ models that te_fsdp does not know see no change. Nothing is replaced before :fun
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from te_fsdp import _te
 from te_fsdp._patches import Patch
+from te_fsdp._te_formats import FORMATS
 
-__all__ = ["PATCHES", "install", "install_on"]
+__all__ = ["PATCHES", "gathering_tensors", "install", "install_on"]
 
 _TESTS = "tests/pytorch/distributed"
 _ALL = "TE 2.18 to 2.20"
@@ -129,15 +134,39 @@ PATCHES: dict[str, Patch] = {
 }
 
 
+def gathering_tensors() -> list[type[torch.Tensor]]:
+    """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
+    return [c for c in classes if c is not None and hasattr(c, "fsdp_pre_all_gather")]
+
+
+def _amax_tensors() -> tuple[type, ...]:
+    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    found = []
+    for row in FORMATS.values():
+        if "amax" in row.quantizers.values():
+            found.append(_te.tensor_attribute(row.module, row.tensor))
+            found.append(_te.tensor_attribute(f"storage.{row.module}_storage", f"{row.tensor}Storage"))
+    return tuple(found)
+
+
+def _modules_with(name: str) -> list[ModuleType]:
+    """TE's modules of linear layers that use a function under this name."""
+    files = ("linear", "layernorm_linear", "layernorm_mlp")
+    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in found if hasattr(module, name)]
+
+
 #: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
 _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
-    "gather": _te.gathering_tensor_classes,
-    "gathered": _te.gathering_tensor_classes,
-    "columnwise": functools.partial(_te.modules_with, "clear_columnwise_cache"),
+    "gather": gathering_tensors,
+    "gathered": gathering_tensors,
+    "columnwise": functools.partial(_modules_with, "clear_columnwise_cache"),
     "copy": functools.partial(_te.quantizer_classes, "amax", "history"),
     "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
-    "group": _te.amax_tensor_classes,
+    "group": _amax_tensors,
     # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
     "delayed": functools.partial(_te.quantizer_classes, "history"),
     # NVFP4's shards hold whole blocks, so that none is empty.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp._te_formats import FORMATS, Block
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
@@ -217,14 +217,14 @@ def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: boo
         if group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         if not keep_delayed_scale:
-            _te.set_delayed_scale(owned.module, owned.name, local, amax)
+            _te_delayed.set_delayed_scale(owned.module, owned.name, local, amax)
         local.quantize_(value)  # type: ignore[operator]
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         return
     if binding is not None and binding.weight_mesh is not None:
         attach_group(local, binding)
     elif group is not None and _te.needs_shared_amax(quantizer):
-        local.amax_reduction_group = group  # type: ignore[attr-defined]
+        _te.take_amax_over(local, group)
     local.quantize_(value)  # type: ignore[operator]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.agree import world_size
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.model_state import clean_name, own_experts
@@ -33,7 +33,7 @@ def _delayed(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Modules with delayed-scaling state, by name."""
     found = {}
     for prefix, module in model.named_modules():
-        states = _te.delayed_states(module)
+        states = _te_delayed.delayed_states(module)
         if states is not None:
             found[clean_name("", prefix)] = (module, states)
     return found
@@ -53,7 +53,7 @@ def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 def _describe(module: nn.Module) -> dict[str, Any]:
     """The recipe, with the GEMMs of all experts."""
-    described, experts = _te.describe_delayed_recipe(module), own_experts(module)
+    described, experts = _te_delayed.describe_delayed_recipe(module), own_experts(module)
     return described if experts is None else {**described, "num_gemms": experts[2]}
 
 
@@ -101,7 +101,7 @@ def compare_delayed(model: nn.Module, described: dict[str, Any]) -> list[tuple[s
     live = _delayed(model)
     found = []
     for name, then in described.items():
-        if not hasattr(modules.get(name), "fp8_meta"):
+        if not _te_delayed.has_recipe_state(modules.get(name)):
             found.append(("with delayed-scaling state for a module that the model lacks", name, ""))
             continue
         now = _describe(live[name][0]) if name in live else then
@@ -134,7 +134,7 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
         module = modules[name]
         experts = own_experts(module)
         own = recipe if experts is None else {**recipe, "num_gemms": experts[1]}
-        for key, state in _te.make_delayed_states(module, own).items():
+        for key, state in _te_delayed.make_delayed_states(module, own).items():
             entries[f"delayed.{name}:{key}.scale"] = _entry(module, state.scale)
             entries[f"delayed.{name}:{key}.amax_history"] = _entry(module, state.amax_history)
     return entries

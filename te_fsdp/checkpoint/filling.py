@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te
+from te_fsdp import _te, _te_delayed
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.conversion import (
@@ -242,7 +242,7 @@ class Filling:
             if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
                 continue
             if _te.has_delayed_scale(owned.local):
-                _te.follow_scale(owned.module, owned.name, owned.local)
+                _te_delayed.follow_scale(owned.module, owned.name, owned.local)
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Convert and store a few weights. Collective over the world."""

@@ -277,6 +277,5 @@ def _python_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     internal: tuple[str, ...] = ("_local_tensor", "_spec", _torch.REPLACED)
     if _te.is_quantized(parameter):
         probe = parameter.detach().__dict__.keys()
-        kept = ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val")
-        internal += (*probe, *kept, "amax_reduction_group")
+        internal += (*probe, *_te.OF_THE_BYTES)
     return {key: value for key, value in parameter.__dict__.items() if key not in internal}

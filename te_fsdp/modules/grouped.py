@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import OrderError, PlacementError, message
 from te_fsdp.layout.experts import ExpertRange, expert_index
@@ -103,7 +103,7 @@ def _amax_group(binding: Binding) -> contextlib.AbstractContextManager[object]:
     elif binding.amax_group is None:  # this rank alone holds them; for TE None means all ranks
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         binding.amax_group = cast("ProcessGroup", alone)
-    return _te.amax_reduction_group(binding.amax_group)
+    return _te_delayed.amax_reduced_over(binding.amax_group)
 
 
 def _check_divided(module: torch.nn.Module, binding: Binding) -> None:

@@ -233,7 +233,7 @@ def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     if getattr(module, "fuse_wgrad_accumulation", False):
         problem = "fuse_wgrad_accumulation=True"
         why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"
-    elif getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute():
+    elif _te.delays_weight_gradients(module):
         problem = "delay_wgrad_compute=True"
         why = "TE then writes .grad itself after FSDP2 has reduced"
     elif tp_size > 1 and _useless_sequence_parallel(module, kind):

@@ -11,7 +11,7 @@ understand; TE gets a ``GroupedTensor`` over that very memory whenever it asks f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
+from te_fsdp._te_grouped import GroupedReads, grouped_path_problem
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.layout.rules import ParameterRule
@@ -26,7 +27,7 @@ from te_fsdp.modules.base import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
-from te_fsdp.quantized.support import check_recipe, grouped_path_problem
+from te_fsdp.quantized.support import check_recipe
 
 if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange
@@ -168,7 +169,7 @@ def adopt_single(module: Any) -> None:
         _te.rename_parameters(module, {parts[0]: name})
 
 
-class SingleModule(ResettableModule):
+class SingleModule(GroupedReads, ResettableModule):
     """Mixin of ``GroupedLinear``: what TE reads, and makes, of single parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,28 +180,15 @@ class SingleModule(ResettableModule):
             check_single_recipe(self, binding.name or type(self).__name__)
         return super().forward(*args, **kwargs)
 
-    def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """TE's conversion of the experts' parameters into one, which a bound module has made already."""
-        if binding_of(self) is None:
-            super().make_grouped_weights(defer_init=defer_init)  # type: ignore[not-callable]
-        else:
-            self.set_tensor_parallel_attributes(defer_init=defer_init)  # type: ignore[not-callable]
+    def is_adopted(self) -> bool:
+        """Whether the module is bound."""
+        return binding_of(self) is not None
 
-    def _make_grouped_biases(self) -> None:
-        if binding_of(self) is None:
-            super()._make_grouped_biases()  # type: ignore[not-callable]
-
-    def _get_weight_tensors(self) -> list[torch.Tensor]:
-        return list(self._seen_by_te("weight", super()._get_weight_tensors()))  # type: ignore[not-callable]
-
-    def _get_bias_tensors(self) -> list[torch.Tensor]:
-        tensors = super()._get_bias_tensors()  # type: ignore[not-callable]
-        # A bias that the forward returns is the user's: it stays what is registered.
-        return tensors if self.return_bias else list(self._seen_by_te("bias", tensors))
-
-    def _seen_by_te(self, name: str, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        single = binding_of(self) is not None and name in single_names(self)
-        return (as_grouped(_torch.local_of(tensor)) if single else tensor for tensor in tensors)
+    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """A single parameter as a ``GroupedTensor`` over the same memory, any other as it is."""
+        if not self.is_adopted() or name not in single_names(self):
+            return list(tensors)
+        return [as_grouped(_torch.local_of(tensor)) for tensor in tensors]
 
 
 def _is_delayed(module: Any) -> bool:

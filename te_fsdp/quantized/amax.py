@@ -70,15 +70,13 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
         return quantize_experts(value, quantizer, experts_group(binding))
     shared = binding.weight_mesh is not None and _te.needs_shared_amax(quantizer)
     if shared:
-        quantizer.with_amax_reduction = True
-        quantizer.amax_reduction_group = binding.weight_mesh.get_group()  # type: ignore[union-attr]
+        _te.reduce_amax_over(quantizer, binding.weight_mesh.get_group())  # type: ignore[union-attr]
     try:
         with torch.no_grad():
             local = quantizer(value)
     finally:
         if shared:
-            quantizer.with_amax_reduction = False
-            quantizer.amax_reduction_group = None
+            _te.reduce_amax_over(quantizer, None)
     attach_group(local, binding)
     reduce_newest_amax([local])
     return local

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp._te_patches import install
+from te_fsdp._te_patches import PATCHES, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _MARK = "_te_fsdp_amax_group"
-_ATTRIBUTE = "amax_reduction_group"
+_ATTRIBUTE = PATCHES["group"].attribute
 
 
 def mark(tensor: torch.Tensor, group_name: str) -> None:
@@ -66,13 +66,13 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
 
 def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
     """Whether nothing has changed since a tensor was marked so: asked at every gather. Of hybrids it is not known."""
-    quantizer = getattr(tensor, "_quantizer", None)
+    quantizer = _te.quantizer_of(tensor)
     return (
         group_name is not None
         and quantizer is not None
         and quantizer.__dict__.get(_MARK) == group_name
         and _ATTRIBUTE not in tensor.__dict__
-        and not getattr(quantizer, "with_amax_reduction", False)
+        and not _te.reduces_amax(quantizer)
     )
 
 
@@ -80,7 +80,7 @@ def drop_group(tensor: torch.Tensor) -> None:
     """Take off the process group that TE's gather has put on a tensor, or on the quantizers of a hybrid one."""
     tensor.__dict__.pop(_ATTRIBUTE, None)
     for quantizer in _te.all_one_scale_quantizers(tensor):
-        _drop_group(quantizer)
+        _te.reduce_amax_over(quantizer, None)
 
 
 def marked_group(tensor: torch.Tensor) -> str | None:
@@ -125,14 +125,14 @@ def make_marks_stick() -> None:
 
 def _get_group(self: Any) -> Any:
     """The marked group, or what TE has set."""
-    quantizer = self._quantizer
+    quantizer = _te.quantizer_of(self)
     name = None if quantizer is None else quantizer.__dict__.get(_MARK)
     return self.__dict__.get(_ATTRIBUTE) if name is None else _torch.group_by_name(name)
 
 
 def _set_group(self: Any, group: Any) -> None:
     """Keep what TE sets, unless there is a mark: FSDP2's group alone is not the whole weight."""
-    quantizer = self._quantizer
+    quantizer = _te.quantizer_of(self)
     if quantizer is None or _MARK not in quantizer.__dict__:
         self.__dict__[_ATTRIBUTE] = group
 
@@ -171,13 +171,8 @@ def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], di
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """A copy in this process keeps the mark, and never takes a process group along."""
     new = self.copy()
-    _drop_group(new)
+    _te.reduce_amax_over(new, None)
     return new
-
-
-def _drop_group(quantizer: Any) -> None:
-    if hasattr(quantizer, "with_amax_reduction"):
-        quantizer.with_amax_reduction, quantizer.amax_reduction_group = False, None
 
 
 # --- shards without rows
@@ -195,10 +190,10 @@ def mend_empty() -> None:
 def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 0 or not self.with_amax_reduction:
+        if tensor.numel() > 0 or not _te.reduces_amax(self):
             return stock(self, tensor)
         local = stock(_with_group(self, None), tensor)
-        _scale(local).copy_(_shared_scale(stock, self, self.amax_reduction_group, tensor))
+        _te.inverse_scale_of(local).copy_(_shared_scale(stock, self, _te.amax_group_of(self), tensor))
         return local
 
     return quantize_impl
@@ -207,10 +202,10 @@ def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
-        group = getattr(dst, "amax_reduction_group", None)
+        group = _te.amax_group_of(dst)
         if src.numel() > 0 or group is None:
             return stock(self, src, dst, **options)
-        _scale(dst).copy_(_shared_scale(type(self).quantize_impl, self, group, src))
+        _te.inverse_scale_of(dst).copy_(_shared_scale(type(self).quantize_impl, self, group, src))
         return dst
 
     return update_quantized
@@ -222,18 +217,13 @@ def _shared_scale(
     """The inverse scale of the whole weight, to whose amax this rank contributes zero. Collective over ``group``."""
     # Sizes that every kernel takes.
     zeros = torch.zeros((16, 16), dtype=like.dtype, device=like.device)
-    return _scale(quantize(_with_group(quantizer, group), zeros))
-
-
-def _scale(local: torch.Tensor) -> torch.Tensor:
-    """A float8 tensor's inverse scale: one float, the tensor's own buffer."""
-    return local.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
+    return _te.inverse_scale_of(quantize(_with_group(quantizer, group), zeros))
 
 
 def _with_group(quantizer: Any, group: Any) -> Any:
     """A copy of a quantizer that reduces over ``group``, or over none."""
     new = quantizer.copy()
-    new.with_amax_reduction, new.amax_reduction_group = group is not None, group
+    _te.reduce_amax_over(new, group)
     return new
 
 
@@ -243,7 +233,7 @@ def take_delayed_scale(local: torch.Tensor) -> None:
     Local operation: the ranks of a weight have the same scale and history. Nothing to do for shards with rows.
     """
     if local.numel() == 0:
-        _scale(local).copy_(_te.quantizer_of(local).scale.reciprocal())
+        _te.inverse_scale_of(local).copy_(_te.quantizer_of(local).scale.reciprocal())
 
 
 def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
@@ -258,4 +248,4 @@ def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
     """
     ranks = mesh.size()
     if (ranks - 1) * -(-rows // ranks) >= rows:
-        dist.broadcast(_scale(local), group_src=0, group=mesh.get_group())
+        dist.broadcast(_te.inverse_scale_of(local), group_src=0, group=mesh.get_group())

@@ -156,7 +156,7 @@ def components_from(
             )
         )
     found = []
-    turned = metadata.get("data_transpose") if metadata.get("data") is None else None
+    turned = metadata.get(row.transpose) if metadata.get("data") is None else None
     for buffer in row.buffers:
         tensor = metadata.get(buffer.name)
         if buffer.name == "data" and turned is not None:

@@ -286,8 +286,7 @@ def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None
         quantizer: The module's; a copy is kept.
         group_name: Group of the ranks that hold pieces of the same experts, ``None`` if this one holds them whole.
     """
-    own = quantizer.copy()
-    own.internal = own.optimize_for_gemm = False
+    own = _te.quantizer_for_keeping(quantizer)
     new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
     if group_name is not None:
         mark(new, group_name)

@@ -163,11 +163,8 @@ def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options:
     block = _te.format_of(local).block  # type: ignore[union-attr]
     if options or any(length % block for length in size):  # the cut is refused in the next moment
         return type(local).new_zeros(local, size, **options)
-    metadata = local.get_metadata()  # type: ignore[attr-defined]
     quantizer = _te.quantizer_of(local).copy()
-    quantizer.set_usage(
-        rowwise=metadata["rowwise_data"] is not None, columnwise=metadata["columnwise_data"] is not None
-    )
+    quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
     zeros = quantizer.make_empty(tuple(size), dtype=local.dtype, device=local.device)
     for buffer in _te.buffers_of(zeros):
         buffer.zero_()

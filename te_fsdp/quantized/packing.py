@@ -257,7 +257,4 @@ def join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places:
 def derive_transposes(weight: Any) -> None:
     """Make the transposes of float8 weights anew from their bytes, where they are kept. Local operation."""
     for expert in weight.experts:
-        buffers = expert.get_metadata()
-        data, transpose = buffers.get("data"), buffers.get("data_transpose")
-        if data is not None and transpose is not None:  # lies in one buffer with that of the other experts
-            transpose.copy_(data.movedim(-1, 0))
+        _te.derive_transpose(expert)  # it lies in one buffer with those of the other experts

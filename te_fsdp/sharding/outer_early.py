@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
 from te_fsdp.sharding.no_shard_overlap import UnitOrder
@@ -336,10 +336,7 @@ def _planned(cuts: list[Cut]) -> _Plan | None:
     units: dict[str, list[Cut]] = {}
     groups: list[str] = []
     for name, unit in state.modules.items():
-        own = [
-            {id(managed.sharded_param) for managed in g.fsdp_params}
-            for g in _torch.fsdp_parameter_groups(unit)
-        ]
+        own = [set(map(id, group)) for group in _fsdp2.sharded_by_group(unit)]
         mine = [cut for cut in cuts if any(id(cut.parameter) in ids for ids in own)]
         if mine:
             units[name] = mine

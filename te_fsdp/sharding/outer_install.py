@@ -189,7 +189,7 @@ def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Te
         columnwise = [name.startswith("columnwise") for name in names]
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     if _te.needs_shared_amax(quantizer):
-        quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, amax_group(chunk)
+        _te.reduce_amax_over(quantizer, amax_group(chunk))
     if rows.numel() or not _te.has_delayed_scale(local):
         return quantizer(rows)
     quantizer.amax.zero_()  # no kernel runs for a tensor without elements: the last step's amax would stay

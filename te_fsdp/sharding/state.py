@@ -191,7 +191,7 @@ class ShardingState:
         for _, unit in self.gathered():
             mark_gathered(unit)
         names = {id(parameter): name for name, parameter in self.parameters().items()}
-        found = {id(record.sharded_param): names[id(record.sharded_param)] for record in records}
+        found = {(key := id(_fsdp2.sharded_of(record))): names[key] for record in records}
         return found | {key: name for key, name in names.items() if name in waiting}
 
     def roots(self) -> list[nn.Module]:
@@ -266,7 +266,7 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter of a gathered one that :func:`mark_gathered` has seen; any other is returned as it is."""
     reference = parameter.__dict__.get(RECORD)
     record = reference.target() if reference is not None else None
-    return parameter if record is None else record.sharded_param
+    return parameter if record is None else _fsdp2.sharded_of(record)
 
 
 def mark_gathered(unit: nn.Module) -> None:

@@ -84,10 +84,9 @@ def fuse_wgrad(state: ShardingState, fused: list[nn.Module]) -> None:
         return
     records = {}
     for unit in state.modules.values():
-        for group in _torch.fsdp_parameter_groups(unit):
-            for managed in group.fsdp_params:
-                for owner, name in _torch.owners_of(managed):
-                    records[id(owner), name] = _Buffer(managed, group)
+        for managed, group in _fsdp2.records_of(unit):
+            for owner, name in _torch.owners_of(managed):
+                records[id(owner), name] = _Buffer(managed, group)
     holder: list[weakref.ref[torch.Tensor]] = []
     for module in fused:
         buffers = {name: records[id(module), name] for name in _WEIGHTS[_te.kind_of(module) or ""]}

@@ -14,12 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from te_fsdp import _fsdp2_patches, _te_patches
+from te_fsdp._te_formats import FORMATS, SCALE_SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_patches.py")
-TE_DOOR = "te_fsdp/_te.py"
+TE_DOORS = tuple(
+    f"te_fsdp/{name}.py" for name in ("_te", "_te_delayed", "_te_formats", "_te_grouped", "_te_patches")
+)
+# Reads files in which TE has pickled its tensors, without TE: what stands in them is a file format.
+TE_FILES = "te_fsdp/checkpoint/portable/pickled.py"
 EMULATION = "te_fsdp/emulation/"
 
 
@@ -146,6 +153,71 @@ def te_imports(text: str) -> list[str]:
     return [f"line {line}: {name}" for line, name in sorted(found)]
 
 
+# Attributes of FSDP2's records (`FSDPState`, `FSDPParamGroup`, `FSDPParam`), none of which is public.
+FSDP2_NAMES = """
+    _all_gather_result _comm_ctx _fsdp_param_group _fsdp_param_groups _get_fsdp_state _init_mp_dtypes _is_root
+    _modules_to_run_forward _module_info _orig_dtype _partial_reduce_output _post_forward_indices _post_reduce_event
+    _reshard_after_forward _sharded_param_data _sharding_spec _state_ctx _states_to_forward_prefetch _to_sharded
+    _training_state _unsharded_inner_tensors _unsharded_param all_gather_outputs all_reduce_grads fsdp_params
+    is_unsharded post_backward post_forward_mesh_info reduce_grads reset_sharded_param shard_mesh sharded_param
+    to_sharded_dtensor unsharded_accumulated_grad wait_for_unshard
+"""
+# Attributes of TE's modules, tensors and quantizers that it does not document.
+TE_NAMES = """
+    _amax_columnwise _amax_rowwise _columnwise_data _columnwise_scale_inv _columnwise_storage _data _fp4_dtype
+    _fp8_dtype _get_bias_tensors _get_weight_tensors _high_precision_init_val _hp_data _is_2D_scaled
+    _make_grouped_biases _quantizer _rowwise_data _rowwise_scale_inv _rowwise_storage _scale_inv _transpose
+    _transpose_invalid _with_gemm_swizzled_scales amax_reduction_group columnwise_quantizer data_transpose fp8_meta
+    fp8_scale_inv get_cublasLt_version init_fp8_meta_tensors make_grouped_weights optimize_for_gemm param_init_meta
+    preserve_high_precision_init_val rowwise_quantizer wgrad_store with_amax_reduction
+"""
+TE_CLASSES = {row.tensor for row in FORMATS.values()} | set(SCALE_SOURCES)
+# Attributes that te_fsdp replaces: the tables of patches have all of them.
+PATCHED_NAMES = {row.attribute for row in (*_te_patches.PATCHES.values(), *_fsdp2_patches.PATCHES)}
+# Those that optimizers and Hugging Face's models have, too.
+PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
+
+
+def names_of(names: set[str], text: str) -> list[str]:
+    """Where a source reads, writes, defines or spells (for `getattr`) one of some names; but for those of `self`."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((node.lineno, node.value))
+        elif isinstance(node, ast.FunctionDef):
+            found.append((node.lineno, node.name))
+    return [f"line {line}: {name}" for line, name in sorted(found) if name in names]
+
+
+def fsdp2_names(text: str) -> list[str]:
+    """Uses of names of FSDP2's records."""
+    return names_of(set(FSDP2_NAMES.split()), text)
+
+
+def te_names(text: str) -> list[str]:
+    """Uses of private names of TE."""
+    return names_of({*TE_NAMES.split(), *TE_CLASSES}, text)
+
+
+def patches(text: str) -> list[str]:
+    """Assignments to attributes that te_fsdp replaces in TE or FSDP2."""
+    targets = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets += node.targets if isinstance(node, ast.Assign) else [node.target]
+        elif isinstance(node, ast.Call) and dotted(node.func) == "setattr" and len(node.args) == 3:
+            owner, name, _ = node.args
+            if isinstance(name, ast.Constant):
+                targets.append(ast.Attribute(owner, name.value, lineno=node.lineno))
+    parts = [
+        part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
+    written = [part for part in parts if isinstance(part, ast.Attribute) and dotted(part.value) != "self"]
+    return [f"line {part.lineno}: {part.attr}" for part in written if part.attr in PATCHED_NAMES]
+
+
 def root_imports(text: str) -> list[str]:
     """Absolute imports of te_fsdp other than of its emulation."""
     names = [(line, name) for line, name in imported(ast.parse(text)) if name.split(".")[0] == "te_fsdp"]
@@ -210,8 +282,20 @@ def test_private_torch_names_have_one_door():
     check(private_torch_names, [path for path in LIBRARY if path not in TORCH_DOORS])
 
 
+def test_records_of_fsdp2_have_one_door():
+    check(fsdp2_names, [path for path in LIBRARY if path not in TORCH_DOORS and path not in TE_DOORS])
+
+
 def test_transformer_engine_has_one_door():
-    check(te_imports, [path for path in LIBRARY if path != TE_DOOR])
+    check(te_imports, [path for path in LIBRARY if path not in TE_DOORS])
+
+
+def test_private_names_of_transformer_engine_have_one_door():
+    check(te_names, [path for path in LIBRARY if path not in (*TE_DOORS, *TORCH_DOORS, TE_FILES)])
+
+
+def test_patches_stand_in_their_tables():
+    check(patches, [path for path in LIBRARY if path not in TORCH_DOORS and path not in TE_DOORS])
 
 
 def test_the_emulation_imports_nothing_of_the_library():
@@ -282,6 +366,22 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (te_imports, "def f():\n    from transformer_engine_torch import DType\n", 1),
         (te_imports, "importlib.import_module('transformer_engine.pytorch')\n", 1),
         (te_imports, "x = 'transformer_engine'\n", 0),
+        # Leaks that there were.
+        (
+            fsdp2_names,
+            "own = [{id(managed.sharded_param) for managed in g.fsdp_params} for g in groups]\n",
+            2,
+        ),
+        (fsdp2_names, "x = getattr(record, 'unsharded_accumulated_grad', None)\n", 1),
+        (fsdp2_names, "def f(self):\n    return self.sharded_param\n", 0),
+        (te_names, "_DERIVED = {'mxfp8': ('_rowwise_scale_inv', '_columnwise_scale_inv')}\n", 2),
+        (te_names, "quantizer.with_amax_reduction = False\n", 1),
+        (te_names, "def _get_weight_tensors(self):\n    return super()._get_weight_tensors()\n", 2),
+        (te_names, "x = type(quantizer).__name__ == 'Float8Quantizer'\n", 1),
+        (te_names, "x = 'a message of a Float8Quantizer'\n", 0),
+        (patches, "group.post_backward = partial(f, group.post_backward)\n", 1),
+        (patches, "setattr(local, 'new_zeros', f)\na, local.quantize_impl = 1, f\n", 2),
+        (patches, "self.shard_mesh = mesh\nx = local.new_zeros\n", 0),
         (root_imports, "from te_fsdp.mesh import Meshes\n", 1),
         (root_imports, "import te_fsdp\n", 1),
         (root_imports, "from te_fsdp.emulation.tex import enums\nfrom te_fsdp import emulation\n", 0),

@@ -76,7 +76,7 @@ def weight_of(te, recipe: str) -> torch.Tensor:
 def test_te_takes_a_half_that_it_cannot_make_again(te):
     """Patch "columnwise"."""
     weight = weight_of(te, "MXFP8BlockScaling")
-    (module, *_) = _te.modules_with("clear_columnwise_cache")
+    (module, *_) = _te_patches._modules_with("clear_columnwise_cache")
     inspect.unwrap(module.clear_columnwise_cache)(weight)
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
 
