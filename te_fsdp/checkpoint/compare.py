@@ -49,13 +49,13 @@ class Differences:
     Attributes:
         tensors: Kind of difference -> tensor or module name -> detail (may be empty).
         optimizer: Difference of the optimizer, in words -> parameters concerned, :data:`WHOLE_OPTIMIZER` or
-            :data:`GROUPS`.
+            :data:`GROUPS`, without details.
         converted: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
         settings: Of modules, by name (``<module>.<setting>``), harmless ones included.
     """
 
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    optimizer: dict[str, list[str]] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, str]] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Difference] = field(default_factory=dict)
 
@@ -65,9 +65,7 @@ class Differences:
 
     def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
         """Note one parameter of the optimizer, or all of it."""
-        names = self.optimizer.setdefault(text, [])
-        if name not in names:
-            names.append(name)
+        self.optimizer.setdefault(text, {})[name] = ""
 
     def refuse_conversions(self) -> None:
         """Count what would be converted as a difference."""
@@ -81,7 +79,7 @@ class Differences:
 
     def optimizer_names(self) -> set[str]:
         """Parameters whose optimizer state differs; ``"optimizer"`` among them means all."""
-        return {name for names in self.optimizer.values() for name in names}
+        return {name for named in self.optimizer.values() for name in named}
 
     def without(self, allow: Iterable[str], *, strict: bool = True) -> Differences:
         """Those that no pattern of ``allow`` names; without ``strict`` only settings that change the function."""
@@ -95,25 +93,22 @@ class Differences:
         for name, setting in self.settings.items():
             if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
                 left.settings[name] = setting
-        for kind, named in self.tensors.items():
-            kept = {name: detail for name, detail in named.items() if is_open(name)}
-            if kept:
-                left.tensors[kind] = kept
-        for text, names in self.optimizer.items():
-            open_ones = [n for n in names if is_open(n, f"optimizer.state.{n}", WHOLE_OPTIMIZER)]
-            if open_ones:
-                left.optimizer[text] = open_ones
+        for kind, name, detail in _each(self.tensors):
+            if is_open(name):
+                left.add(kind, name, detail)
+        for text, name, _ in _each(self.optimizer):
+            if is_open(name, f"optimizer.state.{name}", WHOLE_OPTIMIZER):
+                left.add_optimizer(text, name)
         return left
 
     def over_all_ranks(self) -> Differences:
         """The union over ranks, the same on all. Collective over the world."""
         union = Differences()
         for other in gather(self):
-            for kind, named in other.tensors.items():
-                union.tensors.setdefault(kind, {}).update(named)
-            for text, names in other.optimizer.items():
-                for name in names:
-                    union.add_optimizer(text, name)
+            for kind, name, detail in _each(other.tensors):
+                union.add(kind, name, detail)
+            for text, name, _ in _each(other.optimizer):
+                union.add_optimizer(text, name)
             union.converted.update(other.converted)
             union.settings.update(other.settings)
         return union
@@ -121,13 +116,11 @@ class Differences:
     def left(self) -> dict[str, str]:
         """Everything that differs, by name, with the reason in words."""
         reasons = {name: [str(one)] for name, one in self.settings.items() if one.effect != "note"}
-        for kind, named in self.tensors.items():
-            for name, detail in named.items():
-                reasons.setdefault(name, []).append(f"{kind}{': ' if detail else ''}{detail}")
-        for text, names in self.optimizer.items():
-            for name in names:
-                key = name if name in (WHOLE_OPTIMIZER, GROUPS) else f"optimizer.state.{name}"
-                reasons.setdefault(key, []).append(text)
+        for kind, name, detail in _each(self.tensors):
+            reasons.setdefault(name, []).append(f"{kind}{': ' if detail else ''}{detail}")
+        for text, name, _ in _each(self.optimizer):
+            key = name if name in (WHOLE_OPTIMIZER, GROUPS) else f"optimizer.state.{name}"
+            reasons.setdefault(key, []).append(text)
         return {name: "; ".join(texts) for name, texts in sorted(reasons.items())}
 
     def texts(self) -> list[str]:
@@ -147,6 +140,11 @@ class Differences:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
+
+
+def _each(found: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Kind, name and detail of each difference."""
+    return ((kind, name, detail) for kind, named in found.items() for name, detail in named.items())
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
@@ -267,12 +265,8 @@ def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, 
         elif math.prod(described["shape"]):
             yield f"model.{name}", described["shape"], described["dtype"]
     for name in manifest.delayed:
-        parts = [
-            f"{key}.{tensor}"
-            for key in ("scaling_fwd", "scaling_bwd")
-            for tensor in ("scale", "amax_history")
-        ]
-        yield from ((f"delayed.{name}:{part}", None, None) for part in parts)
+        for key in ("scaling_fwd", "scaling_bwd"):
+            yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
     for name, states in (manifest.optimizer or {"state": {}})["state"].items():
         for key, described in states.items():
             if "dtype" in described and math.prod(described["shape"]):

@@ -13,6 +13,7 @@ Main weights that are not loaded follow the weights, lest the next step of their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp._te_formats import FORMATS, Block
 from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.components import finish_writing
@@ -176,21 +178,23 @@ def main_weight_of(name: str) -> str:
     return f"optimizer.state.{name}.{MAIN}"
 
 
-def batches(named: dict[str, list[Conversion]], sizes: dict[str, int]) -> Iterator[list[Conversion]]:
+def batches(named: dict[str, list[Conversion]], manifest: Manifest) -> Iterator[list[Conversion]]:
     """Stretches of bounded size, as many on all ranks, also where these hold different experts.
 
     Args:
         named: By name of the files' tensor; the same names in the same order on all ranks.
-        sizes: Elements of each of these.
+        manifest: Tells the sizes of these.
     """
-    batch: list[str] = []
-    for name in named:
-        if batch and sum(sizes[n] for n in batch) + sizes[name] > _BATCH:
-            yield [conversion for n in batch for conversion in named[n]]
-            batch = []
-        batch.append(name)
-    if batch:
-        yield [conversion for n in batch for conversion in named[n]]
+    batch: list[Conversion] = []
+    names = size = 0
+    for name, conversions in named.items():
+        elements = math.prod(manifest.tensor(name)["shape"])
+        if names and size + elements > _BATCH:
+            yield batch
+            batch, names, size = [], 0, 0
+        batch, names, size = [*batch, *conversions], names + 1, size + elements
+    if names:
+        yield batch
 
 
 def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: bool = False) -> None:

@@ -29,13 +29,17 @@ __all__ = [
 ]
 
 
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {clean_name("", prefix): module for prefix, module in model.named_modules()}
+
+
 def _delayed(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Modules with delayed-scaling state, by name."""
     found = {}
-    for prefix, module in model.named_modules():
+    for name, module in _modules(model).items():
         states = _te_delayed.delayed_states(module)
         if states is not None:
-            found[clean_name("", prefix)] = (module, states)
+            found[name] = (module, states)
     return found
 
 
@@ -97,7 +101,7 @@ def compare_delayed(model: nn.Module, described: dict[str, Any]) -> list[tuple[s
     A recipe is known here once the module has run under it; margin and history may change in training, the number
     of GEMMs and the FP8 formats may not.
     """
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    modules = _modules(model)
     live = _delayed(model)
     found = []
     for name, then in described.items():
@@ -116,7 +120,7 @@ def compare_delayed(model: nn.Module, described: dict[str, Any]) -> list[tuple[s
 
 def other_format_modules(model: nn.Module, described: dict[str, Any]) -> list[str]:
     """Described modules whose weights are quantized here without delayed scaling, so that its state means nothing."""
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    modules = _modules(model)
     found = []
     for name in described:
         own = [_torch.local_of(p) for p in modules[name]._parameters.values() if p is not None]
@@ -128,7 +132,7 @@ def other_format_modules(model: nn.Module, described: dict[str, Any]) -> list[st
 
 def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
     """Entries of the described modules' live delayed-scaling state, made where there is none."""
-    modules = {clean_name("", prefix): module for prefix, module in model.named_modules()}
+    modules = _modules(model)
     entries = {}
     for name, recipe in described.items():
         module = modules[name]

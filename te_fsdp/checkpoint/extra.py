@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,51 +74,64 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
     Raises:
         CheckpointError: Names the entry of another type.
     """
-    if isinstance(value, PerRank) and own is not None:
-        own.encoded[where], more = encode(value.value, f"{where}@{own.rank}")
-        own.entries |= more
-        return {_PER_RANK: where}, {}
-    if value is None or type(value) in (bool, int, float, str):
-        return value, {}
-    if _is_plain_tensor(value):
-        described = {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}
-        return {_TENSOR: described}, {where: whole_entry(value)}
     entries: dict[str, Entry] = {}
-    if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
-        encoded: Any = {}
-        for key, item in value.items():
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, PerRank) and own is not None:
+            own.encoded[where], more = encode(value.value, f"{where}@{own.rank}")
+            own.entries |= more
+            return {_PER_RANK: where}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if _is_plain_tensor(value):
+            entries[where] = whole_entry(value)
+            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
             # Escaped as in a JSON pointer, so that no two paths give one key.
-            encoded[key], more = encode(
-                item, f"{where}/{key.replace('~', '~0').replace('/', '~1').replace('@', '~2')}", own
-            )
-            entries |= more
-        return encoded, entries
-    if type(value) in (list, tuple):
-        items = []
-        for index, item in enumerate(value):
-            json_item, more = encode(item, f"{where}/{index}", own)
-            items.append(json_item)
-            entries |= more
-        return (items if type(value) is list else {_TUPLE: items}), entries
-    got = type(value).__name__
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        got = f"a tensor with the layout {value.layout}"
-    if isinstance(value, dict):
-        got = f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
-    if isinstance(value, PerRank):
-        got = "PerRank inside of PerRank, or outside of extra"
-    raise CheckpointError(
-        f"{where}: cannot be stored",
-        expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
-        got=got,
-        fix="convert it, for example number.item() or str(path)",
-    )
+            escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
+            return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
+        if type(value) in (list, tuple):
+            items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {_TUPLE: items}
+        raise CheckpointError(
+            f"{where}: cannot be stored",
+            expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
+            got=_kind_of(value),
+            fix="convert it, for example number.item() or str(path)",
+        )
+
+    return walk(value, where), entries
 
 
 def _is_plain_tensor(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.layout != torch.strided:
         return False
     return not value.is_meta and not _te.is_quantized(value)
+
+
+def _kind_of(value: Any) -> str:
+    """What a value is that cannot be stored."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        return f"a tensor with the layout {value.layout}"
+    if isinstance(value, dict):
+        return f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
+    return (
+        "PerRank inside of PerRank, or outside of extra"
+        if isinstance(value, PerRank)
+        else type(value).__name__
+    )
+
+
+def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
+    """A JSON form in which other things stand for the single-key objects with these marks, given value and place."""
+    if isinstance(node, list):
+        return [_replaced(item, marks, f"{where}/{index}") for index, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    (mark,) = node if len(node) == 1 else (None,)
+    if mark in marks:
+        return marks[mark](node[mark], where)
+    return {k: _replaced(v, marks, where if k == _TUPLE else f"{where}/{k}") for k, v in node.items()}
 
 
 def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
@@ -140,14 +153,7 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
                 fix="give extra the same keys on all ranks",
             )
 
-    def join(node: Any) -> Any:
-        if isinstance(node, list):
-            return [join(item) for item in node]
-        if isinstance(node, dict) and set(node) == {_PER_RANK}:
-            return {_PER_RANK: [parts[node[_PER_RANK]] for parts in ranks]}
-        return {key: join(item) for key, item in node.items()} if isinstance(node, dict) else node
-
-    return join(encoded)
+    return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
 
 
 def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
@@ -162,33 +168,25 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
     same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
     lost: list[str] = []
 
-    def pick(node: Any, where: str) -> Any:
-        if isinstance(node, list):
-            return [pick(item, f"{where}/{index}") for index, item in enumerate(node)]
-        if not isinstance(node, dict):
-            return node
-        if set(node) == {_PER_RANK}:
-            if len(node[_PER_RANK]) != saved.get("ranks", 1):
-                raise CheckpointError(
-                    f"{where}: values of {len(node[_PER_RANK])} ranks",
-                    expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
-                    fix="the checkpoint is damaged, load an earlier one",
-                )
-            if not same:
-                lost.append(where)
-            return node[_PER_RANK][rank] if same else None
-        return {key: pick(item, where if key == _TUPLE else f"{where}/{key}") for key, item in node.items()}
+    def pick(values: list[Any], where: str) -> Any:
+        if len(values) != saved.get("ranks", 1):
+            raise CheckpointError(
+                f"{where}: values of {len(values)} ranks",
+                expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
+                fix="the checkpoint is damaged, load an earlier one",
+            )
+        if not same:
+            lost.append(where)
+        return values[rank] if same else None
 
-    return pick(encoded, "extra"), lost
+    return _replaced(encoded, {_PER_RANK: pick}), lost
 
 
-def references(encoded: Any) -> Iterator[dict[str, Any]]:
+def references(encoded: Any) -> list[dict[str, Any]]:
     """What an encoded value says of each tensor in it: ``key``, ``shape``, ``dtype``."""
-    if isinstance(encoded, dict) and set(encoded) == {_TENSOR}:
-        yield encoded[_TENSOR]
-    elif isinstance(encoded, list | dict):
-        for item in encoded.values() if isinstance(encoded, dict) else encoded:
-            yield from references(item)
+    found: list[dict[str, Any]] = []
+    _replaced(encoded, {_TENSOR: lambda described, _: found.append(described)})
+    return found
 
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
@@ -202,15 +200,11 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
 
 def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
     """The value that :func:`encode` was given, its tensors taken from filled slots."""
-    if isinstance(encoded, list):
-        return [decode(item, slots) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    if set(encoded) == {_TUPLE}:
-        return tuple(decode(item, slots) for item in encoded[_TUPLE])
-    if set(encoded) == {_TENSOR}:
-        return slots[encoded[_TENSOR]["key"]].pieces[0].tensor
-    return {key: decode(item, slots) for key, item in encoded.items()}
+    marks: dict[str, Callable[[Any, str], Any]] = {
+        _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,
+        _TUPLE: lambda items, where: tuple(_replaced(item, marks, where) for item in items),
+    }
+    return _replaced(encoded, marks)
 
 
 def rng_state(tracker: Any = None) -> PerRank:

@@ -1,32 +1,61 @@
-"""``load``: compare checkpoint, model and optimizer, report every difference at once, only then read."""
+"""``load``: compare checkpoint, model and optimizer, report every difference at once, read all, only then change.
+
+What was not saved follows what was: main weights the weights, delayed scaling's scales the quantized weights.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from te_fsdp import _te, _te_delayed
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.compare import SETTINGS, Differences, check_metadata, compare_model, compare_semantics
-from te_fsdp.checkpoint.conversion import plan_conversion
-from te_fsdp.checkpoint.delayed import compare_delayed
+from te_fsdp.checkpoint.compare import (
+    SETTINGS,
+    WHOLE_OPTIMIZER,
+    Differences,
+    check_metadata,
+    compare_model,
+    compare_semantics,
+)
+from te_fsdp.checkpoint.conversion import (
+    Conversion,
+    batches,
+    keeping_main_weights,
+    main_weight,
+    main_weight_of,
+    plan_conversion,
+    set_main_weight,
+)
+from te_fsdp.checkpoint.delayed import compare_delayed, make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.directory import in_use
-from te_fsdp.checkpoint.filling import Filling
-from te_fsdp.checkpoint.model_state import ModelState, model_state
-from te_fsdp.checkpoint.optimizer_state import check_scaled_state, compare_optimizer
+from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
+from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
+from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state
+from te_fsdp.checkpoint.optimizer_state import (
+    check_scaled_state,
+    compare_optimizer,
+    prepare_loading,
+    restore_groups,
+)
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.outer_optimizer import chunk_in
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Filling", "Loaded", "load"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -71,76 +100,54 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
 
-    First compares the checkpoint with model and optimizer; on any difference nothing is changed. Weights of
-    another dtype or quantization format are converted: from the saved main weights where there are some, else
-    from the saved (dequantized) values, rounded or quantized once, with the amax of the whole weight. Optimizer
-    state that does not exist yet is allocated. Collective over the world: call on all ranks. All ranks must
-    reach the directory.
+    First compares the checkpoint with model and optimizer; on any difference nothing is changed. Weights of another
+    dtype or quantization format are converted: from the saved main weights where there are some, else from the saved
+    (dequantized) values, rounded or quantized once, with the amax of the whole weight. Optimizer state that does not
+    exist yet is allocated. Collective over the world: call on all ranks. All ranks must reach the directory.
 
-    A directory of plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or
-    ``{"model": ..., "optimizer": ...}`` from ``get_state_dict``, of whole or DTensor weights. TE's ``_extra_state`` is
-    read without running anything of it. What was taken and what was not is in ``notes``.
+    A directory of plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or ``{"model": ...,
+    "optimizer": ...}`` from ``get_state_dict``, of whole or DTensor weights. TE's ``_extra_state`` is read without
+    running anything of it. What was taken and what was not is in ``notes``.
 
     Args:
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one.
         model: The model on its device, sharded or not; what its parameters hold is overwritten.
-        optimizer: Over the model's current parameters; its group options are overwritten by the saved ones.
-            ``None``: saved optimizer state is not read. Main weights of optimizers that are not given follow the
-            loaded weights, which ``notes`` tells; else their next step would put the weights of before back.
-        strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named
-            in the result and in a warning. Optimizer state is taken or left parameter by parameter. Settings of
-            modules that change the function of the weights (another epsilon, other heads) raise all the same.
-        allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left.
-            A parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer,
+        optimizer: Over the model's current parameters; its group options are overwritten by the saved ones. ``None``:
+            saved optimizer state is not read. Main weights of optimizers that are not given follow the loaded
+            weights, which ``notes`` tells; else their next step would put the weights of before back.
+        strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named in the
+            result and in a warning. Optimizer state is taken or left parameter by parameter. Settings of modules that
+            change the function of the weights (another epsilon, other heads) raise all the same.
+        allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left. A
+            parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer,
             ``"*.eps"`` for a setting of modules, ``"settings"`` for all in a checkpoint that records none.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
-        verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise
-            manifest, DCP's metadata, sizes of the files and what is read are checked; of checkpoints before
-            format 3 not the latter. A plain directory has the checksums that ``torch.save`` wrote.
+        verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise manifest,
+            DCP's metadata, sizes of the files and what is read are checked; of checkpoints before format 3 not the
+            latter. A plain directory has the checksums that ``torch.save`` wrote.
 
     Returns:
-        What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on
-        another mesh, as ``None`` with a warning. Its attributes ``left``, ``converted`` and ``notes`` tell what
-        was not simply copied.
+        What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on another
+        mesh, as ``None`` with a warning. Its attributes tell what was not simply copied.
 
     Raises:
-        CheckpointError: No checkpoint there, a damaged one, or one that differs (all differences in one
-            text). All ranks raise the same.
+        CheckpointError: None there, a damaged one, or one that differs: all differences in one text, on all ranks.
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     source = Path(os.path.abspath(path))
-    patterns = [allow] if isinstance(allow, str) else list(allow)
     with collective_call("checkpoint.load"), in_use(source):
-        return _load(source, model, optimizer, strict=strict, allow=patterns, convert=convert, verify=verify)
-
-
-def _load(
-    source: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    *,
-    strict: bool,
-    allow: list[str],
-    convert: bool,
-    verify: bool,
-) -> Loaded:
-    began = time.perf_counter()
-    opened = open_source(source, model, optimizer, verify=verify)
-    state, found = all_agree(lambda: _compare(opened, model, optimizer))
-    found = found.over_all_ranks()
-    if not convert:
-        found.refuse_conversions()
-    refused = found.without(allow, strict=strict)
-    if refused:
-        raise CheckpointError(_does_not_fit(opened, refused))
-    filling = Filling(opened, model, optimizer, state, found)
-    extra = filling.run()
-    notes = [*filling.notes, *found.harmless()]
-    loaded = Loaded(extra, left=found.left(), converted=filling.converted(), notes=notes)
-    _tell(source, found, loaded, [*opened.notes, *found.harmless()] if rank() else [])
-    _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
-    return loaded
+        began = time.perf_counter()
+        opened = open_source(source, model, optimizer, verify=verify)
+        state, found = all_agree(lambda: _compare(opened, model, optimizer))
+        found = found.over_all_ranks()
+        if not convert:
+            found.refuse_conversions()
+        _refuse(opened, found.without([allow] if isinstance(allow, str) else allow, strict=strict))
+        filling = Filling(opened, model, optimizer, state, found)
+        loaded = filling.told(filling.run())
+        _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
+        return loaded
 
 
 def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, Differences]:
@@ -169,20 +176,10 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     return state, found
 
 
-def _tell(source: Path, found: Differences, loaded: Loaded, silent: list[str]) -> None:
-    """What was not simply copied, to the log; without notes that another rank tells."""
-    if loaded.left:
-        _log.warning("%s: loaded in part; left as it was: %s", source, "; ".join(found.texts()))
-    if loaded.converted:
-        shown = [f"{name}: {how}" for name, how in loaded.converted.items()]
-        _log.warning("%s: %d tensor(s) converted (%s)", source, len(shown), shorten(shown, 3))
-    for note in loaded.notes:
-        if note in silent:
-            continue
-        _log.warning("%s: %s", source, note)
-
-
-def _does_not_fit(source: Source, found: Differences) -> str:
+def _refuse(source: Source, found: Differences) -> None:
+    """Raise if there are differences."""
+    if not found:
+        return
     mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
     origin = f"saved on {mesh} by te_fsdp {source.manifest.versions.get('te_fsdp')}"
     if SETTINGS in found.settings:
@@ -191,8 +188,281 @@ def _does_not_fit(source: Source, found: Differences) -> str:
         ways = "build model and optimizer as they were saved, name deliberate differences in load(..., allow=[...])"
     if all(setting.effect == "strict" for setting in found.settings.values()):
         ways += ", or load(..., strict=False) to take what fits"
-    return message(
+    raise CheckpointError(
         f"{source.path} does not fit: {'; '.join(found.texts())}",
         why=f"Nothing was loaded ({'; '.join(source.notes) or origin})",
         fix=ways,
     )
+
+
+class Filling:
+    """The part of a load that changes things: a source, a model with its optimizer, and differences, all allowed.
+
+    Attributes:
+        source: What is read.
+        notes: What came from elsewhere than usual, in words.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        state: ModelState,
+        found: Differences,
+    ) -> None:
+        self.source, self.model, self.optimizer = source, model, optimizer
+        self.state, self.found = state, found
+        self.manifest = source.manifest
+        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
+        # In the model's order, which is every rank's: collectives follow it.
+        self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
+        self.notes: list[str] = list(source.notes)
+        self.sources: dict[str, str] = {}
+        differing = found.optimizer_names()
+        taken = optimizer is not None and WHOLE_OPTIMIZER not in differing
+        self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
+        self.left_states = differing | (state.members.keys() - set(self.names))
+        self.main_loaded: set[str] = set()
+        self.others = keeping_main_weights(state.owned.values(), optimizer)
+
+    def run(self) -> dict[str, Any]:
+        """Read everything, then change the model and its optimizer. Collective over the world.
+
+        Returns:
+            The user's ``extra``.
+
+        Raises:
+            CheckpointError: Something cannot be read, on any rank. Nothing has changed.
+        """
+        self._check_shared_numbers()
+        conversions = self._conversions()
+        direct = [name for name in self.names if name not in conversions]
+        delayed = self._delayed()
+        extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
+        slots = {**tensor_slots(extra), **self._delayed_slots(delayed)}
+        with self._taken_back_on_error():
+            # A rank may lack the memory for what the optimizer is to get.
+            entries, wanted = all_agree(lambda: self._entries(direct, conversions))
+            self.source.stage({**wanted, **slots})
+        # All has been read and is right. From here on the model changes.
+        self.source.staged.fill({**entries, **slots})
+        _fill_delayed(make_delayed(self.model, delayed), slots)
+        self._restart_delayed(set(delayed), direct)
+        self.state.finish_loading(set(direct))
+        for batch in batches(conversions, self.manifest):
+            self._convert(batch, set(delayed))
+        for owned in self._members(direct):
+            self._refresh_main_weights(owned, None)
+        if self.optimizer is not None and self.saved_optimizer is not None:
+            loaded = self.state.members.keys() - self.left_states
+            left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)
+            self.notes += [f"options of optimizer group {index} left as they were" for index in left]
+        for name in sorted({type(other).__name__ for other in self.others}):
+            self.notes.append(
+                f"{name}, which was not given to load: its main weights are those of the loaded weights, its other "
+                "state is as it was"
+            )
+        if homeless:
+            text = "values per rank were saved on another mesh, so they are None"
+            self.notes.append(f"{text}: {shorten(homeless)}")
+        return decode(extra, slots)
+
+    def told(self, extra: dict[str, Any]) -> Loaded:
+        """What a load gives back; what was not simply copied also goes to the log."""
+        harmless = self.found.harmless()
+        loaded = Loaded(
+            extra, left=self.found.left(), converted=self._converted(), notes=[*self.notes, *harmless]
+        )
+        path = self.source.path
+        if loaded.left:
+            _log.warning("%s: loaded in part; left as it was: %s", path, "; ".join(self.found.texts()))
+        if loaded.converted:
+            shown = [f"{name}: {how}" for name, how in loaded.converted.items()]
+            _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
+        silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 tells them
+        for note in loaded.notes:
+            if note not in silent:
+                _log.warning("%s: %s", path, note)
+        return loaded
+
+    def _converted(self) -> dict[str, str]:
+        """How each converted tensor was converted, for the user."""
+        converted = {}
+        for name, how in self.found.converted.items():
+            parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
+            is_state = name.startswith("optimizer.state.") and self.saved_optimizer is not None
+            if name in self.names or (is_state and parameter not in self.left_states):
+                converted[name] = f"{how}, from {self.sources[name]}" if name in self.sources else how
+        return converted
+
+    def _members(self, names: list[str]) -> list[Owned]:
+        """This rank's parameters of some tensors."""
+        return [owned for name in names for owned in self.state.members.get(name, [])]
+
+    def _conversions(self) -> dict[str, list[Conversion]]:
+        """What goes through high precision, by name of the files' tensor."""
+        states = (self.manifest.optimizer or {"state": {}})["state"]
+        found: dict[str, list[Conversion]] = {}
+        for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
+            saved = self.manifest.tensor(name)
+            members = self.state.members.get(name, [])
+            found[name] = [plan_conversion(owned, saved, states.get(name, {})) for owned in members]
+            if found[name]:
+                self.sources[name] = found[name][0].source
+        return found
+
+    def _entries(
+        self, direct: list[str], conversions: dict[str, list[Conversion]]
+    ) -> tuple[dict[str, Entry], dict[str, Entry]]:
+        """What goes into its place as it is, and with it what will be converted, without memory of the device for it.
+
+        State that the optimizer lacks is made.
+        """
+        entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
+        if self.optimizer is not None and self.saved_optimizer is not None:
+            weights, owned = self.manifest.parameters, self.state.owned
+            states, self.main_loaded = prepare_loading(
+                self.optimizer, self.saved_optimizer, owned, weights, self.left_states
+            )
+            entries |= states
+        wanted = dict(entries)
+        _, more = self._sources([c for named in conversions.values() for c in named], "meta")
+        for key, entry in more.items():
+            add_entry(wanted, key, entry)
+        return entries, wanted
+
+    @contextmanager
+    def _taken_back_on_error(self) -> Iterator[None]:
+        """The optimizer's state as it was, if reading fails: state was made or dropped, but none was written to."""
+        states = {} if self.optimizer is None else self.optimizer.state
+        before = [(parameter, state, dict(state)) for parameter, state in states.items()]
+        try:
+            yield
+        except BaseException:
+            states.clear()
+            for parameter, state, values in before:
+                state.clear()
+                state.update(values)
+                states[parameter] = state
+            raise
+
+    def _check_shared_numbers(self) -> None:
+        """Numbers that each expert has of its own in the files, and all share here, must be equal. Collective.
+
+        Raises:
+            CheckpointError: They differ. Nothing has changed.
+        """
+        vectors: dict[str, tuple[torch.Tensor, list[int]]] = {}
+        for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
+            members = self.state.members.get(name, [])
+            if name in self.left_states or not members or members[0].expert is not None:
+                continue
+            for key, described in states.items():
+                if described.get("scalar"):
+                    dtype = getattr(torch, described["dtype"])
+                    numbers = torch.empty(described["shape"], dtype=dtype, device="cpu")
+                    vectors[f"optimizer.state.{name}.{key}"] = numbers, described["experts"]
+        if not vectors:  # on no rank, then
+            return
+        self.source.read({key: whole_entry(numbers) for key, (numbers, _) in vectors.items()})
+        differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
+        if differing:
+            raise CheckpointError(
+                f"{self.source.path}: {shorten(differing)}",
+                expected="one number for all experts, which are one parameter here",
+                got="different ones",
+                why="Nothing was loaded",
+                fix="build the layer without a single grouped weight, or load without the optimizer",
+            )
+
+    def _delayed(self) -> dict[str, Any]:
+        """Delayed-scaling state that this model takes."""
+        fitting = {n: d for n, d in self.manifest.delayed.items() if n not in self.found.names()}
+        foreign = other_format_modules(self.model, fitting)
+        if foreign:
+            self.notes.append(
+                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
+                f" ({shorten(foreign)})"
+            )
+        return {name: d for name, d in fitting.items() if name not in foreign}
+
+    def _delayed_slots(self, described: dict[str, Any]) -> dict[str, Entry]:
+        """Memory on the host for delayed-scaling state, whole: it is small, and modules get theirs after reading."""
+        have, slots = self.source.described(), {}
+        for name, recipe in described.items():
+            for key in (key for key in have if key.startswith(f"delayed.{name}:")):
+                shape, dtype = have[key]
+                if key.endswith("amax_history") and (
+                    len(shape) != 2 or shape[0] != recipe["amax_history_len"]
+                ):
+                    raise CheckpointError(
+                        f"{self.source.path}: {key}",
+                        expected=f"a history of {recipe['amax_history_len']} steps",
+                        got=f"shape {shape}",
+                        why="Nothing was loaded",
+                        fix="the checkpoint is damaged, load an earlier one",
+                    )
+                slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+        return slots
+
+    def _restart_delayed(self, loaded: set[str], direct: list[str]) -> None:
+        """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
+        restarted = reset_delayed(self.model, keep=loaded | self.found.names())
+        if restarted:
+            self.notes.append(
+                f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories begin anew, "
+                f"weights keep their scales ({shorten(restarted)})"
+            )
+        for owned in self._members(direct):
+            if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
+                continue
+            if _te.has_delayed_scale(owned.local):
+                _te_delayed.follow_scale(owned.module, owned.name, owned.local)
+
+    def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
+        """Convert and store a few weights. Collective over the world."""
+        live, wanted = all_agree(lambda: self._sources(batch))
+        self.source.staged.fill(wanted)
+        for conversion in batch:
+            owned = conversion.owned
+            value = live[owned.fqn] if owned.fqn in live else conversion.value()
+            conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
+            self._refresh_main_weights(owned, value)
+
+    def _sources(
+        self, batch: list[Conversion], device: str | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+        """Main weights that are read and give the values, by parameter; and memory for what the others are made of."""
+        live: dict[str, torch.Tensor] = {}
+        wanted: dict[str, Entry] = {}
+        for conversion in batch:
+            owned = conversion.owned
+            main = main_weight(self.optimizer, owned.parameter)
+            is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
+            whole = self.optimizer is not None and chunk_in(self.optimizer, owned.parameter) is None
+            if main is not None and main.dtype == torch.float32 and is_main and whole:
+                live[owned.fqn] = main
+            else:
+                for key, entry in conversion.entries(device).items():
+                    add_entry(wanted, key, entry)
+        return live, wanted
+
+    def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
+        """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
+        if self.optimizer is not None and owned.fqn not in self.main_loaded:
+            # The quantized weight has less than what was read: the main weight is made of the latter.
+            set_main_weight(self.optimizer, owned, value, make=True)
+        for optimizer in self.others:
+            set_main_weight(optimizer, owned, value)
+
+
+def _fill_delayed(entries: dict[str, Entry], slots: dict[str, Entry]) -> None:
+    """Copy delayed-scaling state from the whole tensors into the modules' own, which may be some experts'."""
+    for key, entry in entries.items():
+        whole = slots[key].pieces[0].tensor
+        for piece in entry.pieces:
+            part = tuple(
+                slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            )
+            piece.tensor.copy_(whole[part])

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OptimizerState",
+    "States",
     "check_scaled_state",
     "compare_optimizer",
     "describe_state",
@@ -45,11 +46,10 @@ __all__ = [
     "optimizer_state",
     "prepare_loading",
     "restore_groups",
-    "shared_numbers",
 ]
 
 #: The manifest's description of states, by name.
-_States = dict[str, dict[str, Any]]
+States = dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -65,9 +65,9 @@ class OptimizerState:
 
     described: dict[str, Any]
     entries: dict[str, Entry]
-    experts: dict[str, _States] = field(default_factory=dict)
+    experts: dict[str, States] = field(default_factory=dict)
 
-    def complete(self, experts: dict[str, _States], members: dict[str, list[Owned]]) -> None:
+    def complete(self, experts: dict[str, States], members: dict[str, list[Owned]]) -> None:
         """Take the states of all ranks' experts; what an expert here lacks becomes zeros. Local operation.
 
         Args:
@@ -93,13 +93,13 @@ def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
     return owned.entry(cut_entry(local, info.original_shape, info.boxes))
 
 
-def join_ranks_experts(seen: list[dict[str, _States]]) -> dict[str, _States]:
+def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
     """The states of the experts of all ranks, from each rank's :attr:`OptimizerState.experts`.
 
     Raises:
         CheckpointError: Experts of one layer with states of different kinds.
     """
-    joined: dict[str, _States] = {}
+    joined: dict[str, States] = {}
     for experts in seen:
         for name, states in experts.items():
             join_experts(joined.setdefault(name, {}), states, name)
@@ -118,7 +118,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
     """
     by_id = {id(o.parameter): o for o in owned.values()}
     found = OptimizerState({}, {})
-    states: dict[str, _States] = {}
+    states: dict[str, States] = {}
     for parameter, state in optimizer.state.items():
         one = by_id.get(id(parameter))
         if one is None:
@@ -251,14 +251,14 @@ def compare_optimizer(
             _compare_states(found, optimizer, states, one)
 
 
-def _own_states(saved: dict[str, Any], owned: Owned) -> _States:
+def _own_states(saved: dict[str, Any], owned: Owned) -> States:
     """What was saved of one parameter's state."""
     states = saved["state"].get(owned.key, {})
     own = {key: per_expert(described, owned.expert) for key, described in states.items()}
     return {key: described for key, described in own.items() if described is not None}
 
 
-def _compare_states(found: Differences, optimizer: Optimizer, states: _States, owned: Owned) -> None:
+def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: Owned) -> None:
     """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
     name, shapes = owned.key, ((), (1,), owned.info().original_shape)
     expected = _expected_dtypes(optimizer, owned.parameter, states)
@@ -284,7 +284,7 @@ def _compare_states(found: Differences, optimizer: Optimizer, states: _States, o
             found.add_optimizer(f"optimizer state {key!r}: saved shape {shape}", name)
 
 
-def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: _States) -> dict[str, str | None]:
+def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:
     """State names of a parameter with the dtype that the optimizer wants, ``None`` where it takes any."""
     is_cut = chunk_in(optimizer, parameter) is not None  # te_fsdp keeps the main weights
     dtypes = getattr(optimizer, "name_to_dtype_map", None)
@@ -312,7 +312,7 @@ def prepare_loading(
     optimizer: Optimizer,
     saved: dict[str, Any],
     owned: dict[str, Owned],
-    weights: _States,
+    weights: States,
     leave: set[str] = frozenset(),  # type: ignore[assignment]
 ) -> tuple[dict[str, Entry], set[str]]:
     """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
@@ -357,7 +357,7 @@ def prepare_loading(
 def _fresh_state(
     optimizer: Optimizer,
     owned: Owned,
-    states: _States,
+    states: States,
     weight: dict[str, Any],
     on_device: bool,
 ) -> dict[str, Any]:
@@ -411,26 +411,6 @@ def _slot(
         # As torch's optimizers make it: kernels for many tensors at once want the strides of the parameter.
         local = torch.zeros_like(own, dtype=dtype, memory_format=torch.preserve_format)
     return _torch.placed_like(local, parameter)
-
-
-def shared_numbers(
-    saved: dict[str, Any], members: dict[str, list[Owned]], leave: set[str]
-) -> dict[str, tuple[torch.Tensor, list[int]]]:
-    """Numbers that the files have for each expert, and parameters here for all experts together. Local operation.
-
-    Returns:
-        By file key: memory for the numbers, and the experts that have one.
-    """
-    found = {}
-    for name, states in saved["state"].items():
-        if name in leave or name not in members or members[name][0].expert is not None:
-            continue
-        for key, described in states.items():
-            if described.get("scalar"):
-                dtype = getattr(torch, described["dtype"])
-                memory = torch.empty(described["shape"], dtype=dtype, device="cpu")
-                found[f"optimizer.state.{name}.{key}"] = memory, described["experts"]
-    return found
 
 
 def restore_groups(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 
 import torch
 
 from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.staging import blocks_of, flat_rows
-from te_fsdp.checkpoint.sums import crc32
+from te_fsdp.checkpoint.sums import crc32, view_of
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = ["check_replicas", "checksums"]
@@ -83,19 +82,14 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
         if rows.device.type == "cpu":
-            sums.update(zip(block.keys, map(_crc, rows), strict=True))
+            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
+            sums.update(zip(block.keys, crcs, strict=True))
         else:
             elsewhere.append((block.keys, _weighted(rows)))
     if elsewhere:
         fetched = torch.cat([found for _, found in elsewhere]).tolist()
         sums.update(zip((key for keys, _ in elsewhere for key in keys), fetched, strict=True))
     return [sums[number] for number in range(len(sums))]
-
-
-def _crc(flat: torch.Tensor) -> int:
-    """CRC-32 of a flat tensor's memory; reads it in place, without NumPy."""
-    size = flat.numel() * flat.element_size()
-    return crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
 
 
 def _weighted(rows: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
-    ModelState,
     mesh_sizes,
     model_state,
     modules_with_extra_state,
@@ -35,6 +33,7 @@ from te_fsdp.checkpoint.model_state import (
 )
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
+    States,
     check_scaled_state,
     join_ranks_experts,
     optimizer_state,
@@ -67,23 +66,22 @@ def save(
 ) -> SaveHandle:
     """Save a model, its optimizer and what else a run needs, loadable on any mesh.
 
-    The files hold every parameter and optimizer state in the layout of the unsharded module, each element
-    once. The checkpoint appears at ``path`` only when it is whole and on disk: a killed save leaves a hidden
-    directory that a later save removes.
+    The files hold every parameter and optimizer state in the layout of the unsharded module, each element once. They
+    appear at ``path`` when whole and on disk; a killed save leaves a hidden directory that a later save removes.
 
-    Collective over the world: call on all ranks, between steps. All ranks must reach the directory. Small
-    messages go over a gloo group of our own, made at the first call.
+    Collective over the world: call on all ranks, between steps. All ranks must reach the directory. Small messages go
+    over a gloo group of our own, made at the first call.
 
     Args:
-        path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``.
-            Nothing may lie there yet but an empty directory.
+        path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``. Nothing may
+            lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters.
-        extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of
-            what is wrapped in :class:`te_fsdp.checkpoint.PerRank`.
-        asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a
-            thread: training may change everything at once. A save begins after the one before has ended; the
-            interpreter waits for a running one before it ends.
+        extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of what is
+            wrapped in :class:`te_fsdp.checkpoint.PerRank`.
+        asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
+            training may change everything at once. A save begins after the one before has ended; the interpreter
+            waits for a running one before it ends.
         keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
             included. What is being loaded stays.
         progress: Draw a progress bar on rank 0.
@@ -92,44 +90,30 @@ def save(
         A handle. Of an asynchronous save, ``result()`` waits and raises what went wrong on any rank.
 
     Raises:
-        CheckpointError: Something lies at ``path``, ranks disagree on the model or on values that they must
-            share, something cannot be stored, a rank failed to write, or the save before has failed and
-            nobody asked. All ranks raise the same; nothing appears at ``path``.
+        CheckpointError: Something lies at ``path``, ranks disagree on the model or on values that they must share,
+            something cannot be stored, a rank failed to write, or the save before has failed and nobody asked. All
+            ranks raise the same; nothing appears at ``path``.
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     began, handle = time.perf_counter(), SaveHandle(Path(os.path.abspath(path)))
     with collective_call("checkpoint.save"):
-        return _save(handle, began, model, optimizer, extra, asynchronous, keep_last, progress)
+        waited = background().wait()
+        writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
+        handle.bytes = writing.bytes
+        problem = _copy(writing) if asynchronous else None
 
+        def complete() -> None:
+            _complete(writing, handle.path, manifest, keep_last, progress, problem)
+            _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
 
-def _save(
-    handle: SaveHandle,
-    began: float,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    asynchronous: bool,
-    keep_last: int | None,
-    progress: bool | None,
-) -> SaveHandle:
-    """:func:`save`, once all ranks have come; ``began`` on the clock of ``time.perf_counter``."""
-    waited = background().wait()
-    writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
-    handle.bytes = writing.bytes
-    problem = _copy(writing) if asynchronous else None
-
-    def complete() -> None:
-        _complete(writing, handle.path, manifest, keep_last, progress, problem)
-        _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
-
-    if not asynchronous:
-        complete()
-        handle.finish()
-    handle.stall = time.perf_counter() - began
-    if asynchronous:
-        background().start(handle, complete, waited)
-    return handle
+        if not asynchronous:
+            complete()
+            handle.finish()
+        handle.stall = time.perf_counter() - began
+        if asynchronous:
+            background().start(handle, complete, waited)
+        return handle
 
 
 def _copy(writing: Writing) -> Exception | None:
@@ -141,38 +125,45 @@ def _copy(writing: Writing) -> Exception | None:
     return None
 
 
-#: What rank 0 hears of a rank: digests, values per rank, states of experts.
-_Seen = tuple[dict[str, bytes], dict[str, Any], dict[str, dict[str, dict[str, Any]]]]
-
-
-@dataclass
 class _Collected:
-    """What one rank contributes: its tensors, and what the manifest says of them."""
+    """What one rank contributes: its tensors, and what the manifest says of them.
 
-    state: ModelState
-    optimized: OptimizerState | None
-    delayed: tuple[dict[str, Any], dict[str, Entry]]
-    extra: Any
-    extra_entries: dict[str, Entry]
-    own: OwnParts
-    semantics: dict[str, Any]
+    Local operation, with all the errors that a rank can have.
+    """
 
-    def digests(self) -> dict[str, bytes]:
-        """Digests of what must be the same on all ranks."""
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+    ) -> None:
+        self.model, self.own = model, OwnParts(rank())
+        self.extra, self.extra_entries = encode(dict(extra or {}), own=self.own)
+        self.state = model_state(model)
+        self.optimized: OptimizerState | None = None
+        if optimizer is not None:
+            check_optimizer(model, optimizer)
+            check_scaled_state(optimizer)
+            self.optimized = optimizer_state(optimizer, self.state.owned)
+        self.delayed, self.delayed_entries = delayed_state(model)
+        self.semantics = record(model)
+
+    def seen(self) -> tuple[dict[str, bytes], dict[str, Any], dict[str, States]]:
+        """What rank 0 hears: digests of what must be the same on all ranks, values per rank, states of experts."""
         parts = {
             "parameters": self.state.described,
             "buffers": self.state.buffers,
             "optimizer": self.optimized.described if self.optimized else None,
-            "delayed-scaling state": self.delayed[0],
+            "delayed-scaling state": self.delayed,
             "settings of modules": {**self.semantics, "recipes": None},  # a rank's experts may not have run
         }
-        return {name: _digest(repr(part).encode()) for name, part in parts.items()}
+        digests = {
+            name: hashlib.blake2b(repr(part).encode(), digest_size=8).digest() for name, part in parts.items()
+        }
+        return digests, self.own.encoded, self.optimized.experts if self.optimized else {}
 
     def entries(self, rank: int) -> dict[str, Entry]:
         """All tensors, with rank 0's of the user, and every rank's own."""
         optimized = self.optimized.entries if self.optimized else {}
         extra = self.extra_entries if rank == 0 else {}
-        return {**self.state.entries, **optimized, **self.delayed[1], **extra, **self.own.entries}
+        return {**self.state.entries, **optimized, **self.delayed_entries, **extra, **self.own.entries}
 
 
 def _prepare(
@@ -191,14 +182,13 @@ def _prepare(
     found: list[_Collected] = []
     begun: list[Path] = []
 
-    def mine() -> _Seen:
+    def mine() -> Any:
         background().raise_unasked()
         check_keep_last(keep_last)
-        found.append(_collect(model, optimizer, extra))
-        optimized = found[0].optimized
-        return found[0].digests(), found[0].own.encoded, optimized.experts if optimized else {}
+        found.append(_Collected(model, optimizer, extra))
+        return found[0].seen()
 
-    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, Any], str]]:
+    def begin(seen: list[Any]) -> list[tuple[Path, dict[str, States], str]]:
         _check_same_model([digests for digests, _, _ in seen])
         found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded, _ in seen])
         experts = join_ranks_experts([own for _, _, own in seen])
@@ -207,7 +197,7 @@ def _prepare(
 
     try:
         temporary, experts, save_id = ranks.round(mine, begin)
-        manifest = replace(_describe(model, ranks, found[0], experts), save_id=save_id)
+        manifest = _describe(ranks, found[0], experts, save_id)
         plans = background().plans
         writing = plan_writing(ranks, temporary, found[0].entries(ranks.rank), save_id, plans.get(model))
         plans[model] = writing.plan
@@ -218,47 +208,29 @@ def _prepare(
         raise
 
 
-def _describe(
-    model: nn.Module,
-    ranks: Ranks,
-    collected: _Collected,
-    experts: dict[str, dict[str, dict[str, Any]]],
-) -> Manifest:
+def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
     """The manifest without files; completes by what the other ranks know. Collective over the ranks."""
-    optimized = collected.optimized
+    model, state, optimized = collected.model, collected.state, collected.optimized
     if optimized is not None and experts:  # allocates
-
-        def complete() -> None:
-            optimized.complete(experts, collected.state.members)
-
-        ranks.round(complete, lambda seen: [None] * len(seen))
-    share_newest_amax(collected.delayed[1])
+        ranks.round(lambda: optimized.complete(experts, state.members), lambda seen: [None] * len(seen))
+    share_newest_amax(collected.delayed_entries)
+    versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
+    if _te.is_loaded():
+        versions["transformer_engine"] = metadata.version("transformer_engine")
     return Manifest(
-        versions=_versions(),
+        versions=versions,
         mesh=mesh_sizes(model),
         saved_at=time.time_ns(),
-        parameters=collected.state.described,
-        buffers=collected.state.buffers,
-        delayed=collected.delayed[0],
+        parameters=state.described,
+        buffers=state.buffers,
+        delayed=collected.delayed,
         optimizer=optimized.described if optimized else None,
         extra=collected.extra,
         extra_states=modules_with_extra_state(model),
         tied=tied_names(model),
         semantics=collected.semantics,
+        save_id=save_id,
     )
-
-
-def _collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> _Collected:
-    """Everything that is local, with all the errors that a rank can have."""
-    own = OwnParts(rank())
-    extra_json, extra_entries = encode(dict(extra or {}), own=own)
-    state = model_state(model)
-    optimized = None
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-        check_scaled_state(optimizer)
-        optimized = optimizer_state(optimizer, state.owned)
-    return _Collected(state, optimized, delayed_state(model), extra_json, extra_entries, own, record(model))
 
 
 def _check_same_model(digests: list[dict[str, bytes]]) -> None:
@@ -274,10 +246,6 @@ def _check_same_model(digests: list[dict[str, bytes]]) -> None:
             )
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
-
-
 def _complete(
     writing: Writing,
     target: Path,
@@ -286,15 +254,9 @@ def _complete(
     progress: bool | None,
     problem: Exception | None,
 ) -> None:
-    """Write, list the files, make the checkpoint visible. Collective over the ranks, in any thread.
+    """Write, list the files, make the checkpoint visible; or raise what has gone wrong on a rank before.
 
-    Args:
-        writing: What this rank writes.
-        target: Where the checkpoint appears.
-        manifest: Without files.
-        keep_last: As in :func:`save`.
-        progress: As in :func:`save`.
-        problem: What has gone wrong on this rank before.
+    Collective over the ranks, in any thread.
     """
     ranks, hidden = writing.ranks, []
 
@@ -334,10 +296,3 @@ def _complete(
             directories.discard(writing.path)
     for path in hidden:
         directories.remove(path)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
-    if _te.is_loaded():
-        versions["transformer_engine"] = metadata.version("transformer_engine")
-    return versions

@@ -12,7 +12,6 @@ import torch
 from te_fsdp.checkpoint.directory import new_directory, new_file
 from te_fsdp.checkpoint.manifest import STACKS_EXPERTS, Tick, write_manifest
 from te_fsdp.checkpoint.portable.contents import (
-    CHECKPOINT,
     MANIFEST_KEY,
     Contents,
     describe,
@@ -58,18 +57,18 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         CheckpointError: Nothing readable there, damaged, or not to be converted; names file and key.
     """
     where, kind = resolve(path)
-    if kind == CHECKPOINT:
-        contents = open_checkpoint_contents(where)
-        if contents.manifest.format_version < STACKS_EXPERTS:
-            stack_experts(contents)
-        return contents
     if kind == "safetensors":
         return open_safetensors_contents(where)
+    if kind == "torch":
+        return open_torch_contents(where, choices or Choices())
     if kind == "DCP":
         contents = open_dcp_contents(where, choices or Choices())
         refuse_scrambled(contents)
         return contents
-    return open_torch_contents(where, choices or Choices())
+    contents = open_checkpoint_contents(where)
+    if contents.manifest.format_version < STACKS_EXPERTS:
+        stack_experts(contents)
+    return contents
 
 
 def check_apart(source: Path, target: Path) -> None:

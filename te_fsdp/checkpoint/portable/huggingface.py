@@ -17,7 +17,7 @@ import torch
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences
-from te_fsdp.checkpoint.filling import Filling
+from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
 from te_fsdp.checkpoint.portable.contents import Contents, describe, empty_manifest
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts

@@ -67,14 +67,11 @@ def _nested(state: Any) -> Any:
             states.setdefault(name, {})[last] = value
         else:
             options.setdefault(name, {})[last] = _option(value)
-    groups: list[dict[str, Any]] = []
+    groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
-        alike = [g for g in groups if {k: v for k, v in g.items() if k != "params"} == own]
-        if alike:
-            alike[0]["params"].append(name)
-        else:
-            groups.append({**own, "params": [name]})
-    return {"state": states, "param_groups": groups}
+        alike = [names for known, names in groups if known == own]
+        alike[0].append(name) if alike else groups.append((own, [name]))
+    return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
 def _read(
@@ -82,35 +79,35 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Lazy]]:
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
         raise _NotTaken("no torch optimizer's state_dict()")
-    groups = state["param_groups"]
-    groups = _with_other_experts(contents, groups, state.get("state", {}))
+    groups = _with_other_experts(contents, state["param_groups"], state.get("state", {}))
     names = _names(contents, groups)
+    by_text = {
+        str(number): number for number in names
+    }  # DCP makes text of numbers, in the keys of a dict alone
     tensors: dict[str, Lazy] = {}
     states: dict[str, dict[str, Any]] = {}
-    for number, values in _numbered(state.get("state", {}), names).items():
-        name = names.get(number)
+    for number, values in state.get("state", {}).items():
+        name = names.get(by_text.get(number, number))
         if name is None:
             raise _NotTaken(f"state of parameter {number}, which is in no group")
         for key, value in values.items():
             if isinstance(value, Lazy):
                 if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
                     raise _NotTaken(f"{key} of {name} has the shape {value.shape}")
-                states.setdefault(name, {})[key] = {
-                    "shape": list(value.shape),
-                    "dtype": dtype_name(value.dtype),
-                }
+                described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+                states.setdefault(name, {})[key] = described
                 tensors[f"optimizer.state.{name}.{key}"] = value
             elif value is not None:
                 states.setdefault(name, {})[key] = {"value": _plain(value, f"{key} of {name}")}
-    described = []
+    described_groups = []
     for group in groups:
         options = {k: _option(v) for k, v in group.items() if k not in ("params", "param_names")}
-        encoded = _plain(options, "options")
-        described.append({"parameters": [names[n] for n in group["params"]], "options": encoded})
+        own = {"parameters": [names[n] for n in group["params"]], "options": _plain(options, "options")}
+        described_groups.append(own)
     kind = class_name or _class_of(groups) or otherwise_class
     if kind is None:
         raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
-    return {"class": kind, "groups": described, "state": states}, tensors
+    return {"class": kind, "groups": described_groups, "state": states}, tensors
 
 
 def _with_other_experts(contents: Contents, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
@@ -124,12 +121,6 @@ def _with_other_experts(contents: Contents, groups: list[Any], states: Mapping[A
         if len(homes) == 1:
             homes[0]["params"].append(name)
     return groups
-
-
-def _numbered(states: Mapping[Any, Any], names: Mapping[Any, str]) -> dict[Any, Any]:
-    """States by the numbers that the groups have: DCP makes text of them, in the keys of a dict alone."""
-    by_text = {str(number): number for number in names}
-    return {by_text.get(number, number): values for number, values in states.items()}
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -146,21 +137,19 @@ def _option(value: Any) -> Any:
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
     """Name of each numbered parameter."""
     known = contents.manifest.parameters
-    if all(isinstance(name, str) for group in groups for name in group["params"]):
-        return _checked({name: name for group in groups for name in group["params"]}, known)
-    if all("param_names" in group for group in groups):
+    numbers = [number for group in groups for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        names = dict(zip(numbers, numbers, strict=True))
+    elif all("param_names" in group for group in groups):
         names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
-        return _checked(names, known)
-    # DCP keeps no order: its metadata lists what rank 0 writes first.
-    if contents.kind == DCP_KIND or len(groups) != 1 or len(groups[0]["params"]) != len(known):
+    elif contents.kind == DCP_KIND or len(groups) != 1 or len(numbers) != len(known):
+        # DCP keeps no order: its metadata lists what rank 0 writes first.
         raise _NotTaken(
             "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
             "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
         )
-    return dict(zip(groups[0]["params"], known, strict=True))
-
-
-def _checked(names: dict[Any, str], known: Mapping[str, Any]) -> dict[Any, str]:
+    else:
+        names = dict(zip(numbers, known, strict=True))
     strange = [name for name in names.values() if name not in known]
     if strange:
         raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
