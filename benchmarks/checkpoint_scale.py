@@ -92,12 +92,12 @@ def measure(measured: int, ranks: int) -> dict[str, Any]:
     """Numbers of all ranks, from some."""
     messages, seconds = [], 0.0
     for rank in range(measured):
-        spent, items = timed(lambda rank=rank: writing.items_of(entries(rank, measured)))
+        spent, items = timed(lambda rank=rank: writing.plan_items(entries(rank, measured)))
         messages.append(pickle.dumps(SavePlan(items)))
         seconds += spent
     with tempfile.TemporaryDirectory() as directory, without_collector():
         unpickled, plans = timed(lambda: [pickle.loads(message) for message in messages])
-        together, (final, metadata) = timed(lambda: writing.together(plans))
+        together, (final, metadata) = timed(lambda: writing.global_plan(plans))
         writer = SummingWriter(Path(directory), "0" * 32)
         writer.mark = "0" * 73
         dumped, _ = timed(lambda: writer.finish(metadata, _results(final)))

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time in a process, each with a handle."""
+"""Saves that go on while training does: one at a time in a process, each with a handle; and a bar of progress."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from te_fsdp.agree import rank
 from te_fsdp.checkpoint.staging import Staging
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-__all__ = ["Background", "SaveHandle", "background"]
+__all__ = ["Background", "SaveHandle", "background", "bytes_bar"]
 
 _log = logging.getLogger("te_fsdp")
 
 #: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
 _HEAD_START = 0.005
+#: Seconds between two drawings of a bar.
+_INTERVAL = 0.1
 
 
 class SaveHandle:
@@ -148,3 +152,35 @@ class Background:
 def background() -> Background:
     """The process' own."""
     return Background()
+
+
+@contextmanager
+def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the bytes that were just moved; rank 0 draws a bar on stderr if enabled.
+
+    Args:
+        text: What is being done.
+        total: Bytes that this rank moves at most.
+        enabled: ``None`` and ``False`` draw nothing.
+    """
+    if not enabled or rank() != 0:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task, drawn = progress.add_task(text, total=total), [0.0]
+
+        def tick(count: int) -> None:
+            progress.advance(task, count)
+            if time.monotonic() - drawn[0] > _INTERVAL:
+                progress.refresh()
+                drawn[0] = time.monotonic()
+
+        yield tick
+        # Replicas that other ranks write never pass here.
+        progress.update(task, completed=total)
+        progress.refresh()

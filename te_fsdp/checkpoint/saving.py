@@ -19,7 +19,7 @@ from te_fsdp import _te
 from te_fsdp.agree import Ranks, own_ranks, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.background import SaveHandle, background
+from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.directory import check_keep_last, hide_old
 from te_fsdp.checkpoint.entries import Entry
@@ -38,7 +38,6 @@ from te_fsdp.checkpoint.optimizer_state import (
     join_ranks_experts,
     optimizer_state,
 )
-from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.sums import Listed
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten

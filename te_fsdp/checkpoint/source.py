@@ -173,7 +173,9 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
         contents.notes.append(f"{name}: tied to {first} here, and equal to it")
     if contents.manifest.optimizer is not None and optimizer is None:
         contents.notes.append("optimizer: left, since none was given to load")
-    return Source(path, contents.manifest, contents.tensors, contents.kind, _told(contents))
+    count = f"{len(contents.manifest.parameters)} tensors of a state dict"
+    told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+    return Source(path, contents.manifest, contents.tensors, contents.kind, told)
 
 
 def _check_same(path: Path, name: str) -> None:
@@ -266,25 +268,16 @@ def _open(path: Path, choices: Choices) -> Contents:
 
 def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
     """Further names of the model's tied tensors under which the files hold equal values."""
-    have = contents.manifest.parameters
-    pairs = {name: first for name, first in tied_names(model).items() if name in have and first in have}
-    return {name: first for name, first in pairs.items() if _equal(contents, name, first)}
-
-
-def _equal(contents: Contents, name: str, first: str) -> bool:
-    if not all(f"model.{n}" in contents.tensors for n in (name, first)):
-        return False
-    a, b = contents.tensors[f"model.{name}"], contents.tensors[f"model.{first}"]
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks())
-
-
-def _told(contents: Contents) -> list[str]:
-    """What was taken and what was not, beginning with what the directory is."""
-    manifest = contents.manifest
-    count = f"{len(manifest.parameters)} tensors of a state dict"
-    return [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+    have, equal = contents.manifest.parameters, {}
+    for name, first in tied_names(model).items():
+        if name not in have or first not in have:
+            continue
+        a, b = (contents.tensors.get(f"model.{n}") for n in (name, first))
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+            continue
+        if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
+            equal[name] = first
+    return equal
 
 
 # --- verifying

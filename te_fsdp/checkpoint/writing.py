@@ -40,7 +40,7 @@ from te_fsdp.errors import CheckpointError, TeFsdpError
 __all__ = ["Plan", "Writing", "as_failed_save", "plan_writing", "write_tensors"]
 
 
-def items_of(entries: Mapping[str, Entry]) -> list[WriteItem]:
+def plan_items(entries: Mapping[str, Entry]) -> list[WriteItem]:
     """What DCP plans with: an item for each piece of each entry, in this order. Local operation."""
     items = []
     for key, entry in entries.items():
@@ -53,7 +53,7 @@ def items_of(entries: Mapping[str, Entry]) -> list[WriteItem]:
     return items
 
 
-def together(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """The ranks' plans without the pieces that others write, and all of them described. Local operation.
 
     A replica goes to the rank that has the least to write.
@@ -216,7 +216,7 @@ def _signature(entries: dict[str, Entry]) -> list[Any]:
 
 def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signature: Any) -> Plan:
     """Plan anew. Collective over the ranks: a round of what each rank holds."""
-    items = items_of(entries)
+    items = plan_items(entries)
     names: list[str] = []
     metadata: list[Metadata] = []
 
@@ -228,7 +228,7 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
             [(numbers[item.index], at) for at, item in enumerate(plan.items) if item.index in numbers]
             for plan in plans
         ]
-        final, described = together(plans)
+        final, described = global_plan(plans)
         metadata.append(described)
         token = secrets.token_hex(16)
         return [(token, *each) for each in zip(writer.prepare_global_plan(final), shared, strict=True)]

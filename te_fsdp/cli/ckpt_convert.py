@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.portable.contents import Contents
 from te_fsdp.checkpoint.portable.convert import (
     Transform,
@@ -21,7 +22,6 @@ from te_fsdp.checkpoint.portable.convert import (
     write_safetensors,
 )
 from te_fsdp.checkpoint.portable.state_dicts import Choices
-from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.cli.ckpt_huggingface import Model, open_model, write_model
 from te_fsdp.cli.ckpt_show import check_good, show_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents, resolve
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.diff import compare_contents
 from te_fsdp.checkpoint.portable.state_dicts import Choices
-from te_fsdp.checkpoint.progress import bytes_bar
 from te_fsdp.checkpoint.source import problems_of
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, message

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import manifest, progress
+from te_fsdp.checkpoint import manifest
+from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.extra import decode, encode, tensor_slots
 from te_fsdp.errors import CheckpointError
 
@@ -220,7 +221,7 @@ def test_wrapped_modules_keep_their_names(tmp_path: Path) -> None:
 def test_progress_on_rank_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", Model(), progress=True)
     assert "saving a" in capsys.readouterr().err
-    with progress.bytes_bar("x", 10, None) as tick:
+    with bytes_bar("x", 10, None) as tick:
         tick(10)
     assert capsys.readouterr().err == ""
 

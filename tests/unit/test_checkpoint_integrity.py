@@ -233,6 +233,14 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     assert len(heads._found) == 2 and len(lengths) == 1
 
 
+def test_a_head_that_is_not_seen_to_its_end_tells_nothing() -> None:
+    head, tensor = b"PK\x03\x04 pickle PK\x03\x04" + bytes(1000), torch.empty(3, device="meta")
+    for begin, found in ((64, (64, tensor)), (len(head), (len(head), tensor)), (len(head) + 1, None)):
+        heads = Heads()
+        heads.add(5000, head, begin, tensor)
+        assert heads.find(5000, head) == found
+
+
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:
     """A rank that needs a row of a large piece keeps a row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = [
     "BLOCK_BYTES",
@@ -25,7 +25,6 @@ __all__ = [
     "Record",
     "Stack",
     "Stored",
-    "pages",
     "read_bytes",
     "total_bytes",
 ]
@@ -222,14 +221,6 @@ class Stored(Lazy):
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
-def pages(count: int) -> mmap.mmap | bytearray:
-    """Memory for so many bytes (one at least) that goes back to the system when it is let go.
-
-    The C library keeps freed blocks of large sizes, and with small objects in between takes new memory for each.
-    """
-    return mmap.mmap(-1, count) if count > _SMALL else bytearray(max(1, count))
-
-
 def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:
     """Bytes of a file.
 
@@ -241,7 +232,10 @@ def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | byt
 
 def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mmap.mmap | bytearray:
     """Bytes of several places of a file, given by offset and count, one after the other."""
-    data = pages(sum(count for _, count in places))
+    total = sum(count for _, count in places)
+    # Mapped memory goes back to the system when it is let go. The C library keeps freed blocks of large sizes, and with
+    # small objects in between takes new memory for each.
+    data = mmap.mmap(-1, total) if total > _SMALL else bytearray(max(1, total))
     view, filled = memoryview(data), 0
     try:
         with file.open("rb", buffering=0) as stream:
@@ -251,22 +245,18 @@ def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mma
                 while filled < end:
                     got = stream.readinto(view[filled:end])
                     if not got:
-                        raise CheckpointError(_too_short(key, file, offset + count))
+                        raise CheckpointError(
+                            f"{key}: {file} is too short",
+                            expected=f"{offset + count} bytes at least",
+                            got=file.stat().st_size,
+                            fix="the file is truncated, copy it again",
+                        )
                     filled += got
     except OSError as error:
         raise CheckpointError(
             f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file"
         ) from error
     return data
-
-
-def _too_short(key: str, file: Path, wanted: int) -> str:
-    return message(
-        f"{key}: {file} is too short",
-        expected=f"{wanted} bytes at least",
-        got=file.stat().st_size,
-        fix="the file is truncated, copy it again",
-    )
 
 
 @dataclass
@@ -288,14 +278,11 @@ class Chunked(Lazy):
     def __post_init__(self) -> None:
         have = sum(math.prod(piece.shape) for _, piece in self.chunks)
         inside = all(
-            all(
-                at >= 0 and at + size <= whole for at, size, whole in zip(o, p.shape, self.shape, strict=True)
-            )
-            for o, p in self.chunks
-            if len(o) == len(p.shape) == len(self.shape)
+            len(offsets) == len(piece.shape) == len(self.shape)
+            and all(0 <= at <= n - size for at, size, n in zip(offsets, piece.shape, self.shape, strict=True))
+            for offsets, piece in self.chunks
         )
-        ranks = {len(o) for o, _ in self.chunks} | {len(p.shape) for _, p in self.chunks}
-        if have != math.prod(self.shape) or not inside or ranks - {len(self.shape)}:
+        if have != math.prod(self.shape) or not inside:
             raise CheckpointError(
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",

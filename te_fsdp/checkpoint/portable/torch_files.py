@@ -85,8 +85,9 @@ class Heads:
     def add(self, length: int, head: bytes, begin: int | None, objects: torch.Tensor | None) -> None:
         """Note what a file holds, and the byte at which its data begin; ``None``: there are none."""
         kind = _kind(length, head)
-        if kind[1]:
-            self._found[kind] = head[: len(kind[1]) if begin is None else begin], objects
+        begin = len(kind[1]) if begin is None else begin
+        if kind[1] and begin <= len(head):  # else what comes before the data is not known to its end
+            self._found[kind] = head[:begin], objects
 
 
 def _kind(length: int, head: bytes) -> tuple[int, bytes]:
