@@ -33,7 +33,7 @@ def test_a_call_on_one_rank_alone_raises_on_all(pool, call, tmp_path):
     assert "rank 0 has waited" in first["warnings"][0] and "ranks 1-3 have" in first["warnings"][0]
     assert not list(tmp_path.iterdir())
     for other in others:  # nobody waits for those who have given up
-        assert other["error"] == first["error"] and other["seconds"] < 0.9 and not other["warnings"]
+        assert other["error"] == first["error"] and not other["warnings"]
 
 
 @pytest.mark.ranks(4)

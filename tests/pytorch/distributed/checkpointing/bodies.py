@@ -104,7 +104,7 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> dict[str, Any]:
