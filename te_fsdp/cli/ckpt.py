@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from te_fsdp.cli import ckpt_convert, ckpt_huggingface, ckpt_show
+from te_fsdp.cli import ckpt_convert, ckpt_show
 from te_fsdp.cli.output import print_json
 from te_fsdp.errors import TeFsdpError
 
@@ -33,7 +33,7 @@ _ExtraState = Annotated[
     arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
 ]
 _DType = Literal["float32", "bfloat16", "float16"]
-_AS_USUAL = ckpt_huggingface.Model()
+_AS_USUAL = ckpt_convert.Model()
 
 
 def inspect(
@@ -106,7 +106,7 @@ def convert(
         Literal["huggingface"] | None,
         arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
     ] = None,
-    te: ckpt_huggingface.Model = _AS_USUAL,
+    te: ckpt_convert.Model = _AS_USUAL,
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:
@@ -150,7 +150,7 @@ def export(
         Path | None,
         arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
     ] = None,
-    te: ckpt_huggingface.Model = _AS_USUAL,
+    te: ckpt_convert.Model = _AS_USUAL,
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,39 @@ from te_fsdp.checkpoint.portable.convert import (
     write_pt,
     write_safetensors,
 )
+from te_fsdp.checkpoint.portable.huggingface import (
+    TeBlocks,
+    TeNames,
+    open_huggingface,
+    values_for_huggingface,
+    write_huggingface,
+)
 from te_fsdp.checkpoint.portable.state_dicts import Choices
-from te_fsdp.cli.ckpt_huggingface import Model, open_model, write_model
 from te_fsdp.cli.ckpt_show import check_good, show_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 
-__all__ = ["Target", "UsageError", "choices", "convert", "export"]
+__all__ = ["Model", "Target", "UsageError", "choices", "convert", "export"]
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 class UsageError(Exception):
     """The command line is wrong; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The TransformerEngine model whose weights a Hugging Face model's are, or become."""
+
+    layers: TeBlocks = field(default_factory=TeBlocks)
+    names: TeNames = field(default_factory=TeNames)
+    untie: bool = False
+    """Give a head that the Hugging Face model ties to the embedding values of its own."""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether anything was said about it."""
+        return self != Model()
 
 
 @dataclass
@@ -90,7 +111,10 @@ def convert(
 ) -> int:
     """Convert a checkpoint, or a Hugging Face model onto ``model``; 0."""
     kind = target.settle(None)
-    contents = open_model(source, model) if model else open_any(source, chosen)
+    if model is None:
+        contents = open_any(source, chosen)
+    else:
+        contents = open_huggingface(source, model.layers, model.names, untie=model.untie)
     _check(contents, target, checksums, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
     into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
@@ -142,9 +166,9 @@ def _write(
     with bytes_bar(text, contents.bytes, show_bar(as_json)) as tick:
         if target.like is not None:
             size, place = target.shard_bytes, target.path
-            return write_model(
-                place, contents, target.like, model or Model(), tick, shard_bytes=size, force=target.force
-            )
+            te = model or Model()
+            values = values_for_huggingface(contents, target.like, te.layers, te.names)
+            return write_huggingface(place, values, target.like, tick, shard_bytes=size, force=target.force)
         if target.kind == "checkpoint":
             return write_checkpoint(target.path, contents, tick, force=target.force)
         if target.kind == "safetensors":

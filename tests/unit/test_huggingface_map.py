@@ -15,7 +15,7 @@ from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
-from tests.unit.huggingface_models import to_huggingface, to_te
+from tests.unit.huggingface_models import MODELS, to_huggingface, to_te
 
 LLAMA = {
     "model_type": "llama",
@@ -286,3 +286,26 @@ def test_config(tmp_path):
     assert mistral.te_kwargs()["window_size"] == (3, 0)
     qwen3 = hf.read_config({**LLAMA, "model_type": "qwen3"})
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name not in ("llama-tied-biased", "gpt2-untied")]
+)
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    kind, _ = MODELS[name]
+    stock = getattr(transformers, kind)()
+    sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    sizes += [
+        "num_experts",
+        "num_local_experts",
+        "moe_intermediate_size",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_positions",
+    ]
+    whole = stock.to_dict() | {"attn_logit_softcapping": None}
+    bare = {key: whole[key] for key in [*sizes, "model_type", "attn_logit_softcapping"] if key in whole}
+    assert len(bare) < len(whole) / 2, "most is left out"
+    assert hf.read_config(bare) == hf.read_config(whole)

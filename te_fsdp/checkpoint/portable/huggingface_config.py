@@ -190,7 +190,9 @@ _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "slidi
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family({"num_key_value_heads": 8, "sliding_window": 4096}, windowed=True),
-    "mixtral": _Family({"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}, windowed=True),
+    "mixtral": _Family(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}, windowed=True
+    ),
     "qwen2": _Family({"num_key_value_heads": 32, "qkv_bias": True}, {"proj_bias": False}),
     "qwen2_moe": _Family({"num_key_value_heads": 16, "qkv_bias": True}, {"proj_bias": False}),
     "qwen3": _Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}),
@@ -201,7 +203,7 @@ _FAMILIES = {
     ),
     "gemma2": _Family(_GEMMA3 | _CAPS, _GEMMA | {"branch_norms": True}, ("hidden_activation", _TANH)),
     "gemma3_text": _Family(
-        _GEMMA3, _GEMMA | {"branch_norms": True, "qk_norm": True}, ("hidden_activation", _TANH)
+        _GEMMA3 | {"rope_theta": 1e6}, _GEMMA | {"branch_norms": True, "qk_norm": True}, ("hidden_activation", _TANH)
     ),
     "gpt2": _Family(
         {"tie_word_embeddings": True},
@@ -368,12 +370,12 @@ def _in_llamas_words(config: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float | None]:
     """Base and scaling of the rotary embedding, and its base in layers with a window, where that differs."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    window_theta, default = None, 10000.0
+    window_theta = None
     if config["model_type"] == "gemma3_text":
         windowed = rope.get("sliding_attention") or {}
         window_theta = windowed.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
-        rope, default = dict(rope.get("full_attention", rope)), 1e6
-    theta = rope.pop("rope_theta", config.get("rope_theta", default))
+        rope = dict(rope.get("full_attention", rope))
+    theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     plain &= rope.get("partial_rotary_factor", 1.0) == 1.0
     return theta, None if plain else rope, window_theta

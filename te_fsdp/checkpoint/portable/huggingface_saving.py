@@ -39,7 +39,8 @@ from te_fsdp.checkpoint.portable.huggingface_shares import (
     shares_of,
 )
 from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
-from te_fsdp.checkpoint.portable.safetensors import shard_names, write_file, write_folder, write_index
+from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_folder, write_index
+from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import semantics_of
 from te_fsdp.sharding.optimizer import check_optimizer
@@ -51,16 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["export_huggingface", "save_huggingface", "write_huggingface"]
 
 #: Files beside the weights that a copy of a model needs.
-_BESIDE = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-)
+_BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_BESIDE += ("vocab.*", "merges.txt", "chat_template*", "LICENSE*")
 #: Files are begun for more ranks to write at once only where each gets so many bytes.
 _SMALLEST_FILE = 256 << 20
 
@@ -134,7 +127,7 @@ def write_huggingface(
         CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
     """
     with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
-        names = write_folder(temporary, tensors, {}, tick or (lambda _: None), shard_bytes)
+        names = write_folder(temporary, tensors, {}, tick or silent, shard_bytes)
         return names + _write_beside(temporary, config, tensors)
 
 
@@ -200,7 +193,9 @@ def save_huggingface(
 
     with collective_call("checkpoint.save_huggingface"):
         saving = all_agree(lambda: _Saving.of(model, optimizer, config, names, blocks, dtype, max_file_bytes))
-        told, plan = own_ranks().round(saving.tell, saving.plan)
+        told, plan = own_ranks().round(
+            lambda: {name: share.told for name, share in saving.shares.items()}, saving.plan
+        )
         with ExitStack() as stack:
             folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
             tensors = all_agree(lambda: saving.write(folder, told, plan))
@@ -244,52 +239,37 @@ class _Saving:
                 shares[name] = shares.pop(first)
         return cls(weights.like(config), shares, *options)
 
-    def tell(self) -> dict[str, Told]:
-        return {name: share.told for name, share in self.shares.items()}
-
     def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], Plan]]:
         """For each rank what it needs to know of all, and what it does."""
         told = describe_shares(seen)
-        files = self.files(self.tensors(told, None))
-        count, queues = len(set(files.values())), [[] for _ in seen]
+        files = self.files(self.tensors(told, None)).values()
+        writers = {name: _writer(n, len(files), len(seen)) for n, names in enumerate(files) for name in names}
+        queues: list[list[list[str]]] = [[] for _ in seen]
         for batch in self.weights.batches(to_te=False):
-            file = files[batch[0].written(to_te=False)[0]]
-            queue = queues[_writer(shard_names(count).index(file), count, len(seen))]
+            queue = queues[writers[batch[0].written(to_te=False)[0]]]
             queue.append([name for group in batch for name in group.te.names if name in told])
         return [(told, plan) for plan in plan_exchange(seen, queues)]
 
     def tensors(self, told: dict[str, Told], exchange: Exchange | None) -> dict[str, Lazy]:
-        source = {name: Arriving(name, one[0], one[1], exchange) for name, one in told.items()}
+        """What is written, of tensors that come over an exchange, or that are only described."""
+        source = {name: Arriving(name, one.shape, one.dtype, exchange) for name, one in told.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
-    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, str]:
-        """File of each tensor; what is read together is in one file."""
-        total = sum(tensor.bytes for tensor in tensors.values())
-        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total // world_size())))
-        shards: list[list[str]] = [[]]
-        filled = 0
-        for batch in self.weights.batches(to_te=False):
-            names = batch[0].written(to_te=False)
-            size = sum(tensors[name].bytes for name in names)
-            if shards[-1] and filled + size > most:
-                shards.append([])
-                filled = 0
-            shards[-1] += names
-            filled += size
-        files = zip(shard_names(len(shards)), shards, strict=True)
-        return {name: file for file, names in files for name in names}
+    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:
+        """Tensors by file; what is read together is in one."""
+        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // world_size())))
+        together = (batch[0].written(to_te=False) for batch in self.weights.batches(to_te=False))
+        return deal(tensors, together, most)
 
     def write(self, folder: Path, told: dict[str, Told], plan: Plan) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
         exchange = Exchange(own_ranks(), self.shares, told, plan)
         tensors = self.tensors(told, exchange)
-        by_file: dict[str, dict[str, Lazy]] = {}
-        for name, file in self.files(tensors).items():
-            by_file.setdefault(file, {})[name] = tensors[name]
+        files = self.files(tensors)
         try:
-            for n, (file, own) in enumerate(by_file.items()):
-                if _writer(n, len(by_file), world_size()) == rank():
-                    write_file(folder / file, own, {}, lambda _: None)
+            for n, (file, names) in enumerate(files.items()):
+                if _writer(n, len(files), world_size()) == rank():
+                    write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
                     sync(folder / file)
         finally:
             exchange.drain()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
     "INDEX",
+    "deal",
     "is_safetensors",
     "open_safetensors",
-    "shard_names",
     "write_file",
     "write_folder",
     "write_index",
@@ -206,38 +206,47 @@ def write_folder(
     A shard exceeds ``shard_bytes`` only where a single tensor does. ``metadata`` goes into the first. See
     :func:`write_file`.
     """
-    shards: list[dict[str, Lazy]] = [{}]
+    files = deal(tensors, ([key] for key in tensors), shard_bytes)
+    for n, (file, names) in enumerate(files.items()):
+        write_file(folder / file, {name: tensors[name] for name in names}, {} if n else metadata, tick)
+    return [*files, *write_index(folder, tensors, files)]
+
+
+def deal(
+    tensors: Mapping[str, Lazy], together: Iterable[Sequence[str]], shard_bytes: int
+) -> dict[str, list[str]]:
+    """Names of tensors by the file of a folder that they go into, in order.
+
+    Args:
+        tensors: By name.
+        together: Names of those that go into one file.
+        shard_bytes: What a file exceeds only where one of ``together`` does.
+    """
+    shards: list[list[str]] = [[]]
     filled = 0
-    for key, tensor in tensors.items():
-        if shards[-1] and filled + tensor.bytes > shard_bytes:
-            shards.append({})
+    for names in together:
+        size = sum(tensors[name].bytes for name in names)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
             filled = 0
-        shards[-1][key] = tensor
-        filled += tensor.bytes
-    names = shard_names(len(shards))
-    for n, (name, shard) in enumerate(zip(names, shards, strict=True)):
-        write_file(folder / name, shard, {} if n else metadata, tick)
-    files = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    return [*names, *write_index(folder, tensors, files)]
+        shards[-1] += names
+        filled += size
+    if len(shards) == 1:
+        return {_SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
 
 
-def shard_names(count: int) -> list[str]:
-    """Names of the files of a folder with so many of them."""
-    if count == 1:
-        return [_SINGLE]
-    return [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-
-
-def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, str]) -> list[str]:
+def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:
     """Write the index of a folder with several files; returns its name, nothing where there is one file.
 
     Args:
         folder: The folder.
         tensors: By name.
-        files: File of each tensor.
+        files: Names of tensors by their file.
     """
-    if set(files.values()) <= {_SINGLE}:
+    if len(files) == 1:
         return []
-    index = {"metadata": {"total_size": sum(t.bytes for t in tensors.values())}, "weight_map": dict(files)}
+    where = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(t.bytes for t in tensors.values())}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return [INDEX]
