@@ -217,12 +217,14 @@ def high_precision_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 #: Attributes by which TE and :func:`attach_high_precision_value` keep the value from before quantization, and TE's
-#: group of the amax: they belong to a tensor's bytes, not to the parameter.
+#: group of the amax: they belong to a tensor's bytes, not to the parameter. So does what ``installed.mend_new_zeros``
+#: puts there, for one tensor object alone.
 OF_THE_BYTES = (
     "_high_precision_init_val",
     "get_high_precision_init_val",
     "clear_high_precision_init_val",
     "amax_reduction_group",
+    "new_zeros",
 )
 
 
@@ -477,8 +479,8 @@ def fsdp_group_of(module: nn.Module) -> Any:
 
 
 def has_delayed_scale(tensor: torch.Tensor) -> bool:
-    """Whether a quantized tensor's scale comes from an amax history (delayed scaling)."""
-    return is_delayed_quantizer(quantizer_of(tensor))
+    """Whether a quantized tensor's scale comes from an amax history (delayed scaling). Every gather asks."""
+    return type(tensor._quantizer).__name__ == "Float8Quantizer"  # type: ignore[attr-defined]
 
 
 def forget_high_precision_value(tensor: torch.Tensor) -> None:

@@ -16,17 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = [
-    "REPLACED",
+    "OWN_ATTRIBUTES",
     "ReduceScatter",
     "at_end_of_backward",
-    "attributes_of",
     "concatenated_meshes",
     "default_store",
     "backward_id",
@@ -43,6 +42,7 @@ __all__ = [
     "largest",
     "local_of",
     "managed_by",
+    "locals_and_specs",
     "multiply_all_",
     "norms",
     "owners_of",
@@ -50,7 +50,6 @@ __all__ = [
     "plain_results",
     "reduction_of",
     "shard_dim_of",
-    "share_attributes",
     "spec_of",
     "strided_shard",
     "unflatten_mesh",
@@ -73,15 +72,21 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def placed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
+) -> DTensor:
+    """DTensor around a local tensor, of the global shape and stride of ``like``. Local operation; unchecked."""
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """``local`` placed as a parameter is: a DTensor of its shape and placements, or itself. Local operation."""
     if not isinstance(parameter, DTensor):
         return local
     # Not zeros_like and such: the parameter's own spec would say the parameter's dtype.
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return placed(local, parameter.device_mesh, parameter.placements, parameter)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +96,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     gather.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_and_specs(
+    parameters: Iterable[DTensor],
+) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec]]:
+    """:func:`local_of` and :func:`spec_of` of several DTensors at once: every forward of a module asks."""
+    held = list(parameters)
+    return tuple([p._local_tensor for p in held]), [p._spec for p in held]
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
@@ -136,23 +149,8 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     return parameter
 
 
-#: Attribute of a parameter that a module has lost (:mod:`te_fsdp.modules.replaced`): of this object, not of its value.
-REPLACED = "_te_fsdp_replaced"
 #: What a DTensor keeps among its Python attributes for itself, and what no other object may be given.
-_OWN = ("_local_tensor", "_spec", REPLACED)
-
-
-def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Python attributes of a plain tensor or a DTensor, without what belongs to this very object."""
-    return {key: value for key, value in tensor.__dict__.items() if key not in _OWN}
-
-
-def share_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give ``new`` the Python attributes of ``old`` that it lacks. Runs for each parameter that FSDP2 installs."""
-    have = new.__dict__
-    for key, value in old.__dict__.items():
-        if key not in have and key not in _OWN:
-            have[key] = value
+OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec"))
 
 
 def shard_dim_of(placement: Placement) -> int | None:

@@ -5,47 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from te_fsdp.parameters import carry_over, facts_of, noted
+
 if TYPE_CHECKING:
     import weakref
 
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
     from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["COPY", "CUT", "EP", "LABEL", "NO_SHARD", "STATE", "Binding", "binding_of", "is_exempt"]
+__all__ = ["NO_SHARD", "Binding", "binding_of", "is_exempt"]
 
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
-#: Attribute of a bound parameter that may be quantized: its full name. Optimizers see parameters alone.
-LABEL = "_te_fsdp_label"
-#: Attribute of a bound parameter that every tensor-parallel rank holds whole.
-COPY = "_te_fsdp_copy"
-#: Attribute of a parameter whose optimizer state te_fsdp cuts over the ranks that hold it alike: who does it.
-CUT = "_te_fsdp_cut"
-#: Attribute of an expert module's parameters: the expert-parallel mesh, whose ranks hold other experts (:class:`Held`).
-EP = "_te_fsdp_ep"
-#: Attribute of a parameter of a model that ``fully_shard`` was called on: a reference to its sharding state.
-STATE = "_te_fsdp_state"
 #: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset
 #: of names of own ones (``"*"``: all own ones).
-#: Also an attribute of parameters that no module owned when they were marked.
 NO_SHARD = "_te_fsdp_no_shard"
 
 
-class Held:
-    """A mesh as an attribute of parameters: copies of a parameter share it, pickles leave it behind."""
+@dataclass
+class Installed:
+    """The two forms of a parameter that FSDP2 installs in turn.
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
+    No weak references: torch swaps no tensor that has some.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
-        return self
+    Attributes:
+        shard: The sharded one.
+        gathered: The gathered one, or whatever else was assigned.
+        releases: Whether the gathered one holds more than FSDP2 frees (:mod:`te_fsdp.quantized.installed`).
+    """
 
-    def __reduce__(self) -> tuple[type[Held], tuple[()]]:
-        return (Held, ())
+    shard: DTensor | None = None
+    gathered: torch.Tensor | None = None
+    releases: bool = False
 
 
 @dataclass
@@ -72,8 +68,7 @@ class Binding:
             experts.
         sharded: Names of own parameters that FSDP2 has replaced by shards.
         on_meta: Whether parameters may still be on meta.
-        installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name: the same two come in
-            turn, the shard and the gathered one. No weak references: torch swaps no tensor that has some.
+        installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
         recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
@@ -96,7 +91,7 @@ class Binding:
     sharded: set[str] = field(default_factory=set)
     on_meta: bool = True
     recomputed: bool = False
-    installed: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    installed: dict[str, Installed] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property
@@ -119,20 +114,15 @@ class Binding:
         return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` the attributes known for ``name`` that it lacks, and its label.
-
-        FSDP2 installs the same objects over and over, which then have everything: that case has to be fast.
-        """
-        have, rule = parameter.__dict__, self.rules.get(name)
-        if rule is not None and rule.quantizable and have.get(LABEL) != (label := self.label(name)):
-            setattr(parameter, LABEL, label)
-        if rule is not None and rule.shard_dim is None and self.tp_mesh is not None and COPY not in have:
-            setattr(parameter, COPY, True)
-        if self.ep_mesh is not None and (EP not in have or have[EP].mesh is not self.ep_mesh):
-            setattr(parameter, EP, Held(self.ep_mesh))
-        for key, value in self.attributes.get(name, {}).items():
-            if key not in have:
-                setattr(parameter, key, value)
+        """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
+        carry_over(self.attributes.get(name, {}), parameter)
+        facts, rule = noted(parameter), self.rules.get(name)
+        if rule is not None and rule.quantizable:
+            facts.label = self.label(name)
+        if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:
+            facts.tp_replica = True
+        if self.ep_mesh is not None:
+            facts.ep_mesh = self.ep_mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         """Meshes are shared by the copy: process groups cannot be copied."""
@@ -156,4 +146,5 @@ def is_exempt(module: Any, name: str) -> bool:
     if mark is True or name in mark or "*" in mark:
         return True
     parameter = module._parameters.get(name)
-    return parameter is not None and NO_SHARD in parameter.__dict__
+    facts = None if parameter is None else facts_of(parameter)
+    return facts is not None and facts.no_shard

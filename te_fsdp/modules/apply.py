@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -24,6 +24,7 @@ from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.modules.single import adopt_single, single_names
+from te_fsdp.parameters import attributes_of
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
@@ -192,7 +193,7 @@ def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter
             binding.experts_mesh = _experts_mesh(meshes.ep_mesh, tp_mesh, item.name)
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            binding.attributes[name] = _python_attributes(parameter)
+            binding.attributes[name] = attributes_of(parameter)
     module.__dict__[KEY] = binding
     module.__class__ = bound_class(type(module))
     if (
@@ -243,14 +244,7 @@ def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.
             )
         shape[rule.shard_dim] *= binding.tp_mesh.size()
         placements[-1] = Shard(rule.shard_dim)
-    like = DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
 
 
@@ -270,12 +264,3 @@ def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -
                 fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
             )
         ) from error
-
-
-def _python_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """What users and TE hung on a parameter; not what a tensor subclass keeps for itself."""
-    internal: tuple[str, ...] = ("_local_tensor", "_spec", _torch.REPLACED)
-    if _te.is_quantized(parameter):
-        probe = parameter.detach().__dict__.keys()
-        internal += (*probe, *_te.OF_THE_BYTES)
-    return {key: value for key, value in parameter.__dict__.items() if key not in internal}

@@ -10,15 +10,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import Binding, binding_of
+from te_fsdp.binding import KEY, Binding, Installed, binding_of
 from te_fsdp.errors import InitError, PrecisionError, message
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.modules.replaced import note_replaced, replacing
 from te_fsdp.modules.unwrap import keep_returned, local_parameters
+from te_fsdp.parameters import KEY as FACTS
+from te_fsdp.parameters import attributes_of, carry_over, share
 from te_fsdp.quantized.all_gather import gather_missing
 from te_fsdp.quantized.amax import follow_history
-from te_fsdp.quantized.installed import check_cut, note_gathered, release_gathered
+from te_fsdp.quantized.installed import check_cut, is_gathered, note_gathered, release_gathered
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class MeshModule(torch.nn.Module):
             gather_missing(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
-            own = local or tuple(p for p in self._parameters.values() if p is not None)
+            own = local or tuple([p for p in self._parameters.values() if p is not None])
             # The FSDP unit that frees the parameter may be this module or any ancestor.
             return keep_returned(output, own, copy=binding.under_fsdp)
 
@@ -69,36 +71,44 @@ class MeshModule(torch.nn.Module):
         if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
             super().__setattr__(name, value)
             return
-        binding = binding_of(self)
+        binding: Binding | None = self.__dict__.get(KEY)
         if binding is not None:
-            self._take_over(binding, name, parameters[name], value)
+            old, pair = parameters[name], binding.installed.get(name)
+            # FSDP2 installs the same two in turn, in every forward and backward: that calls nothing it need not.
+            if pair is None or (value is not pair.shard and value is not pair.gathered):
+                self._take_over(binding, name, old, value)
+            else:
+                if pair.releases and value is pair.shard:
+                    release_gathered(old, value, binding)  # type: ignore[bad-argument-type]
+                have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
+                if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):
+                    share(old, value)
+                elif there.keys() - have.keys() - _torch.OWN_ATTRIBUTES:
+                    carry_over(old, value)
         parameters[name] = value
 
-    def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
-        """What happens when ``value`` replaces an own parameter, before it does."""
-        seen = binding.installed.setdefault(name, [])
-        is_known = any(known is value for known in seen)
-        if not is_known:
-            binding.carry(name, value)
-        if isinstance(old, DTensor):
-            _torch.share_attributes(old, value)  # those that it got after it was bound
-        if isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name):
-            was_gathered = release_gathered(old, value, binding)
-            if is_known:
-                return
-            if not was_gathered:
-                check_cut(self, binding, name, value)
-                _check_still_quantized(self, binding, name, old, value)
-            if name not in binding.sharded and old is not None:
-                binding.sharded.add(name)
-                note_replaced(old, binding.label(name), "fully_shard")
-            adopt_shard(binding, self, name, value)
-            binding.under_fsdp = True
-        elif not is_known:
+    def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: Any) -> None:
+        """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
+        pair = binding.installed.setdefault(name, Installed())
+        is_shard = isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name)
+        if old is not None and not is_shard and isinstance(old, DTensor):
+            share(old, value)
+        elif old is not None:
+            carry_over(old, value)
+        binding.carry(name, value)
+        if not is_shard:
             note_gathered(old, value, binding)
-        else:
+            pair.gathered, pair.releases = value, is_gathered(_torch.local_of(value))
             return
-        seen[:] = [*seen[-1:], value]
+        if not release_gathered(old, value, binding):
+            check_cut(self, binding, name, value)
+            _check_still_quantized(self, binding, name, old, value)
+        if name not in binding.sharded and old is not None:
+            binding.sharded.add(name)
+            note_replaced(old, binding.label(name), "fully_shard")
+        adopt_shard(binding, self, name, value)
+        binding.under_fsdp = True
+        pair.shard = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything but process groups, which the copy shares (they cannot be copied)."""
@@ -122,8 +132,7 @@ def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parame
     """
     local = copy.deepcopy(_torch.local_of(parameter), memo)
     new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-    for key, value in _torch.attributes_of(parameter).items():
-        setattr(new, key, copy.deepcopy(value, memo))
+    carry_over(copy.deepcopy(attributes_of(parameter), memo), new)
     new.grad = copy.deepcopy(parameter.grad, memo)
     return new
 

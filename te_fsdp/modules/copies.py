@@ -14,7 +14,7 @@ states stay equal.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import COPY, CUT, STATE
+from te_fsdp.parameters import KEY
 from te_fsdp.quantized.components import components_of, finish_writing
 
 if TYPE_CHECKING:
@@ -42,13 +42,17 @@ def watch_copies() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    held = (p for group in optimizer.param_groups for p in group["params"])
+    held = [p for group in optimizer.param_groups for p in group["params"]]
     # What is cut further is averaged after this, and taken over then; models of fully_shard have an order of their own.
-    take_over_gradients(p for p in held if CUT not in p.__dict__ and STATE not in p.__dict__)
+    take_over_gradients(
+        [p for p in held if (f := p.__dict__.get(KEY)) and f.stand_ins is None and f.state is None]
+    )
 
 
 @torch.no_grad()
-def take_over_gradients(parameters: Iterable[torch.Tensor]) -> None:
+def take_over_gradients(
+    parameters: Iterable[torch.Tensor], stand_ins: Mapping[int, torch.Tensor] | None = None
+) -> None:
     """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
 
     Collective over tp where there are such gradients: one broadcast per dtype, and one per tensor of more than
@@ -56,13 +60,16 @@ def take_over_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
     Args:
         parameters: In the same order, and with gradients for the same ones, on all tp ranks.
+        stand_ins: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if not parameter.__dict__.get(COPY) or not isinstance(parameter, DTensor):
+        facts = parameter.__dict__.get(KEY)
+        if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
             continue
-        mesh = parameter.device_mesh
-        for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+        holder: Any = stand_ins[id(parameter)] if stand_ins is not None else parameter
+        mesh = holder.device_mesh
+        for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
             if gradient is not None and mesh.size(mesh.ndim - 1) > 1:
                 # FSDP2 puts its axes before the one that was there.
                 found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(_torch.local_of(gradient))

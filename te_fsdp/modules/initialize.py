@@ -20,6 +20,7 @@ from te_fsdp.errors import InitError, OrderError, message
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.parameters import successor
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
@@ -259,14 +260,7 @@ def _store(
     new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
     if quantizer is not None and _te.keeps_high_precision_value(module):
         _te.attach_high_precision_value(new, value.detach().cpu())
-    if isinstance(old, DTensor):
-        parameter = _torch.with_local(new, old, requires_grad=old.requires_grad)
-    else:
-        parameter = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    for key, attribute in _torch.attributes_of(old).items():
-        if key not in parameter.__dict__ and key not in _TE_MARKS:
-            setattr(parameter, key, attribute)
-    module._parameters[name] = parameter
+    module._parameters[name] = successor(old, new, leave_out=_TE_MARKS)
     if quantizer is not None:
         _fsdp2_patches.keep_no_flat_shards(module, new)
 

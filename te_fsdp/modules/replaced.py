@@ -12,6 +12,7 @@ A hook of all optimizers looks for marks before each step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 from collections.abc import Collection, Iterator
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fsdp._torch import REPLACED
 from te_fsdp.errors import OrderError, message
+from te_fsdp.parameters import KEY, Facts, facts_of, noted
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,10 +52,9 @@ def replacing(model: nn.Module, by: str, *, prefix: str = "") -> Iterator[None]:
 
 def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     """Mark a parameter that a module has lost. Local operation."""
-    parameter.__dict__[REPLACED] = (
-        name,
-        by,
-    )  # of calls within each other the outermost, the user's own, marks last
+    # On a record of this object's own: a gathered parameter shares its shard's, which stays. Of calls within each other
+    # the outermost, the user's own, marks last.
+    parameter.__dict__[KEY] = dataclasses.replace(facts_of(parameter) or Facts(), replaced=(name, by))
     _watch()
 
 
@@ -68,7 +68,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # In every step of every optimizer: one look into a dict per parameter.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if REPLACED in parameter.__dict__:
+            if (facts := parameter.__dict__.get(KEY)) and facts.replaced:
                 return _refuse(optimizer)
     return None
 
@@ -80,13 +80,13 @@ def _refuse(optimizer: Optimizer) -> None:
         OrderError: Names the first of them, and the call that replaced it.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    marked = {id(parameter): parameter for parameter in held if REPLACED in parameter.__dict__}
+    marked = {id(parameter): parameter for parameter in held if (f := facts_of(parameter)) and f.replaced}
     # Another model may share a parameter with the one that lost it: a step for that model is right.
     for owner, name in registered_at(marked):
-        del marked.pop(id(owner._parameters[name])).__dict__[REPLACED]
+        noted(marked.pop(id(owner._parameters[name]))).replaced = None
     if not marked:
         return
-    name, by = next(iter(marked.values())).__dict__[REPLACED]
+    name, by = noted(next(iter(marked.values()))).replaced or ("", "")
     more = f", and {len(marked) - 1} more of its {len(held)}" if len(marked) > 1 else ""
     raise OrderError(
         message(

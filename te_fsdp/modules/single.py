@@ -24,6 +24,7 @@ from te_fsdp.binding import binding_of
 from te_fsdp.errors import PlacementError, PrecisionError, message
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
+from te_fsdp.parameters import carry_over
 from te_fsdp.quantized.alignment import Weight, check_fit, fits
 from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
@@ -161,8 +162,7 @@ def adopt_single(module: Any) -> None:
             first = module._parameters[parts[0]]
             local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
             new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
-            for key, value in first.__dict__.items():
-                setattr(new, key, value)
+            carry_over(first, new)
         for part in parts:
             module._parameters[part] = None
         module._parameters[name] = new

@@ -42,10 +42,10 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Specs, not the parameters: those would form a cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
-        ctx.specs = [_torch.spec_of(p) if p.requires_grad else None for p in parameters]
-        local = tuple(_torch.local_of(p) for p in parameters)
+        local, specs = _torch.locals_and_specs(parameters)
+        ctx.specs = [spec if p.requires_grad else None for spec, p in zip(specs, parameters, strict=True)]
         if is_foreign:
-            local = tuple(t.detach() for t in local)
+            local = tuple([t.detach() for t in local])
         frozen = [t for t, p in zip(local, parameters, strict=True) if not p.requires_grad]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
@@ -97,17 +97,17 @@ def local_parameters(
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
     """
     own: dict[str, Any] = module._parameters  # type: ignore[assignment]
-    names = tuple(name for name, value in own.items() if isinstance(value, DTensor))
+    names = tuple([name for name, value in own.items() if isinstance(value, DTensor)])
     if not names:
         yield ()
         return
-    parameters = tuple(own[name] for name in names)
+    parameters = tuple([own[name] for name in names])
     _check_gathered(binding, names[0], parameters[0])
     is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
     else:
-        local = tuple(_torch.local_of(p) for p in parameters)
+        local, _ = _torch.locals_and_specs(parameters)
     own.update(zip(names, local, strict=True))
     try:
         yield local
@@ -138,14 +138,15 @@ def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -
     """
     if not isinstance(output, tuple):
         return output
-    inside = {id(tensor) for tensor in local}
+    inside = set(map(id, local))
     # Without gradients no view: it would require one as soon as its base does.
-    return tuple(
+    kept = [
         (item.clone() if copy else item.view_as(item) if torch.is_grad_enabled() else item.detach())
         if isinstance(item, torch.Tensor) and id(item) in inside
         else item
         for item in output
-    )
+    ]
+    return tuple(kept)
 
 
 def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp.parameters import carry_over
 from te_fsdp.quantized.grouped_weight import adopt_grouped, is_grouped_weight
 
 __all__ = ["as_grouped", "grouped_cut", "plain_of"]
@@ -69,10 +70,7 @@ def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     kept = _te.high_precision_value(parameter)
     if kept is not None:
         _te.attach_high_precision_value(new, kept)
-    storage = {*grouped.__dict__, *new.__dict__}  # what the tensors keep for themselves
-    for key, value in parameter.__dict__.items():
-        if key not in storage:
-            setattr(new, key, value)
+    carry_over(parameter, new)
     return new
 
 

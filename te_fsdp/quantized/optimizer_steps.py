@@ -20,8 +20,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
-from te_fsdp.binding import LABEL
 from te_fsdp.errors import PrecisionError, message
+from te_fsdp.parameters import KEY
 from te_fsdp.quantized.amax_mark import reduce_newest_amax, take_delayed_scale
 
 if TYPE_CHECKING:
@@ -47,8 +47,12 @@ def quantized_parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tens
     """Label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            label = parameter.__dict__.get(LABEL)
-            if label is not None and _te.is_quantized(local := _torch.local_of(parameter)):
+            facts = parameter.__dict__.get(KEY)
+            if (
+                facts
+                and (label := facts.label) is not None
+                and _te.is_quantized(local := _torch.local_of(parameter))
+            ):
                 yield label, parameter, local
 
 

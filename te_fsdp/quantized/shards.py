@@ -16,6 +16,7 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.layout.boxes import Box, chunk_range
+from te_fsdp.parameters import places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard
 from te_fsdp.quantized.components import components_of
@@ -128,19 +129,15 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
         What :func:`restore_quantized` needs.
     """
     stashed = []
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            binding = binding_of(module)
-            if parameter is None or binding is None or is_exempt(module, name):
-                continue
-            local = _torch.local_of(parameter)
-            if local.is_meta or not _te.is_quantized(local):
-                continue
-            kept = _te.high_precision_value(local)
-            value = local.dequantize() if kept is None else kept.to(local.device)
-            stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), local, kept is not None))
-            module._parameters[name] = _replace(parameter, value)
-            binding.requantizes = True
+    for _, module, name, parameter in places_of(model):
+        binding, local = binding_of(module), _torch.local_of(parameter)
+        if binding is None or is_exempt(module, name) or local.is_meta or not _te.is_quantized(local):
+            continue
+        kept = _te.high_precision_value(local)
+        value = local.dequantize() if kept is None else kept.to(local.device)
+        stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), local, kept is not None))
+        module._parameters[name] = successor(parameter, value)
+        binding.requantizes = True
     return stashed
 
 
@@ -158,7 +155,7 @@ def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
         _copy_bytes(item, parameter, local, binding)
         if item.keep_high_precision:
             _te.attach_high_precision_value(local, value.cpu())
-        item.module._parameters[item.name] = _replace(parameter, local)
+        item.module._parameters[item.name] = successor(parameter, local)
         binding.requantizes = False
 
 
@@ -200,10 +197,3 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, hig
         if target.name in sources:
             source, (part,) = sources[target.name], target.boxes([box], label, tuple(whole.shape))
             target.tensor[part.local_slices()].copy_(source.tensor[part.original_slices()])
-
-
-def _replace(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter like the given one around another local tensor."""
-    if hasattr(parameter, "placements"):
-        return _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)  # type: ignore[arg-type]
-    return torch.nn.Parameter(local, requires_grad=parameter.requires_grad)

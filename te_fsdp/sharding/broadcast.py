@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import is_exempt
 from te_fsdp.modules.copies import make_equal
+from te_fsdp.parameters import places_of
 from te_fsdp.sharding.experts import is_expert, reduction_of
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, sharding_state
@@ -52,11 +53,9 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
     if state is not None:
         release_params(model)
     held: dict[int, tuple[torch.Tensor, list[dist.ProcessGroup]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                groups = _holders(state, module, name) if state is not None else []
-                held.setdefault(id(parameter), (parameter, groups))
+    for place in places_of(model):
+        groups = _holders(state, place.owner, place.name) if state is not None else []
+        held.setdefault(id(place.parameter), (place.parameter, groups))
     make_equal(held.values(), optimizer)
 
 

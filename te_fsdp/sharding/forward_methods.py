@@ -9,6 +9,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from te_fsdp import _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.parameters import places_of
 from te_fsdp.sharding.state import sharding_state
 from te_fsdp.sharding.steps import watch_method
 
@@ -63,10 +64,5 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
 def _is_whole(module: nn.Module) -> bool:
     """Whether all parameters in a module are exempt from sharding, and there are some."""
-    own = [
-        is_exempt(sub, name)
-        for sub in module.modules()
-        for name, p in sub._parameters.items()
-        if p is not None
-    ]
+    own = [is_exempt(place.owner, place.name) for place in places_of(module)]
     return bool(own) and all(own)

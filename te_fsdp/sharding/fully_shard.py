@@ -20,6 +20,7 @@ from te_fsdp.modules.checks import Meshing
 from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
+from te_fsdp.parameters import places_of
 from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
@@ -155,10 +156,9 @@ def _apply_fsdp2(plan: Plan) -> None:
 def _placements(model: nn.Module, cuts: dict[Key, int]) -> Callable[[nn.Parameter], Shard | None] | None:
     """FSDP2's ``shard_placement_fn`` for weights that it shall cut along another dim than the first."""
     dims = {
-        id(parameter): cuts[id(module), name]
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if cuts.get((id(module), name))
+        id(place.parameter): cuts[id(place.owner), place.name]
+        for place in places_of(model)
+        if cuts.get((id(place.owner), place.name))
     }
     return (lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None) if dims else None
 
@@ -180,14 +180,12 @@ def _finish(plan: Plan, check_inputs: bool) -> None:
     _drop_flat_shards(state.model, plan.cuts)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
-    for module in state.model.modules():
-        binding = binding_of(module)
-        if binding is None:
-            continue
+    for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                binding.carry(name, parameter)
+    for place in places_of(state.model):
+        binding = binding_of(place.owner)
+        if binding is not None:
+            binding.carry(place.name, place.parameter)
     if state.precision_plan is not None:
         state.precision_plan.install(state.model)
     reduce_unused(state.model)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
-from te_fsdp.binding import EP
 from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.parameters import facts_of, noted
 from te_fsdp.sharding.outer_gradients import averaged
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import shard_of, state_of
@@ -140,16 +140,17 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each parameter, or what stands for it and its averaged gradient; an expert's stays one."""
     found = averaged(parameters)
     for parameter, stand_in in zip(parameters, found, strict=True):
-        if EP in parameter.__dict__:
-            setattr(stand_in, EP, parameter.__dict__[EP])
+        facts = facts_of(parameter)
+        if stand_in is not parameter and facts is not None and facts.ep_mesh is not None:
+            noted(stand_in).ep_mesh = facts.ep_mesh
     return found
 
 
 def _meshes_of(parameter: torch.Tensor) -> tuple[DeviceMesh, ...]:
     """The meshes over which a parameter is spread: its own, axes that copy it included, and ``ep``."""
-    experts = parameter.__dict__.get(EP)
+    facts = facts_of(parameter)
     meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
-    return meshes if experts is None or experts.mesh is None else (*meshes, experts.mesh)
+    return meshes if facts is None or facts.ep_mesh is None else (*meshes, facts.ep_mesh)
 
 
 def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:

@@ -17,6 +17,7 @@ from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.modules.replaced import replacing
+from te_fsdp.parameters import places_of
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
 
 if TYPE_CHECKING:
@@ -132,10 +133,8 @@ def _initialize(module: nn.Module) -> list[str]:
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Every place that a parameter object is registered at: more than one for tied parameters."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
+    for place in places_of(model):
+        owners.setdefault(id(place.parameter), []).append((place.owner, place.name))
     return owners
 
 

@@ -24,6 +24,7 @@ from te_fsdp.binding import NO_SHARD, binding_of, is_exempt
 from te_fsdp.errors import OrderError, PlacementError, message
 from te_fsdp.modules.replaced import registered_at
 from te_fsdp.modules.single import single_names
+from te_fsdp.parameters import noted, places_of
 from te_fsdp.sharding.ties import unit_by_module
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
         for sub in module.modules():
             sub.__dict__[NO_SHARD] = True
     for parameter in parameters:
-        setattr(parameter, NO_SHARD, True)
+        noted(parameter).no_shard = True
     for module, name in owned:
         _add_mark(module, name)
 
@@ -184,7 +185,7 @@ class NoShard:
                     _add_mark(
                         module, "*" if all(own) else name
                     )  # names of experts change when they are bound
-                    setattr(parameter, NO_SHARD, True)
+                    noted(parameter).no_shard = True
                     if parameter.device.type == "cpu" != device.type:
                         parameter.data = parameter.data.to(device)
             for name, buffer in module._buffers.items() if id(self.model) in self.whole else ():
@@ -221,13 +222,10 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
     marked = {id(sub) for m in names.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
     inside = unit_by_module(model, units)
     places: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
-    for prefix, module in names.items():
-        replicated = id(module) in marked or not units[inside[prefix]].shards
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                label = f"{prefix}.{name}" if prefix else name
-                exempt = replicated or is_exempt(module, name)
-                places.setdefault(id(parameter), []).append((label, module, name, exempt))
+    for place in places_of(model, remove_duplicate=False):
+        replicated = id(place.owner) in marked or not units[inside[place.path]].shards
+        exempt = replicated or is_exempt(place.owner, place.name)
+        places.setdefault(id(place.parameter), []).append((place.label, place.owner, place.name, exempt))
     for several in places.values():
         _check_agreed(several)
     found = [several for several in places.values() if several[0][3]]
@@ -243,12 +241,7 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
 
 
 def _is_whole(module: nn.Module, keys: frozenset[Key]) -> bool:
-    own = [
-        (id(sub), name) in keys
-        for sub in module.modules()
-        for name, p in sub._parameters.items()
-        if p is not None
-    ]
+    own = [(id(place.owner), place.name) in keys for place in places_of(module)]
     return bool(own) and all(own)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _torch
 from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.parameters import facts_of, noted
 from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of
 
@@ -39,9 +40,6 @@ __all__ = ["OUTER", "Chunk", "Copies", "copies_of", "is_unmanaged", "rows_of_sta
 
 #: The outer axis.
 OUTER = "dp_replicate"
-
-#: Attribute of a parameter: its :class:`Copies`.
-KEY = "_te_fsdp_copies"
 
 
 @dataclass(frozen=True)
@@ -142,15 +140,7 @@ class Chunk:
         """DTensor of the parameter's shape around this rank's rows, on ``copies.mesh``. Local operation."""
         spec = self._specs.get(rows.dtype)
         if spec is None:  # made once per dtype: it takes longer than all the rest
-            parameter = self.parameter
-            made = DTensor.from_local(
-                rows,
-                self.copies.mesh,
-                self.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            made = _torch.placed(rows, self.copies.mesh, self.placements, self.parameter)
             spec = self._specs[rows.dtype] = _torch.spec_of(made)
         return _torch.dtensor(rows, spec)
 
@@ -201,12 +191,13 @@ def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> N
         mesh: 1-D for a plain parameter; else its own mesh with the axis of its holders in front.
         reduced: Whether its gradients arrive equal on all of them.
     """
-    setattr(parameter, KEY, Copies(mesh, reduced))
+    noted(parameter).replicas = Copies(mesh, reduced)
 
 
 def is_unmanaged(parameter: torch.Tensor) -> bool:
     """Whether :func:`set_copies` was called on a parameter. Local operation."""
-    return KEY in parameter.__dict__
+    facts = facts_of(parameter)
+    return facts is not None and facts.replicas is not None
 
 
 def copies_of(parameter: torch.Tensor) -> Copies | None:
@@ -217,7 +208,10 @@ def copies_of(parameter: torch.Tensor) -> Copies | None:
     """
     if parameter.ndim == 0:
         return None
-    known = parameter.__dict__.get(KEY)
+    facts = facts_of(parameter)
+    if facts is None:
+        return None
+    known = facts.replicas
     if known is not None:
         return known if known.mesh.size(0) > 1 else None
     state = state_of(parameter)

@@ -183,8 +183,7 @@ def _padded(chunk: Chunk, value: Any) -> Any:
         Shard(axes.index(axis)) if axis in axes else _shifted(placement, len(axes))
         for axis, placement in enumerate(chunk.placements)
     ]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(padded, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return _torch.placed(padded, mesh, placements, torch.empty(shape, device="meta"))
 
 
 def _shifted(placement: Placement, dims: int) -> Placement:

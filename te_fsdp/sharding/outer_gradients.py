@@ -6,15 +6,14 @@ stand-in that the optimizer will update, once somebody has asked for it: a step,
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fsdp import _torch
-from te_fsdp.binding import CUT, LABEL
 from te_fsdp.errors import OrderError, message
+from te_fsdp.parameters import facts_of, label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import copies_of
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.outer_state import StandIns
 
 __all__ = [
-    "Owner",
     "averaged",
     "check_step",
     "current",
@@ -35,19 +33,6 @@ __all__ = [
     "gradient_of",
     "zero_gradient",
 ]
-
-
-class Owner:
-    """Weak reference to the stand-ins of the optimizer that holds a parameter; copies and pickles leave it behind."""
-
-    def __init__(self, stand_ins: StandIns | None = None) -> None:
-        self.stand_ins = weakref.ref(stand_ins) if stand_ins is not None else lambda: None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return Owner()
-
-    def __reduce__(self) -> tuple[type[Owner], tuple[()]]:
-        return (Owner, ())
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -168,7 +153,7 @@ def check_sharded(parameter: torch.Tensor, what: str) -> None:
     copies = copies_of(parameter)
     if copies is None or copies.reduced:
         return
-    name = parameter.__dict__.get(LABEL) or f"a parameter of shape {tuple(parameter.shape)}"
+    name = label_of(parameter)
     raise OrderError(
         message(
             f"{what}: {name} of a model with outer_strategy='optim'",
@@ -182,5 +167,5 @@ def check_sharded(parameter: torch.Tensor, what: str) -> None:
 
 def _stand_ins(parameter: torch.Tensor) -> StandIns | None:
     """The stand-ins of the living optimizer that cuts a parameter's state."""
-    owner = parameter.__dict__.get(CUT)
-    return owner.stand_ins() if owner is not None else None
+    facts = facts_of(parameter)
+    return facts.stand_ins() if facts is not None and facts.stand_ins is not None else None

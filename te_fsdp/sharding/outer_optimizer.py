@@ -11,8 +11,8 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import LABEL
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
+from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_arrivals import can_arrive_later, watch_state_dicts
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
@@ -208,7 +208,7 @@ def _prepare_bytes(chunks: list[Chunk]) -> None:
             continue
         why = why_not_bytes(chunk)
         if why is not None:
-            label = chunk.parameter.__dict__.get(LABEL) or f"weight of shape {tuple(chunk.parameter.shape)}"
+            label = label_of(chunk.parameter, "weight")
             wide.setdefault(why, []).append(label)
         elif _te.needs_shared_amax(_te.quantizer_of(local)):
             amax_group(chunk)

@@ -21,14 +21,14 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
-from te_fsdp.binding import COPY, CUT
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.copies import take_over_gradients
+from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_early import Cut, EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, Part, average, by_group, start_gather
-from te_fsdp.sharding.outer_gradients import Owner, give_gradient, gradient_of, zero_gradient
+from te_fsdp.sharding.outer_gradients import give_gradient, gradient_of, zero_gradient
 from te_fsdp.sharding.outer_install import install, write
 from te_fsdp.sharding.outer_unaveraged import guard, is_averaged, open_averaged, reopen
 from te_fsdp.sharding.state import state_of
@@ -44,10 +44,9 @@ MAIN = "master_param"
 
 def is_low(parameter: torch.Tensor) -> bool:
     """Whether a parameter is quantized, or a floating-point one below fp32."""
-    wide = (torch.float32, torch.float64)
-    return parameter.is_floating_point() and (
-        _te.is_quantized(_torch.local_of(parameter)) or parameter.dtype not in wide
-    )
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return parameter.is_floating_point()
+    return _te.is_quantized(_torch.local_of(parameter))
 
 
 def beginning(local: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ class StandIns:
             if copies is None:
                 return None
             known = self._chunks[id(parameter)] = Chunk(parameter, copies)
-            setattr(parameter, CUT, Owner(self))
+            noted(parameter).stand_ins = weakref.ref(self)
         return known
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -106,13 +105,11 @@ class StandIns:
 
         A new main weight begins at the value that the parameter was initialised with.
         """
-        state = state_of(parameter)
-        if state is not None:
-            state.arrivals.wait()  # stand-ins are made of parameters
-        chunk, local = self.chunk(parameter), _torch.local_of(parameter)
+        chunk, local = self.chunk(parameter) if self.cuts else None, _torch.local_of(parameter)
         if is_low(parameter):
             main = optimizer.state.get(parameter, {}).get(MAIN)
             if main is None:
+                _settle(parameter)
                 whole = beginning(local)
                 main = (
                     _torch.placed_like(whole, parameter)
@@ -125,12 +122,11 @@ class StandIns:
                 main = optimizer.state[parameter][MAIN] = chunk.distributed(rows)
             _te.forget_high_precision_value(local)
         elif chunk is not None:
+            _settle(parameter)
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
             main = chunk.distributed(chunk.of(local.detach()).contiguous())
         else:
             return None
-        if COPY in parameter.__dict__:
-            setattr(main, COPY, True)
         return main
 
     def start(self, optimizer: Optimizer) -> None:
@@ -187,17 +183,18 @@ class StandIns:
         if main is None:
             return None
         state = optimizer.state.pop(parameter, {})
-        if not is_low(parameter) or not keep_main:
+        if not keep_main or not is_low(parameter):
             state.pop(MAIN, None)
         if state:
             optimizer.state[main] = state
-        _move_scales(optimizer, parameter, main)
+        if hasattr(optimizer, "_scales"):
+            _move_scales(optimizer, parameter, main)
         self.pairs.append((parameter, main))
         return main
 
     def stand_down(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
-        for main in [*(main for _, main in self.pairs), *(main for main, _, _ in self.ready.values())]:
+        for main in [main for _, main in self.pairs] + [main for main, _, _ in self.ready.values()]:
             give_gradient(main, None)
         self.put_back(optimizer)
         self.ready = {}
@@ -212,7 +209,8 @@ class StandIns:
                 state = {**state, MAIN: main}
             if state:
                 optimizer.state[parameter] = state
-            _move_scales(optimizer, main, parameter)
+            if hasattr(optimizer, "_scales"):
+                _move_scales(optimizer, main, parameter)
         self.pairs, self._groups = [], []
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
@@ -229,6 +227,8 @@ class StandIns:
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
+        if not self.cuts:
+            return
         optimizer = optimizer or self._optimizer()
         assert optimizer is not None
         cut = self._cut(optimizer)
@@ -251,7 +251,8 @@ class StandIns:
                 if not chunk.copies.reduced:
                     guard(source)
             self.ready[id(parameter)] = (main, weakref.ref(source), _torch.version_of(source))
-        take_over_gradients(main for main, _, _ in self.ready.values())
+        ready = {key: main for key, (main, _, _) in self.ready.items()}
+        take_over_gradients((c.parameter for c in cut if id(c.parameter) in ready), ready)
 
     def _cut(self, optimizer: Optimizer) -> list[Cut]:
         """The trained parameters that are cut. Local operation."""
@@ -380,7 +381,7 @@ class StandIns:
         self.reduce(optimizer)
         self.stand_in(optimizer, stepping=True)
         for parameter, main in self.pairs:
-            if self.chunk(parameter) is None:
+            if not self.cuts or self.chunk(parameter) is None:
                 gradient = gradient_of(parameter)
                 give_gradient(main, None if gradient is None else gradient.to(torch.float32))
 
@@ -388,7 +389,7 @@ class StandIns:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[Chunk, torch.Tensor]] = []
         for parameter, main in self.pairs:
-            chunk = self.chunk(parameter)
+            chunk = self.chunk(parameter) if self.cuts else None
             if main.grad is not None and chunk is not None:
                 cut.append((chunk, _torch.local_of(main)))
             elif main.grad is not None:
@@ -403,6 +404,13 @@ def _own_rows(cut: Cut) -> Average | None:
     if gradient is None:
         return None
     return Average(cut.chunk.of(_torch.local_of(gradient)).to(cut.dtype, copy=True).contiguous())
+
+
+def _settle(parameter: torch.Tensor) -> None:
+    """Wait for a parameter's new weights, of which a stand-in is about to be made. Local operation."""
+    state = state_of(parameter)
+    if state is not None:
+        state.arrivals.wait()
 
 
 def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

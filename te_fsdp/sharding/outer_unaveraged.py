@@ -23,8 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _torch
-from te_fsdp.binding import LABEL
 from te_fsdp.errors import OrderError, message
+from te_fsdp.parameters import facts_of
 from te_fsdp.sharding.outer_chunks import OUTER
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ __all__ = ["UnaveragedGradient", "guard", "guard_gradients", "is_averaged", "ope
 
 #: Attribute of a gradient that is the average over all copies.
 _AVERAGED = "_te_fsdp_averaged"
+#: Attribute of a gradient: its parameter's label.
+_LABEL = "_te_fsdp_label"
 
 #: Attributes that are values; the others are shape, dtype and the like.
 _VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
@@ -127,7 +129,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
-    label = "" if gradient is None else gradient.__dict__.get(LABEL, "")
+    label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
     shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
     raise OrderError(
         message(
@@ -197,4 +199,5 @@ def _after(parameters: Iterable[torch.Tensor]) -> None:
         gradient = parameter.grad
         if type(gradient) is DTensor:
             gradient.__class__ = UnaveragedGradient
-            setattr(gradient, LABEL, parameter.__dict__.get(LABEL, ""))
+            facts = facts_of(parameter)
+            setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")

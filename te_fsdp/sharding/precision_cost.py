@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.parameters import places_of
 from te_fsdp.sharding.precision_plan import gradient_dtype
 from te_fsdp.sharding.state import sharding_state
 
@@ -46,16 +47,15 @@ def costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
         return ()
     found: Counter[str] = Counter()
     seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            cost = cost_of(parameter, _te.weight_quantizer(module, name) is not None)
-            dtype = str(cost.dtype).removeprefix("torch.")
-            found[f"gradients, {dtype}"] += cost.gradient
-            found[f"gradients while they add up unreduced, {dtype}"] += cost.unreduced
-            found["main weights in the optimizer, float32"] += cost.main
+    for place in places_of(model):
+        if id(place.parameter) in seen:
+            continue
+        seen.add(id(place.parameter))
+        cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
+        dtype = str(cost.dtype).removeprefix("torch.")
+        found[f"gradients, {dtype}"] += cost.gradient
+        found[f"gradients while they add up unreduced, {dtype}"] += cost.unreduced
+        found["main weights in the optimizer, float32"] += cost.main
     return tuple((words, size) for words, size in sorted(found.items()) if size)
 
 

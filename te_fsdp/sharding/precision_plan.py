@@ -10,8 +10,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp import _fsdp2_patches, _te, _torch
-from te_fsdp.binding import CUT, is_exempt
+from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PrecisionError, message
+from te_fsdp.parameters import facts_of, noted, places_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm import GradComm, set_comm
 from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["OtherGradient", "PrecisionPlan", "gradient_dtype", "plan_precision"]
-
-#: Attribute of a parameter whose gradients have another dtype than itself: an :class:`OtherGradient`.
-OTHER = "_te_fsdp_other_gradient"
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class OtherGradient:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Dtype of a parameter's gradient in a model with a precision policy. Local operation."""
-    other = parameter.__dict__.get(OTHER)
-    return parameter.dtype if other is None else other.dtype
+    facts = facts_of(parameter)
+    return parameter.dtype if facts is None or facts.gradient is None else facts.gradient.dtype
 
 
 @dataclass
@@ -87,14 +85,12 @@ class PrecisionPlan:
         if dtype is None:
             return
         done: dict[int, torch.nn.Parameter] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or is_exempt(module, name) or not _trained(parameter):
-                    continue
-                if parameter.dtype != dtype:
-                    if id(parameter) not in done:
-                        done[id(parameter)] = _widened(parameter, dtype)
-                    module._parameters[name] = done[id(parameter)]
+        for _, module, name, parameter in places_of(model):
+            if is_exempt(module, name) or not _trained(parameter) or parameter.dtype == dtype:
+                continue
+            if id(parameter) not in done:
+                done[id(parameter)] = successor(parameter, _torch.local_of(parameter).detach().to(dtype))
+            module._parameters[name] = done[id(parameter)]
 
     def install(self, model: nn.Module) -> None:
         """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
@@ -111,10 +107,9 @@ class PrecisionPlan:
                 if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
                     unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
                 _keep_gradients(unit, self.gradients(name), labels)
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and is_exempt(module, name):
-                    _expect(parameter, policy.main_grads_dtype, labels)
+        for place in places_of(model):
+            if is_exempt(place.owner, place.name):
+                _expect(place.parameter, policy.main_grads_dtype, labels)
 
     def before_step(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
@@ -130,10 +125,11 @@ class PrecisionPlan:
         """
         self.put_back()  # of a step that raised
         for parameter in parameters:
-            other = parameter.__dict__.get(OTHER)
+            facts = facts_of(parameter)
             # Stand-ins of outer sharding cast gradients themselves.
-            if other is None or CUT in parameter.__dict__:
+            if facts is None or facts.gradient is None or facts.stand_ins is not None:
                 continue
+            other = facts.gradient
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -175,7 +171,7 @@ def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int
     """Note that a parameter's gradient will be in ``dtype``, if that is not its own."""
     if dtype is None or parameter.dtype == dtype or not _trained(parameter):
         return False
-    setattr(parameter, OTHER, OtherGradient(labels[id(parameter)], dtype))
+    noted(parameter).gradient = OtherGradient(labels[id(parameter)], dtype)
     return True
 
 
@@ -199,19 +195,6 @@ def _cast(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _trained(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and parameter.is_floating_point()
-
-
-def _widened(parameter: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A parameter like the given one in another dtype, with its Python attributes."""
-    local = _torch.local_of(parameter).detach().to(dtype)
-    if isinstance(parameter, _torch.DTensor):
-        new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-    else:
-        new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
-    for key, value in _torch.attributes_of(parameter).items():
-        if key not in new.__dict__:
-            setattr(new, key, value)
-    return new
 
 
 def plan_precision(
@@ -250,14 +233,12 @@ def _members(
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Label, floating-point parameter, and whether it is or will be quantized, of what no inner unit has taken."""
     taken: set[int] = set()
-    for path, module in unit.named_modules(prefix=prefix):
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or (id(module), name) in skip:
-                continue
-            taken.add(id(parameter))
-            if parameter.is_floating_point():
-                quantized = _te.weight_quantizer(module, name) is not None
-                yield f"{path}.{name}" if path else name, parameter, quantized
+    for label, module, name, parameter in places_of(unit, prefix):
+        if id(parameter) in seen or (id(module), name) in skip:
+            continue
+        taken.add(id(parameter))
+        if parameter.is_floating_point():
+            yield label, parameter, _te.weight_quantizer(module, name) is not None
     seen |= taken
 
 

@@ -13,6 +13,7 @@ from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, MeshError, message
 from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.parameters import places_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,12 +49,9 @@ def check_same_model(
     """
     experts = _expert_modules(planned)
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
-    for prefix, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                shape = tuple(_torch.local_of(p).shape)
-                told = (prefix, name, shape, str(p.dtype), p.requires_grad, p.is_meta)
-                described[id(module) in experts].append(told)
+    for label, module, _, p in places_of(model):
+        told = (label, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
+        described[id(module) in experts].append(told)
     dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
     same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
     mesh = meshes.expert_mesh or meshes.device_mesh
@@ -72,7 +70,7 @@ def check_same_model(
         )
     if models or experts_of_one:
         count = sum(map(len, described.values()))
-        first = next((f"{told[0]}.{told[1]} {told[2]}" for told in described[False]), None)
+        first = next((f"{told[0]} {told[1]}" for told in described[False]), None)
         raise MeshError(
             message(
                 f"{type(model).__name__}: the ranks of the mesh hold different models",
@@ -105,14 +103,12 @@ def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes)
     rules = {id(item.module): item.rules for item in planned}
     held: dict[bool, list[_Held]] = {False: [], True: []}
     experts = _expert_modules(planned)
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            local = None if parameter is None else _torch.local_of(parameter)
-            if local is not None and not local.is_meta:
-                rule = rules.get(id(module), {}).get(name)
-                label = f"{prefix}.{name}" if prefix else name
-                whole = rule is None or rule.shard_dim is None
-                held[id(module) in experts].append(_Held(label, checksum(local), whole))
+    for label, module, name, parameter in places_of(model):
+        local = _torch.local_of(parameter)
+        if not local.is_meta:
+            rule = rules.get(id(module), {}).get(name)
+            whole = rule is None or rule.shard_dim is None
+            held[id(module) in experts].append(_Held(label, checksum(local), whole))
     bad = _differing(held[False], meshes.device_mesh)
     with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _fsdp2, _te, _torch
-from te_fsdp.binding import STATE
+from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError, message
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.arrivals import Arrivals
@@ -51,8 +50,6 @@ _log = logging.getLogger("te_fsdp")
 
 #: Key in the root model's ``__dict__``.
 KEY = "_te_fsdp_sharding"
-#: Attribute of a gathered parameter: a reference to FSDP2's record, which knows the sharded one.
-RECORD = "_te_fsdp_record"
 
 
 class Replicated(Protocol):
@@ -203,19 +200,6 @@ class ShardingState:
         return [(name, unit) for name, unit in self.modules.items() if _fsdp2.is_gathered(unit)]
 
 
-class _Reference:
-    """Weak reference, as an attribute of parameters: copies and pickles of a parameter leave it behind."""
-
-    def __init__(self, target: Any = None) -> None:
-        self.target = weakref.ref(target) if target is not None else lambda: None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
-        return _Reference()
-
-    def __reduce__(self) -> tuple[type[_Reference], tuple[()]]:
-        return (_Reference, ())
-
-
 def sharding_state(model: nn.Module) -> ShardingState | None:
     """The state of a model that ``fully_shard`` was called on; ``None`` for any other module."""
     return model.__dict__.get(KEY)
@@ -239,8 +223,8 @@ def settle(module: nn.Module) -> None:
 
 def state_of(parameter: torch.Tensor) -> ShardingState | None:
     """The state of the model that a parameter belongs to, ``None`` if it has none."""
-    reference = parameter.__dict__.get(STATE)
-    return reference.target() if reference is not None else None
+    facts = parameter.__dict__.get(parameters.KEY)
+    return facts.state() if facts and facts.state is not None else None
 
 
 def required_state(model: nn.Module, where: str) -> ShardingState:
@@ -264,16 +248,15 @@ def required_state(model: nn.Module, where: str) -> ShardingState:
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     """The sharded parameter of a gathered one that :func:`mark_gathered` has seen; any other is returned as it is."""
-    reference = parameter.__dict__.get(RECORD)
-    record = reference.target() if reference is not None else None
+    facts = parameter.__dict__.get(parameters.KEY)
+    record = facts.record() if facts and facts.record is not None else None
     return parameter if record is None else _fsdp2.sharded_of(record)
 
 
 def mark_gathered(unit: nn.Module) -> None:
     """Let :func:`shard_of` know the gathered parameters of a unit. Local operation."""
     for parameter, record in _fsdp2.gathered_parameters(unit):
-        if RECORD not in parameter.__dict__:
-            setattr(parameter, RECORD, _Reference(record))
+        parameters.noted(parameter).record = weakref.ref(record)
 
 
 def versions_of(unit: nn.Module) -> dict[int, int]:
@@ -343,6 +326,6 @@ def refuse_in_backward(where: str) -> None:
 
 def mark(state: ShardingState) -> None:
     """Let :func:`state_of` find ``state`` from each parameter that the model has now. Local operation."""
-    reference = _Reference(state)
+    reference = weakref.ref(state)
     for parameter in state.parameters().values():
-        setattr(parameter, STATE, reference)
+        parameters.noted(parameter).state = reference

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -22,16 +22,16 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
-from te_fsdp.binding import COPY, CUT, STATE
 from te_fsdp.errors import OrderError, message
 from te_fsdp.modules import copies
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.replaced import replacing
+from te_fsdp.parameters import KEY, Facts, attributes_of, carry_over, facts_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.optimizer import remember
 from te_fsdp.sharding.outer_gradients import check_step, gradient_of
-from te_fsdp.sharding.precision_plan import OTHER, gradient_dtype
+from te_fsdp.sharding.precision_plan import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
     ShardingState,
@@ -79,17 +79,16 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
     state.arrivals.wait()
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
-        known[name] = _torch.attributes_of(parameter)
-        if OTHER in known[name]:
+        known[name] = attributes_of(parameter)
+        facts = facts_of(parameter)
+        if facts is not None and facts.gradient is not None:
             gradients[name], parameter.grad = parameter.grad, None
     try:
         with replacing(state.model, "to_empty, or another call that converts the model"):
             return stock(*args, **kwargs)
     finally:
         for name, parameter in state.parameters().items():
-            for key, value in known[name].items():
-                if key not in parameter.__dict__:
-                    setattr(parameter, key, value)
+            carry_over(known[name], parameter)
             if name in gradients:
                 gradient = gradients[name]
                 parameter.grad_dtype = gradient_dtype(parameter)
@@ -159,7 +158,7 @@ def _is_marked(state: ShardingState) -> bool:
     Those that FSDP2 does not manage are marked anew by what reduces their gradients.
     """
     firsts = (next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values())
-    return all(STATE in parameter.__dict__ for parameter in firsts if parameter is not None)
+    return all(state_of(parameter) is not None for parameter in firsts if parameter is not None)
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
@@ -213,24 +212,27 @@ def _models(optimizer: Optimizer) -> list[tuple[ShardingState, list[torch.Tensor
     found: dict[int, tuple[ShardingState, list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            _refuse_gathered(optimizer, parameter)
-            state = state_of(parameter)
+            facts: Facts | None = parameter.__dict__.get(KEY)  # no calls: this runs twice in each step
+            if not facts:
+                continue
+            if facts.record is not None and shard_of(parameter) is not parameter:
+                _refuse_gathered(optimizer, parameter)
+            state = facts.state() if facts.state is not None else None
             if state is not None:
                 found.setdefault(id(state), (state, []))[1].append(parameter)
     return list(found.values())
 
 
-def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    if shard_of(parameter) is not parameter:
-        raise OrderError(
-            message(
-                f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
-                expected="sharded parameters",
-                got="one of those that the model has while its weights are kept between microbatches",
-                why="Its update would be lost",
-                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
-            )
+def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> NoReturn:
+    raise OrderError(
+        message(
+            f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
+            expected="sharded parameters",
+            got="one of those that the model has while its weights are kept between microbatches",
+            why="Its update would be lost",
+            fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
         )
+    )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -249,9 +251,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         require_reduced(state, where, parameters)
         for prepare in state.before_step:
             prepare(optimizer)
-    check_step(optimizer)
+    if any(state.outer == "optim" for state, _ in models):
+        check_step(optimizer)
     # What is cut over further axes is averaged in the optimizer's own hook, after this one, and taken over then.
-    copies.take_over_gradients(p for _, parameters in models for p in parameters if CUT not in p.__dict__)
+    copies.take_over_gradients(
+        [p for _, parameters in models for p in parameters if p.__dict__[KEY].stand_ins is None]
+    )
     for state, parameters in models:
         if state.precision_plan is not None:
             state.precision_plan.before_step(optimizer, parameters)
@@ -263,7 +268,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_closure(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
     """Raise if a closure's forward and backward would meet what is done for the step alone."""
-    if _mixes(optimizer) or any(COPY in p.__dict__ or OTHER in p.__dict__ for p in parameters):
+    if _mixes(optimizer) or any(
+        f.tp_replica or f.gradient is not None for f in map(facts_of, parameters) if f
+    ):
         raise OrderError(
             message(
                 f"{type(optimizer).__name__}.step(closure) of a model with tensor parallelism, with parameters that "

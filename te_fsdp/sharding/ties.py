@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from te_fsdp.errors import PlacementError, message
+from te_fsdp.parameters import places_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,11 +33,9 @@ def check_ties(model: nn.Module, units: Collection[str], exempt: Collection[Key]
     """
     owners: dict[int, dict[str, str]] = {}
     inside = unit_by_module(model, units)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (id(module), name) not in exempt:
-                label = f"{prefix}.{name}" if prefix else name
-                owners.setdefault(id(parameter), {})[label] = inside[prefix]
+    for place in places_of(model, remove_duplicate=False):
+        if (id(place.owner), place.name) not in exempt:
+            owners.setdefault(id(place.parameter), {})[place.label] = inside[place.path]
     for places in owners.values():
         if len(set(places.values())) > 1:
             raise PlacementError(
