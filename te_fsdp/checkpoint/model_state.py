@@ -28,7 +28,7 @@ from te_fsdp.checkpoint.entries import (
     whole_entry,
 )
 from te_fsdp.checkpoint.manifest import dtype_name
-from te_fsdp.errors import CheckpointError, PlacementError, message, shorten
+from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout.boxes import Box
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.layout.rules import PLAIN, Layout
@@ -310,18 +310,14 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
     state.keys[name] = list(entries)
     first = state.described.setdefault(name, described)
     if first != described:
-        raise CheckpointError(_differing_experts(name, owned, first, described))
-
-
-def _differing_experts(name: str, owned: Owned, first: dict[str, Any], other: dict[str, Any]) -> str:
-    wrong = [key for key in first if first[key] != other.get(key)]
-    return message(
-        f"{name}: {owned.fqn} is no tensor like those of the other experts",
-        expected=", ".join(f"{key} {first[key]}" for key in wrong),
-        got=", ".join(f"{key} {other.get(key)}" for key in wrong),
-        why="A checkpoint holds the weights of all experts of a layer as one tensor",
-        fix="build the experts of one layer alike",
-    )
+        wrong = [key for key in first if first[key] != described.get(key)]
+        raise CheckpointError(
+            f"{name}: {owned.fqn} is no tensor like those of the other experts",
+            expected=", ".join(f"{key} {first[key]}" for key in wrong),
+            got=", ".join(f"{key} {described.get(key)}" for key in wrong),
+            why="A checkpoint holds the weights of all experts of a layer as one tensor",
+            fix="build the experts of one layer alike",
+        )
 
 
 def modules_with_extra_state(model: nn.Module) -> list[str]:

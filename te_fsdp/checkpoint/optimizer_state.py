@@ -241,10 +241,10 @@ def compare_optimizer(
         found.add_optimizer(f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS)
         here, there = [set().union(*here)], [set().union(*there)]
     for index, (now, then) in enumerate(zip(here, there, strict=True)):
-        sides = ("missing in the checkpoint", now - then), ("only in the checkpoint", then - now)
-        for verb, which in sides:
+        for verb, which in ("missing in", now - then), ("only in", then - now):
             for parameter in sorted(which):
-                found.add_optimizer(f"optimizer group {index}: {len(which)} {verb}", parameter)
+                text = f"optimizer group {index}: {len(which)} {verb} the checkpoint"
+                found.add_optimizer(text, parameter)
     for one in owned.values():
         states = _own_states(saved, one)
         if states:
@@ -313,7 +313,7 @@ def prepare_loading(
     saved: dict[str, Any],
     owned: dict[str, Owned],
     weights: States,
-    leave: set[str] = frozenset(),  # type: ignore[assignment]
+    leave: set[str],
 ) -> tuple[dict[str, Entry], set[str]]:
     """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
 
@@ -333,33 +333,27 @@ def prepare_loading(
     by_id = {id(o.parameter): o for o in owned.values()}
     entries: dict[str, Entry] = {}
     mains: set[str] = set()
-    for group in optimizer.param_groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            one = by_id[id(parameter)]
-            if one.key in leave:
-                continue
-            states = _own_states(saved, one)
-            if not states:
-                _forget_state(optimizer, parameter)
-                continue
-            fresh = _fresh_state(optimizer, one, states, weights[one.key], on_device)
-            if MAIN in fresh:
-                mains.add(one.fqn)
-            for key, value in fresh.items():
-                label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
-                entry = describe_state(label, value, one)[1]
-                if entry is not None:
-                    add_entry(entries, label, entry if at is None else at.lift(entry))
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        one = by_id[id(parameter)]
+        if one.key in leave:
+            continue
+        states = _own_states(saved, one)
+        if not states:
+            _forget_state(optimizer, parameter)
+            continue
+        fresh = _fresh_state(optimizer, one, states, weights[one.key])
+        if MAIN in fresh:
+            mains.add(one.fqn)
+        for key, value in fresh.items():
+            label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
+            entry = describe_state(label, value, one)[1]
+            if entry is not None:
+                add_entry(entries, label, entry if at is None else at.lift(entry))
     return entries, mains
 
 
 def _fresh_state(
-    optimizer: Optimizer,
-    owned: Owned,
-    states: States,
-    weight: dict[str, Any],
-    on_device: bool,
+    optimizer: Optimizer, owned: Owned, states: States, weight: dict[str, Any]
 ) -> dict[str, Any]:
     """Give a parameter the described state, with memory that is still to be filled."""
     parameter, whole = owned.parameter, owned.info().original_shape
@@ -377,7 +371,7 @@ def _fresh_state(
                 updated = present.get(MAIN)
                 wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
             wanted["shape"] = tuple(parameter.shape)
-        fresh[key] = _slot(wanted, parameter, present.get(key), on_device, chunk_in(optimizer, parameter))
+        fresh[key] = _slot(wanted, parameter, present.get(key), chunk_in(optimizer, parameter))
     kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
     present.clear()
     present.update(fresh | kept)
@@ -391,9 +385,7 @@ def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         optimizer.state[parameter][MAIN] = state[MAIN]
 
 
-def _slot(
-    described: dict[str, Any], parameter: torch.Tensor, present: Any, on_device: bool, chunk: Chunk | None
-) -> Any:
+def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, chunk: Chunk | None) -> Any:
     """The value that is there if it fits, else a new one of the described kind."""
     if described["dtype"] is None:
         return decode(described["value"], {})
@@ -401,8 +393,7 @@ def _slot(
     if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
         return present
     if shape != tuple(parameter.shape):
-        # torch's rule for "step": on the host unless the optimizer is capturable or fused.
-        return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        return torch.zeros(shape, dtype=dtype, device="cpu")  # restore_groups takes it to where it belongs
     if chunk is not None:
         return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
     own = _torch.local_of(parameter)
@@ -437,16 +428,17 @@ def restore_groups(
         sources = {where[name] for name in mine}
         if same_number and sources <= {index}:
             sources = {index}
-        if len(sources) != 1:
+        if len(sources) == 1:
+            _restore_group(optimizer, group, saved["groups"][sources.pop()])
+        else:
             left.append(index)
-            continue
-        _restore_group(optimizer, group, saved["groups"][sources.pop()])
         _place_numbers(optimizer, group)
     return left
 
 
 def _place_numbers(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Steps and the like on the device, if the options that came with the checkpoint (``fused``) want them there."""
+    """Steps and the like on the device, if the options, which may have come with the checkpoint, want them there."""
+    # torch's rule for "step": on the host unless the optimizer is capturable or fused.
     if not (group.get("capturable") or group.get("fused")):
         return  # on the host or not, the other kernels take them
     for parameter in group["params"]:

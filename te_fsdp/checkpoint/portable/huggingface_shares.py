@@ -22,8 +22,7 @@ from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.conversion import main_weight
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
-from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
-from te_fsdp.checkpoint.portable.quantized import Remainders
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Remainders
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:

@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 
 from te_fsdp.errors import CheckpointError
+from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 
 __all__ = [
     "BLOCK_BYTES",
     "Cast",
     "Chunked",
+    "Dequantized",
     "InMemory",
     "Lazy",
     "Record",
+    "Remainders",
     "Stack",
     "Stored",
     "read_bytes",
@@ -371,3 +374,65 @@ class Cast(Lazy):
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
         return Cast(self.base.select(index), self.dtype)
+
+
+@dataclass
+class Dequantized(Lazy):
+    """The values of a quantized weight.
+
+    Attributes:
+        key: Name, for messages.
+        shape: Of the weight.
+        dtype: That the weight stands for.
+        format: The manifest's text, such as ``"mxfp8 kFloat8E4M3"``.
+        components: The stored components by name.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    format: str
+    components: Mapping[str, Lazy]
+
+    def __post_init__(self) -> None:
+        self.needed = needed_components(self.format, list(self.components), self.key)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`. Reads the blocks that cover these rows."""
+        offsets = (first,) + (0,) * (len(self.shape) - 1)
+        sizes = (last - first, *self.shape[1:])
+        parts = {}
+        for name, block in self.needed.items():
+            start, size = covering(offsets, sizes, block)
+            stored_part = self.components[name]
+            parts[name] = (
+                stored_part.whole() if block is None else stored_part.rows(start[0], start[0] + size[0])
+            )
+        return dequantize_box(self.format, parts, self.needed, offsets, sizes).to(self.dtype)
+
+
+@dataclass
+class Remainders(Lazy):
+    """fp32 main weights that FusedAdam keeps as bf16 weights and the 16 bits that these lack.
+
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
+    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+
+    Attributes:
+        upper: The bf16 weights.
+        lower: The int16 remainders.
+    """
+
+    upper: Lazy
+    lower: Lazy
+    shape: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        self.shape = self.upper.shape
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        lower = self.lower.rows(first, last).to(torch.int32)
+        upper = self.upper.rows(first, last).view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)

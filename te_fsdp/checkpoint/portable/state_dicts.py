@@ -30,11 +30,11 @@ from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
-from te_fsdp.checkpoint.portable.quantized import components_in_file
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED
 from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
+from te_fsdp.quantized.components import components_from
 
 __all__ = ["Choices", "Cuts", "open_dcp_contents", "open_torch_contents", "refuse_scrambled"]
 
@@ -153,7 +153,25 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
             why="Pieces that were quantized apart need not have one scale",
             fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
-    return _WithParts(found, components_in_file(found, key))
+    return _WithParts(found, _components(found, key))
+
+
+def _components(found: Quantized, key: str) -> dict[str, Lazy]:
+    """The components of one of TE's tensors in a ``torch.save`` file, unpadded and in the weight's orientation.
+
+    Raises:
+        CheckpointError: A format or option without a known layout.
+    """
+    if found.options.get("nvfp4_use_4over6"):
+        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
+    try:
+        components = components_from(found.format, {**found.buffers, **found.options}, found.shape, key)
+    except PlacementError as error:
+        raise CheckpointError(str(error)) from error
+    return {
+        part.name: stored(part.tensor, f"{key}:{part.name}", like=found.buffers[part.name])
+        for part in components
+    }
 
 
 def _with_places(value: Any, key: str) -> Any:
@@ -161,7 +179,7 @@ def _with_places(value: Any, key: str) -> Any:
     if isinstance(value, torch.Tensor):
         return stored(value, key)
     if isinstance(value, Quantized):
-        return _WithParts(value, components_in_file(value, key))
+        return _WithParts(value, _components(value, key))
     if isinstance(value, Mapping):
         return {k: _with_places(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -329,16 +347,14 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         raise CheckpointError(
             f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
-    if own is not None:
-        if own[1] is not None:
-            tensors = {n: InMemory(t) if isinstance(t, torch.Tensor) else t for n, t in own[1].items()}
-            _add_delayed(contents, module, tensors, key)
-        return
-    read = read_extra_state(data, key)
-    if read is not None:
-        contents.manifest.delayed[module] = read[0]
-        for name, tensor in read[1].items():
-            contents.tensors[f"delayed.{module}:{name}"] = InMemory(tensor)
+    if own is None:  # TE's own
+        read = read_extra_state(data, key)
+        state = None if read is None else {"recipe": read[0], **read[1]}
+    else:
+        state = own[1]
+    if state is not None:
+        lazy = {n: InMemory(v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+        _add_delayed(contents, module, lazy, key)
 
 
 def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
