@@ -22,7 +22,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import new_directory, new_file
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Stored
+from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
 
@@ -266,7 +266,9 @@ def test_rows_are_those_of_the_whole(
     file = tmp_path_factory.getbasetemp() / "rows.bin"
     raw = bytes(bytearray(tensor.untyped_storage()))
     file.write_bytes(b"abcde" + raw)
-    stored = Stored("k", file, 5, tuple(shape), dtype, tuple(view.stride()), view.storage_offset())
+    stored = Stored(
+        "k", Record(file, 5, 0, None, "k"), tuple(shape), dtype, tuple(view.stride()), view.storage_offset()
+    )
     blocks = list(stored.blocks(budget))
     assert [first for first, _ in blocks] == [0, *(last for _, last in blocks[:-1])] and blocks[-1][
         1

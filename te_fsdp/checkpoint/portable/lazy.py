@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import mmap
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 
@@ -154,9 +154,9 @@ class Record:
         found, end = 0, self.offset + self.count
         for at in range(self.offset, end, BLOCK_BYTES) if data is None else ():
             count = min(BLOCK_BYTES, end - at)
-            found = zlib.crc32(memoryview(read_bytes(self.file, at, count, self.label))[:count], found)
+            found = crc32(memoryview(read_bytes(self.file, at, count, self.label))[:count], found)
         if data is not None:
-            found = zlib.crc32(memoryview(data)[: self.count])
+            found = crc32(memoryview(data)[: self.count])
         if found != self.crc:
             raise CheckpointError(
                 f"{self.label} in {self.file}: its contents have changed (CRC-32)",
@@ -171,23 +171,19 @@ class Stored(Lazy):
 
     Attributes:
         key: Name, for messages.
-        file: The file.
-        offset: Byte of the file at which the storage begins.
+        record: The whole storage; its checksum is compared before anything is given out.
         shape: Of the tensor.
         dtype: Of the tensor.
         stride: In elements; ``None`` for a contiguous tensor.
         start: Element of the storage at which the tensor begins.
-        record: The whole storage, where it has a checksum: compared before anything is given out.
     """
 
     key: str
-    file: Path
-    offset: int
+    record: Record
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
     start: int = 0
-    record: Record | None = None
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
@@ -195,18 +191,17 @@ class Stored(Lazy):
         stride, item = self._strides(), self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
-        begin = self.offset + (self.start + (first * stride[0] if stride else 0)) * item
+        file, offset = self.record.file, self.record.offset
+        begin = offset + (self.start + (first * stride[0] if stride else 0)) * item
         if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
             # Stored transposed: a piece of each stored row, instead of all that lies between.
-            if self.record is not None:
-                self.record.check()
+            self.record.check()
             places = [(begin + column * stride[1] * item, shape[0] * item) for column in range(shape[1])]
-            flat = torch.frombuffer(_read_places(self.file, places, self.key), dtype=self.dtype)
+            flat = torch.frombuffer(_read_places(file, places, self.key), dtype=self.dtype)
             return flat.view(shape[1], shape[0]).t().contiguous()
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        data = read_bytes(self.file, begin, span * item, self.key)
-        if self.record is not None:
-            self.record.check(data if (begin, span * item) == (self.offset, self.record.count) else None)
+        data = read_bytes(file, begin, span * item, self.key)
+        self.record.check(data if (begin, span * item) == (offset, self.record.count) else None)
         flat = torch.frombuffer(data, dtype=self.dtype)
         return flat.as_strided(shape, stride).contiguous()
 
@@ -214,9 +209,7 @@ class Stored(Lazy):
         """See :meth:`Lazy.select`."""
         step, *stride = self._strides()
         start = self.start + index * step
-        return Stored(
-            self.key, self.file, self.offset, self.shape[1:], self.dtype, tuple(stride), start, self.record
-        )
+        return Stored(self.key, self.record, self.shape[1:], self.dtype, tuple(stride), start)
 
     def _strides(self) -> tuple[int, ...]:
         if self.stride is not None:

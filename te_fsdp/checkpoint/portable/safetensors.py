@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Stored, read_bytes
+from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
 from te_fsdp.errors import CheckpointError, message
 
 __all__ = [
@@ -138,10 +138,10 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
     end = 8 + length
-    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if tensor.offset != end and tensor.bytes:
-            raise _damaged(path, f"{key} begins at byte {tensor.offset} instead of {end}")
-        end = max(end, tensor.offset + tensor.bytes)
+    for record in sorted((tensor.record for tensor in tensors.values()), key=lambda record: record.offset):
+        if record.offset != end and record.count:
+            raise _damaged(path, f"{record.label} begins at byte {record.offset} instead of {end}")
+        end = max(end, record.offset + record.count)
     if end != size:
         raise _damaged(path, f"expected {end} bytes, got {size}")
     return dict(tensors), metadata
@@ -156,7 +156,7 @@ def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> S
         raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
     if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
-    return Stored(key, path, begin + first, shape, dtype)
+    return Stored(key, Record(path, begin + first, last - first, None, key), shape, dtype)
 
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:

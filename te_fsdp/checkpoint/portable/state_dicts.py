@@ -267,7 +267,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             continue
         if isinstance(value, Stored) and value.bytes and isinstance(name, str):
             # Tied weights are one tensor under several names; a checkpoint holds it under the first.
-            place = (value.offset, value.start, value.shape, value.stride, value.dtype)
+            place = (value.record.offset, value.start, value.shape, value.stride, value.dtype)
             if first.setdefault(place, name) != name:
                 contents.notes.append(f"{name}: tied to {first[place]}, stored once")
                 manifest.tied[name] = first[place]

@@ -17,7 +17,6 @@ import os
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
 from te_fsdp.checkpoint.portable.pickled import UnknownNameError, unpickle, with_record
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
+from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
 
 __all__ = ["Heads", "Window", "stored", "write_torch"]
@@ -228,8 +228,7 @@ def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> 
     """
     record: Record = (tensor if like is None else like).record  # type: ignore[attr-defined]
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    start = int(tensor.storage_offset())
-    return Stored(key, record.file, record.offset, shape, tensor.dtype, stride, start, record)
+    return Stored(key, record, shape, tensor.dtype, stride, int(tensor.storage_offset()))
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
@@ -266,7 +265,7 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
             offset, crc = gap.record.offset, 0
             file.seek(offset)
             for block in as_bytes(tensor):
-                crc = zlib.crc32(block, crc)
+                crc = crc32(block, crc)
                 file.write(block)
                 tick(len(block))
             sums[offset] = crc
