@@ -43,66 +43,58 @@ __all__ = [
     "replace_outer_group",
 ]
 
-_TESTS = "tests/pytorch/distributed"
-_ALL = "torch 2.11 to 2.15"
 
 PATCHES = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13), one "
-        "dtype for gradients that are reduced together (before 2.15), early averages and unaveraged gradients of HFSDP",
+        "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13),"
+        " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
+        "gradients of HFSDP",
+        "test_no_shard.py::test_parameters_that_other_ranks_use",
         '- FSDP2 asserts "uniform gradient dtype"',
-        _ALL,
-        f"{_TESTS}/test_no_shard.py::test_parameters_that_other_ranks_use",
     ),
     Patch(
         "`FSDPParamGroup`",
         "_init_mp_dtypes",
         "keeps sharded gradients in a dtype of their own",
-        "",
-        "torch 2.11 to 2.14",
-        f"{_TESTS}/test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "to_sharded_dtensor",
         "gives such gradients a spec that says their dtype",
+        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
         "- Sharded gradients of another dtype",
-        "torch 2.11 to 2.14",
-        f"{_TESTS}/test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "reset_sharded_param",
         "makes no flat, dequantized copy of a quantized shard",
+        "test_quantized_memory.py::test_what_is_kept_without_the_savings",
         "- `view(-1)` of block formats dequantizes",
-        _ALL,
-        f"{_TESTS}/test_quantized_memory.py::test_what_is_kept_without_the_savings",
     ),
     Patch(
         "`FSDPParam`",
         "shard_mesh",
         "is kept, and not sliced anew from the mesh of HSDP at every gather",
+        "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
         "- `FSDPParam.shard_mesh` is a property",
-        "torch 2.11 and 2.12",
-        f"{_TESTS}/test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
+        versions="torch 2.11 and 2.12",
     ),
     Patch(
         "`FSDPParamGroup`",
         "mesh_info",
         "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
-        "",
-        _ALL,
-        f"{_TESTS}/test_precision.py::test_values_and_bytes",
+        "test_precision.py::test_values_and_bytes",
     ),
     Patch(
         "model",
         "_apply",
         "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
-        "",
-        _ALL,
-        "tests/unit/test_patches.py::test_apply_loses_attributes",
+        "test_patches.py::test_apply_loses_attributes",
     ),
 )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp.errors import PrecisionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,12 +52,10 @@ def delayed_states(module: nn.Module) -> dict[str, Any] | None:
     states = {key: meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta}
     if any(getattr(state, "_has_delayed_scaling", False) for state in states.values()):
         raise PrecisionError(
-            message(
-                f"{type(module).__name__}: delayed scaling inside a custom recipe",
-                expected="DelayedScaling, or a recipe without state",
-                why="Its state has no fixed shape",
-                fix="use another recipe",
-            )
+            f"{type(module).__name__}: delayed scaling inside a custom recipe",
+            expected="DelayedScaling, or a recipe without state",
+            why="Its state has no fixed shape",
+            fix="use another recipe",
         )
     found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
     return found if len(found) == 2 else None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,21 +37,25 @@ class Buffer:
 
     Attributes:
         name: TE's name of it in ``get_metadata()``.
-        attribute: TE's attribute of the quantized tensor.
         block: What one element covers.
         number: How one element is read as a number; uint8 for the weight's own values, which are in the format's
             element type, and of NVFP4 two in a byte.
         is_transposed: Whether TE stores it transposed.
         is_derived: Whether TE makes it anew from what was gathered (``fsdp_post_all_gather``: transposes, and scales
             padded into new tensors), so that FSDP2, which does not know it, does not free it.
+        attribute: TE's attribute of the quantized tensor; empty: the name after an underscore.
     """
 
     name: str
-    attribute: str
     block: Block
     number: torch.dtype = torch.uint8
     is_transposed: bool = False
     is_derived: bool = False
+    attribute: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.attribute:
+            object.__setattr__(self, "attribute", f"_{self.name}")
 
     @property
     def holds_values(self) -> bool:
@@ -126,10 +130,12 @@ class Format:
         return [needed for needed in found if needed]
 
 
-_FLOAT8_DATA = Buffer("data", "_data", (1, 1))
-_BLOCK_DATA = Buffer("rowwise_data", "_rowwise_data", (1, 1))
-_BLOCK_SCALE = Buffer("rowwise_scale_inv", "_rowwise_scale_inv", (128, 128), torch.float32)
-_E8M0, _E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+_VALUES = (1, 1)
+_FP32, _E8M0, _E4M3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
+_FLOAT8_DATA = Buffer("data", _VALUES)
+_BLOCK_ROWWISE = Buffer("rowwise_data", _VALUES), Buffer("rowwise_scale_inv", (128, 128), _FP32)
+#: Made from the row-wise bytes.
+_TURNED: dict[str, Any] = {"is_transposed": True, "is_derived": True}
 
 _ROWS = (
     Format(
@@ -140,7 +146,7 @@ _ROWS = (
         block=1,
         elements=_FP8,
         available="is_fp8_available",
-        buffers=(_FLOAT8_DATA, Buffer("fp8_scale_inv", "_scale_inv", None, torch.float32)),
+        buffers=(_FLOAT8_DATA, Buffer("fp8_scale_inv", None, _FP32, attribute="_scale_inv")),
         dropped=(_FLOAT8_DATA,),
         transpose="data_transpose",
     ),
@@ -153,10 +159,10 @@ _ROWS = (
         elements=_FP8,
         available="is_mxfp8_available",
         buffers=(
-            Buffer("rowwise_data", "_rowwise_data", (1, 1)),
-            Buffer("rowwise_scale_inv", "_rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
-            Buffer("columnwise_data", "_columnwise_data", (1, 1)),
-            Buffer("columnwise_scale_inv", "_columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
+            Buffer("rowwise_data", _VALUES),
+            Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
+            Buffer("columnwise_data", _VALUES),
+            Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
         ),
         unknown_options={"with_gemm_swizzled_scales": True},
         halves=True,
@@ -170,21 +176,13 @@ _ROWS = (
         elements=_FP8,
         available="is_fp8_block_scaling_available",
         buffers=(
-            _BLOCK_DATA,
-            _BLOCK_SCALE,
-            Buffer("columnwise_data", "_columnwise_data", (1, 1), is_transposed=True, is_derived=True),
-            Buffer(
-                "columnwise_scale_inv",
-                "_columnwise_scale_inv",
-                (128, 128),
-                torch.float32,
-                is_transposed=True,
-                is_derived=True,
-            ),
+            *_BLOCK_ROWWISE,
+            Buffer("columnwise_data", _VALUES, **_TURNED),
+            Buffer("columnwise_scale_inv", (128, 128), _FP32, **_TURNED),
         ),
         # Blocks of 1 x 128 (activations) have scales in another layout.
         unknown_options={"is_2D_scaled": False},
-        dropped=(_BLOCK_DATA, _BLOCK_SCALE),
+        dropped=_BLOCK_ROWWISE,
         short_blocks=True,
     ),
     Format(
@@ -197,36 +195,19 @@ _ROWS = (
         elements=("kFloat4E2M1",),
         available="is_nvfp4_available",
         buffers=(
-            Buffer("rowwise_data", "_rowwise_data", (1, 2)),
-            Buffer("rowwise_scale_inv", "_rowwise_scale_inv", (1, 16), _E4M3, is_derived=True),
-            Buffer("columnwise_data", "_columnwise_data", (2, 1), is_transposed=True, is_derived=True),
-            Buffer(
-                "columnwise_scale_inv",
-                "_columnwise_scale_inv",
-                (16, 1),
-                _E4M3,
-                is_transposed=True,
-                is_derived=True,
-            ),
-            Buffer("amax_rowwise", "_amax_rowwise", None, torch.float32),
-            Buffer("amax_columnwise", "_amax_columnwise", None, torch.float32),
+            Buffer("rowwise_data", (1, 2)),
+            Buffer("rowwise_scale_inv", (1, 16), _E4M3, is_derived=True),
+            Buffer("columnwise_data", (2, 1), **_TURNED),
+            Buffer("columnwise_scale_inv", (16, 1), _E4M3, **_TURNED),
+            Buffer("amax_rowwise", None, _FP32),
+            Buffer("amax_columnwise", None, _FP32),
         ),
         unknown_options={"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
     ),
-    # Each direction in a format of its own. The parts are what has buffers.
-    Format(
-        name="hybrid",
-        tensor="HybridQuantizedTensor",
-        module="hybrid_tensor",
-        quantizers={"HybridQuantizer": "parts"},
-    ),
+    # Each direction in a format of its own: the parts are what has buffers.
+    Format("hybrid", "HybridQuantizedTensor", "hybrid_tensor", quantizers={"HybridQuantizer": "parts"}),
     # A part of a hybrid weight that is not quantized.
-    Format(
-        name="identity",
-        tensor="IdentityTensor",
-        module="identity_tensor",
-        quantizers={"IdentityQuantizer": ""},
-    ),
+    Format("identity", "IdentityTensor", "identity_tensor", quantizers={"IdentityQuantizer": ""}),
 )
 
 #: Rows by name.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "drop_group",
     "is_marked",
+    "largest_of",
     "make_marks_stick",
     "mark",
     "marked_group",
@@ -105,10 +106,18 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
         if _te.is_delayed_quantizer(quantizer) and _MARK in quantizer.__dict__:
             by_group.setdefault(quantizer.__dict__[_MARK], []).append(quantizer.amax)
     for name, amaxes in by_group.items():
-        newest = torch.cat([amax.reshape(1) for amax in amaxes])
-        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=_torch.group_by_name(name))
-        for amax, value in zip(amaxes, newest, strict=True):
-            amax.copy_(value)
+        largest_of(amaxes, _torch.group_by_name(name))
+
+
+def largest_of(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give tensors of one element the largest value that the ranks of a group have, in place.
+
+    Collective: one max all-reduce over ``group``.
+    """
+    newest = torch.cat([amax.reshape(1) for amax in amaxes])
+    dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=group)
+    for amax, value in zip(amaxes, newest, strict=True):
+        amax.copy_(value)
 
 
 def make_marks_stick() -> None:

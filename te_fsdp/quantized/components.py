@@ -17,7 +17,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp._te_formats import FORMATS, Buffer, unknown_format
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout.boxes import Box
 
 __all__ = [
@@ -144,16 +144,14 @@ def components_from(
     odd = {key: v for key, v in row.unknown_options.items() if metadata.get(key, not v) == v}
     if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
-            message(
-                f"{label}: quantized weight without a known layout",
-                expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
-                got=f"{name} of shape {shape} {odd or ''}".rstrip(),
-                fix=(
-                    "build it in high precision, without quantized_model_init; the custom recipe may stay"
-                    if name == "hybrid"
-                    else "keep this weight in high precision"
-                ),
-            )
+            f"{label}: quantized weight without a known layout",
+            expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
+            got=f"{name} of shape {shape} {odd or ''}".rstrip(),
+            fix=(
+                "build it in high precision, without quantized_model_init; the custom recipe may stay"
+                if name == "hybrid"
+                else "keep this weight in high precision"
+            ),
         )
     found = []
     turned = metadata.get(row.transpose) if metadata.get("data") is None else None
@@ -179,9 +177,7 @@ def _view(
     view = view.t() if buffer.is_transposed else view
     if view.ndim != len(sizes) or any(have < want for have, want in zip(view.shape, sizes, strict=True)):
         raise PlacementError(
-            message(
-                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
-            )
+            f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
         )
     return view[tuple(slice(0, size) for size in sizes)], steps
 
@@ -202,13 +198,11 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
         cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
         if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
             raise PlacementError(
-                message(
-                    f"{label}: a rank's rectangle at {box.original} of size {box.sizes} cuts through blocks",
-                    expected=f"multiples of {block}",
-                    got=f"{values}",
-                    why="The block would belong to two places of the original weight at once",
-                    fix="choose sizes of which every rank gets whole blocks, or high-precision weights",
-                )
+                f"{label}: a rank's rectangle at {box.original} of size {box.sizes} cuts through blocks",
+                expected=f"multiples of {block}",
+                got=f"{values}",
+                why="The block would belong to two places of the original weight at once",
+                fix="choose sizes of which every rank gets whole blocks, or high-precision weights",
             )
 
     def divide(values: tuple[int, ...]) -> tuple[int, ...]:

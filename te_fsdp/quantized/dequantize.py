@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from te_fsdp._te_formats import FORMATS, Block, unknown_format
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 __all__ = ["covering", "dequantize_box", "needed_components"]
 
@@ -44,12 +44,10 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
     known = [row for row in FORMATS.values() if row.buffers]
     *elements, last = dict.fromkeys(element for row in known for element in row.elements)
     raise CheckpointError(
-        message(
-            f"{label}: values of a quantized weight",
-            expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
-            got=f"{described} with {', '.join(have)}",
-            fix="load it into a model of the same format",
-        )
+        f"{label}: values of a quantized weight",
+        expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
+        got=f"{described} with {', '.join(have)}",
+        fix="load it into a model of the same format",
     )
 
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp._te_patches import install_on
 from te_fsdp.binding import is_exempt
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.quantized.shards import quantized_weight, weight_made_by
+from te_fsdp.quantized.shards import weight_made_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,50 +97,28 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
     """
     if is_exempt(module, name):
         raise PlacementError(
-            message(
-                f"{binding.label(name)}: cut by FSDP2, though te_fsdp.fsdp_no_shard was called for it",
-                why="torch's fully_shard does not know the mark",
-                fix="use te_fsdp.fully_shard; or pass it to torch's in ignored_params, and reduce its gradients",
-            )
+            f"{binding.label(name)}: cut by FSDP2, though te_fsdp.fsdp_no_shard was called for it",
+            why="torch's fully_shard does not know the mark",
+            fix="use te_fsdp.fully_shard; or pass it to torch's in ignored_params, and reduce its gradients",
         )
-    rule, mesh = binding.rules.get(name), shard.device_mesh
-    if rule is None or not rule.quantizable:
+    rule, quantizer = binding.rules.get(name), _te.weight_quantizer(module, name)
+    if rule is None or not rule.quantizable or quantizer is None:
         return
-    if rule.layout.is_grouped:
-        if _te.weight_quantizer(module, name) is not None:
-            _check_experts(module, binding, name, shard, _fsdp_placements(shard, binding))
-        return
-    shape, tp = list(shard.shape), 1
-    if binding.tp_mesh is not None:
-        tp = binding.tp_mesh.size()
-        if rule.shard_dim is not None:
-            shape[rule.shard_dim] //= tp
-    weight = quantized_weight(module, name, rule, binding.label(name), tp, tuple(shape))
-    if weight is None:
-        return
+    mesh, tp = shard.device_mesh, 1 if binding.tp_mesh is None else binding.tp_mesh.size()
+    shape, first = list(shard.shape), 0
+    if rule.shard_dim is not None:
+        shape[rule.shard_dim] //= tp
+    if rule.layout.is_grouped:  # what must fit is one expert; cuts between experts always do
+        first = 1
+        rule = ParameterRule(None if rule.shard_dim is None else rule.shard_dim - 1, quantizable=True)
+    weight = weight_made_by(quantizer, binding.label(name), tuple(shape[first:]), rule, tp)
     for axis, placement in enumerate(_fsdp_placements(shard, binding)):
         dim = _torch.shard_dim_of(placement)
-        if dim is not None:
-            count = mesh.size(axis)
-            check_fit(weight, Grid(mesh.size() // tp // count, count, tp), dim=dim)
-
-
-def _check_experts(
-    module: nn.Module, binding: Binding, name: str, shard: DTensor, placements: tuple[Placement, ...]
-) -> None:
-    """A quantized weight of all experts is cut between them, or within each into whole blocks."""
-    rule, quantizer = binding.rules[name], _te.weight_quantizer(module, name)
-    shape, tp = list(shard.shape[1:]), binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    dim = None if rule.shard_dim is None else rule.shard_dim - 1
-    if dim is not None:
-        shape[dim] //= tp
-    weight = weight_made_by(
-        quantizer, binding.label(name), tuple(shape), ParameterRule(dim, quantizable=True), tp
-    )
-    for axis, placement in enumerate(placements):
-        within = _torch.shard_dim_of(placement)
-        if within:
-            check_fit(weight, Grid(1, shard.device_mesh.size(axis), tp), dim=within - 1)
+        if dim is None or dim < first:
+            continue
+        count = mesh.size(axis)
+        check_fit(weight, Grid(1 if first else mesh.size() // tp // count, count, tp), dim=dim - first)
+        if first:
             binding.cut_within = True
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp.errors import PrecisionError
 from te_fsdp.parameters import KEY
 from te_fsdp.quantized.amax_mark import reduce_newest_amax, take_delayed_scale
 
@@ -84,13 +84,11 @@ def refuse(optimizer: Optimizer, label: str) -> None:
         got += f"store_param_remainders={fused.store_param_remainders}"
         fix = "FusedAdam(..., master_weights=True), master_weight_dtype and store_param_remainders at their defaults"
     raise PrecisionError(
-        message(
-            f"{label}: {type(optimizer).__name__} on a quantized weight",
-            expected="fp32 main weights, of which the quantized weight is one quantization",
-            got=got,
-            why="Updates smaller than the format's step would be rounded away",
-            fix=fix,
-        )
+        f"{label}: {type(optimizer).__name__} on a quantized weight",
+        expected="fp32 main weights, of which the quantized weight is one quantization",
+        got=got,
+        why="Updates smaller than the format's step would be rounded away",
+        fix=fix,
     )
 
 

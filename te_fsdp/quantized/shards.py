@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["plan_cuts", "quantized_weight", "restore_quantized", "stash_quantized", "weight_made_by"]
+__all__ = ["plan_cuts", "restore_quantized", "stash_quantized", "weight_made_by"]
 
 Key: TypeAlias = tuple[int, str]
 """A parameter by its owner's id and its name there."""
@@ -73,36 +73,13 @@ def plan_cuts(
     """
     found = {}
     for label, module, name, rule in weights:
-        weight = quantized_weight(module, name, rule, label, grid.tp)
-        if weight is not None and not ((id(module), name) in exempt or is_exempt(module, name)):
-            found[id(module), name] = weight
+        parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
+        if parameter is None or quantizer is None or (id(module), name) in exempt or is_exempt(module, name):
+            continue
+        shape = tuple(_torch.local_of(parameter).shape)
+        found[id(module), name] = weight_made_by(quantizer, label, shape, rule, grid.tp)
     everyone = tuple(found.values())
     return {key: check_fit(weight, grid, everyone) for key, weight in found.items()}
-
-
-def quantized_weight(
-    module: nn.Module,
-    name: str,
-    rule: ParameterRule,
-    label: str,
-    tp: int,
-    shape: tuple[int, ...] | None = None,
-) -> Weight | None:
-    """What alignment asks about a parameter; ``None`` for one that TE keeps in high precision. Local operation.
-
-    Args:
-        module: Owner.
-        name: Name in the owner.
-        rule: Its rule.
-        label: Full name, for messages.
-        tp: Size of the tp axis.
-        shape: tp-local shape, if the parameter there is no longer tp-local.
-    """
-    parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
-    if parameter is None or quantizer is None:
-        return None
-    shape = tuple(_torch.local_of(parameter).shape) if shape is None else shape
-    return weight_made_by(quantizer, label, shape, rule, tp)
 
 
 def weight_made_by(

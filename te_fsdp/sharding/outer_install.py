@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
-from te_fsdp.quantized.amax_mark import take_delayed_scale
+from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
@@ -210,7 +210,4 @@ def _share_newest_amax(chunks: Iterable[Chunk]) -> None:
             found.setdefault(chunk.ranks, []).append(chunk)
     for members in found.values():
         amaxes = [_te.quantizer_of(_torch.local_of(chunk.parameter)).amax for chunk in members]
-        newest = torch.cat([amax.reshape(1) for amax in amaxes])
-        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=members[0].copies.group)
-        for amax, value in zip(amaxes, newest, strict=True):
-            amax.copy_(value)
+        largest_of(amaxes, members[0].copies.group)
