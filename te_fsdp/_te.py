@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "REDUCES_AMAX",
     "KINDS",
     "OF_THE_BYTES",
     "active_recipe",
@@ -42,7 +43,6 @@ __all__ = [
     "has_delayed_scale",
     "high_precision_part",
     "high_precision_value",
-    "holds_quantized_weights",
     "init_function",
     "inverse_scale_of",
     "is_delayed_quantizer",
@@ -62,7 +62,6 @@ __all__ = [
     "recipes",
     "recipes_in_use",
     "reduce_amax_over",
-    "reduces_amax",
     "rename_parameters",
     "set_quantizer",
     "take_amax_over",
@@ -134,11 +133,6 @@ def delays_weight_gradients(module: nn.Module) -> bool:
     return store is not None and store.delay_wgrad_compute()
 
 
-def holds_quantized_weights(module: nn.Module) -> bool:
-    """Whether a module was built under ``quantized_model_init`` (``primary_weights_in_fp8``)."""
-    return bool(getattr(module, "primary_weights_in_fp8", False))
-
-
 def base_module_class() -> type[nn.Module]:
     """The class that owns parameter registration and ``reset_parameters`` (``TransformerEngineBaseModule``)."""
     return importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
@@ -184,7 +178,7 @@ def weight_quantizer(module: nn.Module, name: str) -> Any | None:
 
     The quantizer is the module's own: callers that put an amax group on it must take it off again.
     """
-    if not holds_quantized_weights(module):
+    if not getattr(module, "primary_weights_in_fp8", False):
         return None
     meta = module.param_init_meta.get(name)  # type: ignore[union-attr]
     if meta is None or meta.fp8_meta_index is None:
@@ -270,6 +264,10 @@ def inverse_scale_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.get_metadata()["fp8_scale_inv"]  # type: ignore[attr-defined]
 
 
+#: Attribute of a quantizer with one scale: whether it takes the amax over a process group when it is called.
+REDUCES_AMAX = "with_amax_reduction"
+
+
 def reduce_amax_over(quantizer: Any, group: Any) -> None:
     """Let a quantizer with one scale take the amax over a process group when it is called, or over none (``None``).
 
@@ -277,11 +275,6 @@ def reduce_amax_over(quantizer: Any, group: Any) -> None:
     """
     if hasattr(quantizer, "with_amax_reduction"):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
-
-
-def reduces_amax(quantizer: Any) -> bool:
-    """Whether a quantizer takes the amax over a process group when it is called."""
-    return bool(getattr(quantizer, "with_amax_reduction", False))
 
 
 def amax_group_of(thing: Any) -> Any:

@@ -73,7 +73,7 @@ def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
         and quantizer is not None
         and quantizer.__dict__.get(_MARK) == group_name
         and _ATTRIBUTE not in tensor.__dict__
-        and not _te.reduces_amax(quantizer)
+        and not getattr(quantizer, _te.REDUCES_AMAX, False)
     )
 
 
@@ -134,14 +134,14 @@ def make_marks_stick() -> None:
 
 def _get_group(self: Any) -> Any:
     """The marked group, or what TE has set."""
-    quantizer = _te.quantizer_of(self)
+    quantizer = self._quantizer
     name = None if quantizer is None else quantizer.__dict__.get(_MARK)
     return self.__dict__.get(_ATTRIBUTE) if name is None else _torch.group_by_name(name)
 
 
 def _set_group(self: Any, group: Any) -> None:
     """Keep what TE sets, unless there is a mark: FSDP2's group alone is not the whole weight."""
-    quantizer = _te.quantizer_of(self)
+    quantizer = self._quantizer
     if quantizer is None or _MARK not in quantizer.__dict__:
         self.__dict__[_ATTRIBUTE] = group
 
@@ -199,7 +199,7 @@ def mend_empty() -> None:
 def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 0 or not _te.reduces_amax(self):
+        if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
             return stock(self, tensor)
         local = stock(_with_group(self, None), tensor)
         _te.inverse_scale_of(local).copy_(_shared_scale(stock, self, _te.amax_group_of(self), tensor))
