@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group
+from te_fsdp.checkpoint.portable.huggingface_layers import layer_differences
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.semantics import Semantics
 from tests.unit.huggingface_models import MODELS, to_huggingface, to_te
 
 LLAMA = {
@@ -309,3 +311,22 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     bare = {key: whole[key] for key in [*sizes, "model_type", "attn_logit_softcapping"] if key in whole}
     assert len(bare) < len(whole) / 2, "most is left out"
     assert hf.read_config(bare) == hf.read_config(whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, None),
+        ({"rotary_base": 5e5}, "rotary: rotary_base is 500000.0, not 10000.0"),
+        ({"interleaved": True}, "rotary: interleaved is True, not False"),
+        ({"seq_len_interpolation_factor": 2}, "rotary: seq_len_interpolation_factor is 2, not None"),
+    ],
+    ids=str,
+)
+def test_rotary_embeddings_are_compared(settings, text):
+    here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **settings})}
+    wrong = layer_differences(here, hf.read_config(LLAMA), hf.TeNames(), hf.TeBlocks())
+    assert wrong == ([] if text is None else [text])
+    gemma = hf.read_config({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_theta": 5e5}}})
+    of_windows = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 5e5})}
+    assert layer_differences(of_windows, gemma, hf.TeNames(), hf.TeBlocks()) == []

@@ -206,10 +206,19 @@ _FAMILIES = {
         _GEMMA3 | {"rope_theta": 1e6}, _GEMMA | {"branch_norms": True, "qk_norm": True}, ("hidden_activation", _TANH)
     ),
     "gpt2": _Family(
-        {"tie_word_embeddings": True},
+        {
+            "n_inner": None, "layer_norm_epsilon": 1e-5, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+            "tie_word_embeddings": True,
+        },
         {"style": "gpt2", "activation": "gelu", "qkv_bias": True, "proj_bias": True, "mlp_bias": True},
         ("activation_function", _TANH),
     ),
+}
+#: Llama's keys, and GPT-2's; what else a configuration of GPT-2 has is not Llama's.
+_GPT2_KEYS = {
+    **{key: key for key in ("model_type", "vocab_size", "n_positions", "resid_pdrop", "tie_word_embeddings")},
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon", "attention_dropout": "attn_pdrop",
 }
 # fmt: on
 
@@ -315,7 +324,7 @@ def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:
 def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
     gpt2, gemma = config["model_type"] == "gpt2", "zero_centered" in family.always
     if gpt2:
-        config = _in_llamas_words(config)
+        config = {llamas: config[own] for llamas, own in _GPT2_KEYS.items()}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     theta, scaling, window_theta = _rope(config)
     bias = bool(config.get("attention_bias", False))
@@ -324,7 +333,7 @@ def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
         "style": "llama",
         "layers": config["num_hidden_layers"],
         "hidden": hidden,
-        "ffn": config["intermediate_size"],
+        "ffn": config["intermediate_size"] or 4 * hidden,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or (256 if gemma else hidden // heads),
@@ -348,23 +357,6 @@ def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
         "hidden_dropout": config["resid_pdrop"] if gpt2 else 0.0,
     }
     return Architecture(**{**values, **family.always})
-
-
-def _in_llamas_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-2's configuration under Llama's keys."""
-    return {
-        "model_type": "gpt2",
-        "hidden_size": config["n_embd"],
-        "num_hidden_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "intermediate_size": config.get("n_inner") or 4 * config["n_embd"],
-        "vocab_size": config["vocab_size"],
-        "n_positions": config["n_positions"],
-        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "tie_word_embeddings": config["tie_word_embeddings"],
-        "attention_dropout": config.get("attn_pdrop", 0.1),
-        "resid_pdrop": config.get("resid_pdrop", 0.1),
-    }
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float | None]:

@@ -174,23 +174,18 @@ def layer_differences(
     A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
     (which is converted), modules of a user's own classes, and bases of scaled frequencies.
     """
-    wanted = semantics_of_config(architecture, names, blocks, recorded)
+    wanted, theta = semantics_of_config(architecture, names, blocks, recorded), architecture.rope_theta
+    for name, one in recorded.items() if architecture.rope_scaling is None else ():
+        if one.kind == "RotaryPositionEmbedding":
+            base = architecture.window_rope_theta
+            rotary = {"rotary_base": base if one["rotary_base"] == base else theta, "interleaved": False}
+            wanted[name] = Semantics(one.kind, "te", rotary)
     found: dict[tuple[str, str, str], str] = {}
     for one in differences(wanted, recorded):
         module, _, setting = one.name.rpartition(".")
         if one.effect == "error" and setting != "zero_centered_gamma":
-            found.setdefault(
-                (setting, str(one.now), str(one.then)), f"{module}: {setting} is {one.now}, not {one.then}"
-            )
-    bases = {architecture.rope_theta, architecture.window_rope_theta or architecture.rope_theta}
-    for name, one in recorded.items():
-        if one.kind != "RotaryPositionEmbedding" or architecture.rope_scaling is not None:
-            continue
-        if one["rotary_base"] not in bases or one["interleaved"]:
-            wrong = f"rotary_base is {one['rotary_base']}, not {architecture.rope_theta}"
-            found["rope", "", ""] = (
-                f"{name}: {'interleaved is True, not False' if one['interleaved'] else wrong}"
-            )
+            text = f"{module}: {setting} is {one.now}, not {one.then}"
+            found.setdefault((setting, str(one.now), str(one.then)), text)
     return list(found.values())
 
 
@@ -210,38 +205,7 @@ def semantics_of_config(
     last = {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)}
     norm, kind = {"eps": a.norm_eps}, "RMSNorm" if a.style == "llama" else "LayerNorm"
     fused = {**norm, "normalization": kind, **centered}
-    found: dict[str, Semantics] = {}
-
-    def add(name: str, kind: str, settings: dict[str, Any]) -> None:
-        found[name.removesuffix(".")] = Semantics(kind, "te", settings)
-
-    for n in range(a.layers):
-        layer, sparse = names.layer.format(layer=n), a.experts is not None and n in a.experts.layers
-        mlp = {**fused, "activation": a.activation, "activation_params": None}
-        window = a.windows[n] if a.windows else None
-        mask: dict[str, Any] = {"window_size": [-1 if window is None else window - 1, 0]}
-        attention = _attention(a, blocks)
-        whole = not (sparse or a.branch_norms)
-        if recorded is not None:
-            here = recorded.get(layer.removesuffix("."))
-            whole = here is not None and here.kind == "TransformerLayer"
-        if whole:  # which tells its attention mask and window in each call
-            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **mask, "self_attn_mask_type": "causal"})
-        else:
-            attention |= {**mask, "attn_mask_type": "causal"}
-        add(layer + names.attention, "MultiheadAttention", attention)
-        add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
-        if not sparse:
-            add(layer + names.mlp, "LayerNormMLP", mlp)
-        others = [names.mlp_norm] if sparse else []
-        for name in others + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
-            add(layer + name, kind, {**norm, **centered})
-    add(names.final_norm, kind, {**norm, **last})
-    return found
-
-
-def _attention(a: Architecture, blocks: TeBlocks) -> dict[str, Any]:
-    settings: dict[str, Any] = {
+    attention: dict[str, Any] = {
         "attention_type": "self",
         "softmax_type": "vanilla",
         "num_attention_heads": a.heads,
@@ -251,9 +215,36 @@ def _attention(a: Architecture, blocks: TeBlocks) -> dict[str, Any]:
         "qk_norm_eps": a.norm_eps if a.qk_norm else None,
     }
     if blocks.fuse_qkv_params:
-        settings["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
+        attention["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
     if a.style == "llama":
-        settings["rotary_pos_interleaved"] = False
+        attention["rotary_pos_interleaved"] = False
     if a.qk_norm:
-        settings["qk_norm_before_rope"] = True
-    return settings
+        attention["qk_norm_before_rope"] = True
+    found: dict[str, Semantics] = {}
+
+    def add(name: str, kind: str, settings: dict[str, Any]) -> None:
+        found[name.removesuffix(".")] = Semantics(kind, "te", settings)
+
+    for n in range(a.layers):
+        layer, sparse = names.layer.format(layer=n), a.experts is not None and n in a.experts.layers
+        window = a.windows[n] if a.windows else None
+        mask: dict[str, Any] = {"window_size": [-1 if window is None else window - 1, 0]}
+        whole = not (sparse or a.branch_norms)
+        if recorded is not None:
+            here = recorded.get(layer.removesuffix("."))
+            whole = here is not None and here.kind == "TransformerLayer"
+        if whole:  # which tells its attention mask and window in each call
+            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **mask, "self_attn_mask_type": "causal"})
+            mask = {}
+        else:
+            mask["attn_mask_type"] = "causal"
+        add(layer + names.attention, "MultiheadAttention", attention | mask)
+        add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
+        if not sparse:
+            mlp = {"activation": a.activation, "activation_params": None}
+            add(layer + names.mlp, "LayerNormMLP", fused | mlp)
+        others = [names.mlp_norm] if sparse else []
+        for name in others + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
+            add(layer + name, kind, {**norm, **centered})
+    add(names.final_norm, kind, {**norm, **last})
+    return found

@@ -12,7 +12,7 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ class _Tables:
     a: Architecture
     blocks: TeBlocks
     names: TeNames
-    centered: Callable[[str], bool | None]
+    recorded: Recorded
     bias: bool
     mlp_bias: bool
 
@@ -154,7 +154,7 @@ class _Tables:
 
     def norm(self, theirs: str, ours: str, *, default: bool | None) -> Iterator[Group]:
         """Weight, and bias if there is one. ``ours`` is their prefix."""
-        told = self.centered(ours.removesuffix("layer_norm_").removesuffix("."))
+        told = centering(self.recorded, ours.removesuffix("layer_norm_").removesuffix("."))
         weight = Form((f"{ours}weight",), zero_centered=bool(default if told is None else told))
         shape = (self.a.hidden,)
         yield Group((shape,), Form((f"{theirs}.weight",), zero_centered=self.a.zero_centered), weight)
@@ -220,7 +220,7 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
-        centered: Callable[[str], bool | None] = lambda _: None,
+        recorded: Recorded | None = None,
     ) -> WeightMap:
         """Make the map of a model.
 
@@ -228,7 +228,8 @@ class WeightMap:
             config: What :func:`read_config` takes, or an :class:`Architecture`.
             blocks: Options of the ``te.TransformerLayer``; default: TransformerEngine's defaults.
             names: Names of the TransformerEngine model's other parts; default: those of :class:`TeNames`.
-            centered: Whether the norm in a module is zero-centered; ``None``: as ``blocks`` say.
+            recorded: Semantics of its modules, as far as known: of which norms are zero-centered; of others ``blocks``
+                say it.
 
         Raises:
             CheckpointError: A model that is not supported; biases in it, but none in the layers; an untied head that
@@ -250,7 +251,7 @@ class WeightMap:
                 fix="give the model a head and pass TeNames(head=...)",
             )
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(_Tables(a, blocks, names, centered, bias, mlp_bias).model()), ignored)
+        return cls(a, tuple(_Tables(a, blocks, names, recorded or {}, bias, mlp_bias).model()), ignored)
 
     @classmethod
     def of(
@@ -275,7 +276,7 @@ class WeightMap:
         """
         names = names or TeNames()
         blocks = known_blocks(blocks or TeBlocks(), parameters, recorded, names)
-        weights = cls.build(config, blocks, names, lambda module: centering(recorded, module))
+        weights = cls.build(config, blocks, names, recorded)
         return weights, layer_differences(recorded, weights.architecture, names, blocks)
 
     def for_names(self, source: Collection[str]) -> WeightMap:
