@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp import _te
 from te_fsdp.agree import gather
 from te_fsdp.checkpoint.entries import GROUPED
-from te_fsdp.checkpoint.extra import references
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState
-from te_fsdp.checkpoint.reading import read_metadata
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import shorten
 from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
 if TYPE_CHECKING:
@@ -30,10 +25,8 @@ __all__ = [
     "SETTINGS",
     "WHOLE_OPTIMIZER",
     "Differences",
-    "check_metadata",
     "compare_model",
     "compare_semantics",
-    "stored_tensors",
 ]
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
@@ -230,47 +223,3 @@ def _text(value: Any) -> str:
     if value is None:
         return "high precision"
     return str(tuple(value)) if isinstance(value, list) else str(value)
-
-
-def check_metadata(source: Path, manifest: Manifest) -> Metadata:
-    """Every tensor that the manifest lists is in DCP's metadata, which is returned, with its shape and dtype. Local.
-
-    Raises:
-        CheckpointError: The two disagree: the directory was put together from several, or damaged.
-    """
-    metadata = read_metadata(source, manifest)
-    have, wrong = metadata.state_dict_metadata, []
-    for key, shape, dtype in stored_tensors(manifest):
-        saved = have.get(key)
-        if not isinstance(saved, TensorStorageMetadata):
-            wrong.append(f"{key} is missing")
-            continue
-        there = tuple(saved.size), dtype_name(saved.properties.dtype)
-        if shape is not None and there != (tuple(shape), dtype):
-            wrong.append(f"{key} is {there[0]} {there[1]} instead of {tuple(shape)} {dtype}")
-    if wrong:
-        raise CheckpointError(
-            f"{source}: damaged checkpoint: {shorten(wrong)}",
-            why="Its manifest and its tensors are not of one save",
-            fix="load an earlier checkpoint, or copy this one again",
-        )
-    return metadata
-
-
-def stored_tensors(manifest: Manifest) -> Iterator[tuple[str, list[int] | None, str | None]]:
-    """Key, shape and dtype of the tensors that a manifest lists; no shape for components."""
-    for name, described in {**manifest.parameters, **manifest.buffers}.items():
-        if described.get("format") is not None:
-            yield from ((f"model.{name}:{part}", None, None) for part in described["components"])
-        elif math.prod(described["shape"]):
-            yield f"model.{name}", described["shape"], described["dtype"]
-    for name in manifest.delayed:
-        for key in ("scaling_fwd", "scaling_bwd"):
-            yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
-    for name, states in (manifest.optimizer or {"state": {}})["state"].items():
-        for key, described in states.items():
-            if "dtype" in described and math.prod(described["shape"]):
-                yield f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]
-    for described in references(manifest.extra):
-        if math.prod(described["shape"]):
-            yield described["key"], described["shape"], described["dtype"].removeprefix("torch.")

@@ -192,7 +192,8 @@ def batches(named: dict[str, list[Conversion]], manifest: Manifest) -> Iterator[
         if names and size + elements > _BATCH:
             yield batch
             batch, names, size = [], 0, 0
-        batch, names, size = [*batch, *conversions], names + 1, size + elements
+        batch += conversions
+        names, size = names + 1, size + elements
     if names:
         yield batch
 

@@ -22,7 +22,6 @@ from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
     Differences,
-    check_metadata,
     compare_model,
     compare_semantics,
 )
@@ -46,6 +45,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     prepare_loading,
     restore_groups,
 )
+from te_fsdp.checkpoint.reading import check_metadata
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.optimizer import check_optimizer
@@ -288,11 +288,11 @@ class Filling:
 
     def _converted(self) -> dict[str, str]:
         """How each converted tensor was converted, for the user."""
-        converted = {}
+        converted, loaded = {}, set(self.names)
         for name, how in self.found.converted.items():
             parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
             is_state = name.startswith("optimizer.state.") and self.saved_optimizer is not None
-            if name in self.names or (is_state and parameter not in self.left_states):
+            if name in loaded or (is_state and parameter not in self.left_states):
                 converted[name] = f"{how}, from {self.sources[name]}" if name in self.sources else how
         return converted
 

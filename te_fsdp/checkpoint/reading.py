@@ -27,12 +27,22 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
+from te_fsdp.checkpoint.extra import references
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.torch_files import Heads, Window
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, crc32, without_collector
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 
-__all__ = ["Rectangle", "Staged", "read_metadata", "read_stored", "rectangle", "unpickle_metadata"]
+__all__ = [
+    "Rectangle",
+    "Staged",
+    "check_metadata",
+    "read_metadata",
+    "read_stored",
+    "rectangle",
+    "stored_tensors",
+    "unpickle_metadata",
+]
 
 #: A part of a tensor of the files: its key, where it begins, its shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -109,6 +119,58 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
             fix="the checkpoint is damaged, load an earlier one",
         ) from error
     return metadata
+
+
+def check_metadata(path: Path, manifest: Manifest) -> Metadata:
+    """Every tensor that the manifest lists is in DCP's metadata, which is returned, with its shape and dtype. Local.
+
+    Raises:
+        CheckpointError: The two disagree: the directory was put together from several, or damaged.
+    """
+    metadata = read_metadata(path, manifest)
+    have, wrong = metadata.state_dict_metadata, []
+    for key, shape, dtype in stored_tensors(manifest):
+        saved = have.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            wrong.append(f"{key} is missing")
+            continue
+        there = tuple(saved.size), dtype_name(saved.properties.dtype)
+        if shape is not None and there != (tuple(shape), dtype):
+            wrong.append(f"{key} is {there[0]} {there[1]} instead of {tuple(shape)} {dtype}")
+    if wrong:
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {shorten(wrong)}",
+            why="Its manifest and its tensors are not of one save",
+            fix="load an earlier checkpoint, or copy this one again",
+        )
+    return metadata
+
+
+def stored_tensors(
+    manifest: Manifest, *, empty: bool = False
+) -> Iterator[tuple[str, list[int] | None, str | None]]:
+    """Key, shape and dtype of the tensors that a manifest lists and files hold; no shape for components.
+
+    Args:
+        manifest: Of a checkpoint.
+        empty: Tensors without elements instead, which are stored nowhere.
+    """
+    plain: list[tuple[str, list[int], str]] = []
+    for name, described in {**manifest.parameters, **manifest.buffers}.items():
+        if described.get("format") is None:
+            plain.append((f"model.{name}", described["shape"], described["dtype"]))
+        elif not empty:
+            yield from ((f"model.{name}:{part}", None, None) for part in described["components"])
+    for name in manifest.delayed if not empty else ():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
+    for name, states in (manifest.optimizer or {"state": {}})["state"].items():
+        for key, described in states.items():
+            if "dtype" in described:
+                plain.append((f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]))
+    for described in references(manifest.extra):
+        plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
+    yield from (one for one in plain if empty != bool(math.prod(one[1])))
 
 
 def rectangle(key: str, piece: Piece) -> Rectangle:

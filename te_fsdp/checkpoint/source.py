@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp.agree import all_agree, from_rank_0, gather, rank, world_size
-from te_fsdp.checkpoint.compare import Differences, check_metadata
+from te_fsdp.checkpoint.compare import Differences
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import (
@@ -40,7 +40,7 @@ from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
-from te_fsdp.checkpoint.reading import Rectangle, Staged, read_metadata, read_stored
+from te_fsdp.checkpoint.reading import Rectangle, Staged, check_metadata, read_metadata, read_stored
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import zipfile
 from collections.abc import Mapping
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 
 import te_fsdp
-from te_fsdp.checkpoint.compare import check_metadata, stored_tensors
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
 from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Remainders, Stack
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
+from te_fsdp.checkpoint.reading import check_metadata, stored_tensors
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 
@@ -194,18 +193,10 @@ def open_checkpoint_contents(path: Path) -> Contents:
 
 def _add_empty(contents: Contents) -> None:
     """Tensors without elements are described, but stored nowhere."""
-    manifest = contents.manifest
-    for name, described in {**manifest.parameters, **manifest.buffers}.items():
-        if described.get("format") is None and not math.prod(described["shape"]):
-            contents.tensors[f"model.{name}"] = _empty(described)
-    for name, states in (manifest.optimizer or {"state": {}})["state"].items():
-        for key, described in states.items():
-            if "dtype" in described and not math.prod(described["shape"]):
-                contents.tensors[f"optimizer.state.{name}.{key}"] = _empty(described)
-
-
-def _empty(described: Mapping[str, Any]) -> Lazy:
-    return InMemory(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device="cpu"))
+    for key, shape, dtype in stored_tensors(contents.manifest, empty=True):
+        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer.")):
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+            contents.tensors[key] = InMemory(empty)
 
 
 def open_safetensors_contents(path: Path) -> Contents:
