@@ -85,6 +85,8 @@ class Format:
         available: TE's function that says whether the device computes in it.
         buffers: In the order of files.
         unknown_options: Options of TE's tensors, each with the value under which ``buffers`` does not hold.
+        unsaid_options: Options that change the values without a trace in the buffers, each with the value that is not
+            the usual one: no checkpoint says that they were on.
         halves: Whether both directions are quantized independently: neither can be made from the other, and a gather
             brings one of them. Other formats travel in row-wise bytes alone.
         dropped: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a
@@ -102,6 +104,7 @@ class Format:
     available: str = ""
     buffers: tuple[Buffer, ...] = ()
     unknown_options: Mapping[str, bool] = field(default_factory=dict)
+    unsaid_options: Mapping[str, bool] = field(default_factory=dict)
     halves: bool = False
     dropped: tuple[Buffer, ...] = ()
     short_blocks: bool = False
@@ -203,6 +206,8 @@ _ROWS = (
             Buffer("amax_columnwise", None, _FP32),
         ),
         unknown_options={"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
+        # TE 2.20: scales go up to 256 instead of 448.
+        unsaid_options={"nvfp4_use_4over6": True},
     ),
     # Each direction in a format of its own: the parts are what has buffers.
     Format("hybrid", "HybridQuantizedTensor", "hybrid_tensor", quantizers={"HybridQuantizer": "parts"}),

@@ -343,6 +343,7 @@ def _describe_quantized(owned: Owned) -> dict[str, Any]:
 
     Raises:
         CheckpointError: Its components do not give its values.
+        PlacementError: An option of its format under which they would give others.
     """
     local: Any = owned.local
     one = local
@@ -354,7 +355,7 @@ def _describe_quantized(owned: Owned) -> dict[str, Any]:
         )
         one = held[0]
     names = sorted(component.name for component in components_of(one, owned.fqn))
-    described = describe_format(one)
+    described = describe_format(one, owned.fqn)
     assert described is not None
     needed_components(described, names, owned.fqn)  # raises: nothing may be saved whose bytes are elsewhere
     return {"format": described, "components": names}

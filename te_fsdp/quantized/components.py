@@ -70,12 +70,28 @@ class Component:
         return [_scaled(box, self.block, f"{label} ({self.name})", original) for box in boxes]
 
 
-def describe_format(local: torch.Tensor) -> str | None:
-    """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one."""
+def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
+    """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one.
+
+    Args:
+        local: A local tensor.
+        label: Name for messages.
+
+    Raises:
+        PlacementError: An option of the format under which the text would not tell.
+    """
     row = _te.format_of(local)
     if row is None:
         return None
     metadata = local.get_metadata()  # type: ignore[attr-defined]
+    odd = _set_so(row.unsaid_options, metadata)
+    if odd:
+        raise PlacementError(
+            f"{label}: {row} weight with {odd}",
+            expected="an option that checkpoints record",
+            why="Read without it, its bytes would give other values",
+            fix="leave the option off for weights in the recipe, or keep this weight in high precision",
+        )
     dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
     scaling = " delayed" if _te.has_delayed_scale(local) else " current" if row.has_one_scale else ""
     return f"{row}{scaling} {getattr(dtype, 'name', dtype)}"
@@ -141,7 +157,7 @@ def components_from(
         PlacementError: A format or an option of it that has no known layout.
     """
     row = FORMATS.get(name, unknown_format(name))
-    odd = {key: v for key, v in row.unknown_options.items() if metadata.get(key, not v) == v}
+    odd = _set_so(row.unknown_options, metadata)
     if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             f"{label}: quantized weight without a known layout",
@@ -163,6 +179,11 @@ def components_from(
         if tensor is not None:
             found.append(Component(buffer.name, *_view(tensor, buffer, shape, label)))
     return found
+
+
+def _set_so(options: Mapping[str, bool], metadata: Mapping[str, Any]) -> dict[str, bool]:
+    """Those of some options that a tensor has at these values."""
+    return {key: value for key, value in options.items() if metadata.get(key, not value) == value}
 
 
 def _view(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.quantized.components import components_of, describe_format
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
 
@@ -119,6 +119,17 @@ def test_scales_at_the_ends_of_their_range(direction):
         )
         wanted = (values.reshape(1, -1) if down else values.reshape(-1, 1)).expand(shape)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_option_that_no_file_tells(weights):
+    """4over6: the same buffers, with scales up to 256 instead of 448: read as usual, other values."""
+    weight = weights["nvfp4"].detach()
+    assert describe_format(weight) == "nvfp4 kFloat4E2M1"
+    weight._nvfp4_use_4over6 = True
+    with pytest.raises(
+        PlacementError, match=r"up\.weight: nvfp4 weight with .*4over6.*Fix: leave the option off"
+    ):
+        describe_format(weight, "up.weight")
 
 
 def test_what_has_no_values():
