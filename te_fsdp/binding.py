@@ -37,11 +37,13 @@ class Installed:
         shard: The sharded one.
         gathered: The gathered one, or whatever else was assigned.
         releases: Whether the gathered one holds more than FSDP2 frees (:mod:`te_fsdp.quantized.installed`).
+        cut_within: Whether FSDP2 cuts it along another dim than the first.
     """
 
     shard: DTensor | None = None
     gathered: torch.Tensor | None = None
     releases: bool = False
+    cut_within: bool = False
 
 
 @dataclass

@@ -20,7 +20,14 @@ from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.parameters import attributes_of, carry_over, share
 from te_fsdp.quantized.all_gather import gather_missing
 from te_fsdp.quantized.amax import follow_history
-from te_fsdp.quantized.installed import check_cut, is_gathered, note_gathered, release_gathered
+from te_fsdp.quantized.installed import (
+    check_cut,
+    is_cut_within,
+    is_gathered,
+    note_gathered,
+    release,
+    release_gathered,
+)
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -78,8 +85,8 @@ class MeshModule(torch.nn.Module):
             if pair is None or (value is not pair.shard and value is not pair.gathered):
                 self._take_over(binding, name, old, value)
             else:
-                if pair.releases and value is pair.shard:
-                    release_gathered(old, value, binding)  # type: ignore[bad-argument-type]
+                if pair.releases and value is pair.shard and old is pair.gathered:
+                    release(_torch.local_of(old), pair.cut_within)  # type: ignore[bad-argument-type]
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
                 if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):
                     share(old, value)
@@ -90,8 +97,9 @@ class MeshModule(torch.nn.Module):
     def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
         pair = binding.installed.setdefault(name, Installed())
-        is_shard = isinstance(value, DTensor) and value.device_mesh != binding.whole_mesh(name)
-        if old is not None and not is_shard and isinstance(old, DTensor):
+        whole = binding.whole_mesh(name)
+        is_shard = isinstance(value, DTensor) and value.device_mesh != whole
+        if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
             share(old, value)
         elif old is not None:
             carry_over(old, value)
@@ -108,7 +116,7 @@ class MeshModule(torch.nn.Module):
             note_replaced(old, binding.label(name), "fully_shard")
         adopt_shard(binding, self, name, value)
         binding.under_fsdp = True
-        pair.shard = value
+        pair.shard, pair.cut_within = value, is_cut_within(value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything but process groups, which the copy shares (they cannot be copied)."""

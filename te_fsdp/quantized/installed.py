@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
     from te_fsdp.binding import Binding
 
-__all__ = ["check_cut", "is_gathered", "mend_new_zeros", "note_gathered", "release_gathered"]
+__all__ = [
+    "check_cut",
+    "is_cut_within",
+    "is_gathered",
+    "mend_new_zeros",
+    "note_gathered",
+    "release",
+    "release_gathered",
+]
 
 _MARK = "_te_fsdp_gathered"
 
@@ -65,14 +73,29 @@ def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding)
     local = None if old is None else _torch.local_of(old)
     if local is None or not is_gathered(local):
         return False
+    release(local, is_cut_within(shard, binding))
+    return True
+
+
+def is_cut_within(shard: DTensor, binding: Binding) -> bool:
+    """Whether FSDP2 cuts a weight along another dim than the first. Local operation."""
+    return any(_torch.shard_dim_of(placement) for placement in _fsdp_placements(shard, binding))
+
+
+def release(local: torch.Tensor, cut_within: bool) -> None:
+    """:func:`release_gathered` of a weight that is known: at the end of every forward and backward. Local operation.
+
+    Args:
+        local: The gathered weight's local tensor.
+        cut_within: From :func:`is_cut_within`.
+    """
     if is_grouped_weight(local):
         local.release()  # type: ignore[missing-attribute]
-        return True
+        return
     _te.forget_derived(local)
-    if any(_torch.shard_dim_of(placement) for placement in _fsdp_placements(shard, binding)):
+    if cut_within:
         for values in _te.values_of(local):
             values.untyped_storage().resize_(0)
-    return True
 
 
 def _fsdp_placements(shard: DTensor, binding: Binding) -> tuple[Placement, ...]:

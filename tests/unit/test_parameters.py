@@ -7,8 +7,10 @@ import io
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import te_fsdp
 from te_fsdp import parameters
 from te_fsdp.parameters import carry_over, facts_of, label_of, noted, places_of, share, successor
 
@@ -91,3 +93,16 @@ def test_places_name_tied_parameters_wherever_they_are():
     found = list(places_of(model, "root"))
     assert [place.label for place in found] == ["root.0.weight", "root.1.weight"]
     assert found[0].parameter is found[1].parameter and found[1].owner is model[1]
+
+
+def test_a_parameter_that_is_tied_after_binding_keeps_its_own_record(fake_world):
+    fake_world(2)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    te_fsdp.set_device_mesh(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    first, second = model[0].weight, model[1].weight
+    first.mine = 1
+    noted(first).no_shard = True
+    model[1].weight = first
+    assert model[1].weight is first and first.mine == 1
+    assert noted(first).no_shard and noted(first).tp_replica
+    assert not noted(second).no_shard
