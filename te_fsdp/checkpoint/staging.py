@@ -143,17 +143,18 @@ class Staging:
         return copies
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
-        """Blocks with their rows on the host, each until the next is asked for; a slab of a device's at a time."""
+        """Blocks, in their order, with their rows on the host until the next is asked for; at most a slab is copied."""
         waiting: list[Block[K]] = []
-        for block in [*blocks, None]:
-            if block is not None and block.device.type == "cpu":
-                yield block, block.rows()
-                continue
-            if waiting and (block is None or sum(b.bytes for b in waiting) + block.bytes > _SLAB):
+        for block in blocks:
+            on_host = block.device.type == "cpu"
+            if waiting and (on_host or sum(b.bytes for b in waiting) + block.bytes > _SLAB):
                 yield from zip(waiting, self.copy(waiting), strict=True)
                 waiting = []
-            if block is not None:
+            if on_host:
+                yield block, block.rows()
+            else:
                 waiting.append(block)
+        yield from zip(waiting, self.copy(waiting), strict=True)
 
     def _provide(self, sizes: list[int], *, pinned: bool) -> None:
         """Have slabs of at least these sizes, those of the last time if they are large enough."""

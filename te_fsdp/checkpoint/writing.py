@@ -93,6 +93,7 @@ class Plan:
         names: Of what is shared, by number; rank 0 alone has them, as all that follows.
         metadata: DCP's description of all tensors, until it is written.
         written: DCP's description with the places in the files, as it was written, and the mark in it.
+        places: Of this rank's items, in the order in which they were first written, with the bytes where they begin.
     """
 
     token: str
@@ -103,6 +104,7 @@ class Plan:
     names: list[str]
     metadata: Metadata | None = None
     written: tuple[bytes, str] | None = None
+    places: list[tuple[MetadataIndex, int]] | None = None
 
 
 @dataclass
@@ -161,6 +163,15 @@ class Writing:
         """
         self.tick = tick
         results = self.writer.write_data(self.plan.part, self).value()
+        places = [(result.index, result.storage_data.offset) for result in results]
+        if self.is_known and places != self.plan.places:
+            raise CheckpointError(
+                f"{self.path}: save: tensors were written in another order than by the save that planned it",
+                expected=f"{len(self.plan.places or ())} pieces at the places of then",
+                got="others",
+                fix="please report this; a model built anew is planned anew",
+            )
+        self.plan.places = places
         return [] if self.is_known else results, self.writer.listed
 
     def finish(self, results: list[list[WriteResult]], manifest: Manifest) -> None:
@@ -221,7 +232,7 @@ def plan_writing(
 def _signature(entries: dict[str, Entry]) -> list[Any]:
     """All that a plan depends on."""
     return [
-        (key, entry.shape, entry.dtype, *((piece.offsets, piece.tensor.shape) for piece in entry.pieces))
+        (key, entry.shape, entry.dtype, *((p.offsets, p.tensor.shape, p.tensor.device) for p in entry.pieces))
         for key, entry in entries.items()
     ]
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import writing
+from te_fsdp.checkpoint import staging, writing
 from te_fsdp.checkpoint.background import background
+from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.reading import unpickle_metadata
@@ -167,6 +168,50 @@ def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model.p0.data = model.p0.data.double()
     checkpoint.save(tmp_path / "double", model)
     assert len(plans) == 6
+
+
+@pytest.mark.parametrize("first", ["synchronous", "asynchronous"])
+def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
+    plans = counted(monkeypatch, writing, "_plan")
+    host = staging.Block.device.fget
+    monkeypatch.setattr(
+        staging.Block, "device", property(lambda b: torch.device("cuda") if b.tensors[0].ndim else host(b))
+    )
+    monkeypatch.setattr(staging.Staging, "copy", lambda _, blocks: [block.rows().clone() for block in blocks])
+    model, optimizer = small_model()
+    for number in range(3):
+        path, asynchronous = tmp_path / str(number), (number % 2 == 0) == (first == "asynchronous")
+        checkpoint.save(path, model, optimizer, asynchronous=asynchronous).result()
+        target, its_optimizer = small_model(seed=2)
+        checkpoint.load(path, target, its_optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), target.parameters(), strict=True))
+        for a, b in zip(optimizer.state.values(), its_optimizer.state.values(), strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a)
+    assert len(plans) == 1
+
+
+def test_places_that_are_not_those_of_the_plan_end_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its metadata would send readers to other tensors."""
+    model, optimizer = small_model()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    blocks = writing.Writing.blocks
+    monkeypatch.setattr(writing.Writing, "blocks", lambda self, plan: iter([*blocks(self, plan)][::-1]))
+    with pytest.raises(CheckpointError, match="written in another order"):
+        checkpoint.save(tmp_path / "b", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
+
+
+def test_a_model_on_another_device_is_planned_anew() -> None:
+    entry = [
+        writing._signature({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
+        for device in ("cpu", "meta")
+    ]
+    assert entry[0] != entry[1]
 
 
 def test_a_plan_that_led_to_no_checkpoint_is_not_used(
