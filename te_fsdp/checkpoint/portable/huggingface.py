@@ -8,36 +8,41 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences
+from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.loading import Filling
+from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
 from te_fsdp.checkpoint.portable.contents import Contents, describe, empty_manifest
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
-from te_fsdp.checkpoint.portable.huggingface_config import Architecture, first_given, read_config
+from te_fsdp.checkpoint.portable.huggingface_config import (
+    Architecture,
+    first_given,
+    read_config,
+    write_config,
+)
 from te_fsdp.checkpoint.portable.huggingface_layers import (
     TeBlocks,
     TeNames,
+    check_fits,
     parameter_names,
     semantics_of_config,
 )
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_saving import (
-    export_huggingface,
-    save_huggingface,
-    write_huggingface,
-)
-from te_fsdp.checkpoint.portable.huggingface_shares import check_fits
-from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.portable.safetensors import open_safetensors
+from te_fsdp.checkpoint.portable.huggingface_saving import save_huggingface
+from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
+from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
 from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import from_json, semantics_of, to_json
 from te_fsdp.sharding.optimizer import check_optimizer
@@ -91,6 +96,79 @@ def import_huggingface(
     weights = WeightMap.build(first_given(config, folder), blocks, names).for_names(tensors)
     converted = weights.lazily(tensors, to_te=True, dtype=dtype)
     return ((name, tensor.whole()) for name, tensor in converted.items())
+
+
+def export_huggingface(
+    source: Tensors,
+    target: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    config: Any = None,
+    blocks: TeBlocks | None = None,
+    names: TeNames | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    tick: Tick | None = None,
+) -> None:
+    """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
+
+    Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
+    besides ``source``. The folder appears when it is whole.
+
+    Args:
+        source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
+        target: The folder to make; nothing may lie there yet but an empty directory.
+        like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied, and
+            names begin as in its files.
+        config: The model's description, where there is no such folder.
+        blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
+        names: Names of the model's parts.
+        dtype: Of the files; ``None`` keeps each tensor's.
+        max_file_bytes: Size of a file beyond which another is begun.
+        tick: Told the bytes of each block that is written.
+
+    Raises:
+        CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; options that are not known;
+            what :meth:`WeightMap.lazily` raises.
+    """
+    described = first_given(like, config)
+    if any(isinstance(tensor, DTensor) for tensor in source.values()):
+        raise CheckpointError(
+            "export_huggingface of a sharded model's state dict",
+            expected="whole tensors of the unsharded model",
+            got="DTensors",
+            fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
+        )
+    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names)
+    tensors = weights.like(described).lazily(source, to_te=False, dtype=dtype)
+    write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
+
+
+def write_huggingface(
+    target: Path,
+    tensors: Mapping[str, Lazy],
+    config: Any,
+    tick: Tick | None = None,
+    *,
+    shard_bytes: int,
+    force: bool = False,
+) -> list[str]:
+    """Write a Hugging Face model's folder; it appears when it is whole. Returns its files. Local operation.
+
+    Args:
+        target: The folder.
+        tensors: Under Hugging Face's names.
+        config: The model's description, or a folder with it and with a tokenizer, which is copied.
+        tick: Told the bytes of each block that is written.
+        shard_bytes: Size of a file beyond which another is begun.
+        force: Replace what lies at the target.
+
+    Raises:
+        CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
+    """
+    with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
+        names = write_folder(temporary, tensors, {}, tick or silent, shard_bytes)
+        return names + write_config(temporary, config, tensors)
 
 
 def load_huggingface(

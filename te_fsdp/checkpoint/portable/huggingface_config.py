@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["Architecture", "Experts", "causal_lm_class", "config_contents", "first_given", "read_config"]
+__all__ = ["Architecture", "Experts", "first_given", "read_config", "write_config"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,9 @@ class _Family(NamedTuple):
     windowed: bool = False
 
 
+#: Files beside the weights that a copy of a model needs.
+_BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_BESIDE += ("vocab.*", "merges.txt", "chat_template*", "LICENSE*")
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GEMMA = {"activation": "geglu", "zero_centered": True}
 _GEMMA3 = {
@@ -288,11 +294,24 @@ def first_given(*descriptions: Any) -> Any:
     )
 
 
-def causal_lm_class(model_type: str) -> str:
-    """Transformers' class of a family's models with a head."""
-    if model_type == "gpt2":
-        return "GPT2LMHeadModel"
-    return "".join(part.capitalize() for part in model_type.removesuffix("_text").split("_")) + "ForCausalLM"
+def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
+    """Write ``config.json``, which tells the files' dtype, and copy what lies beside it; the files' names."""
+    contents = dict(config_contents(config))
+    dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        key = "dtype" if "dtype" in contents else "torch_dtype"
+        contents[key] = next(iter(dtypes))
+    words = contents["model_type"].removesuffix("_text").split("_")
+    kind = "GPT2LMHeadModel" if words == ["gpt2"] else "".join(map(str.capitalize, words)) + "ForCausalLM"
+    contents["architectures"] = contents.get("architectures") or [kind]
+    (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
+    names = ["config.json"]
+    beside = Path(config) if isinstance(config, (str, os.PathLike)) and Path(config).is_dir() else None
+    for path in (path for pattern in _BESIDE for path in (beside.glob(pattern) if beside else ())):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+            names.append(path.name)
+    return names
 
 
 def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:

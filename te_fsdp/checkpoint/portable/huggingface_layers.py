@@ -6,19 +6,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.checkpoint.model_state import clean_name
+from te_fsdp.checkpoint.model_state import clean_name, owned_parameters
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import Semantics, differences, semantics_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
 
 __all__ = [
     "Recorded",
     "TeBlocks",
     "TeNames",
     "centering",
+    "check_fits",
     "known_blocks",
     "layer_differences",
     "parameter_names",
@@ -248,3 +251,36 @@ def semantics_of_config(
             add(layer + name, kind, {**norm, **centered})
     add(names.final_norm, kind, {**norm, **last})
     return found
+
+
+def check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str, list[str]]) -> None:
+    """Raise what does not fit, if anything. Local operation.
+
+    To what was found, parameters are added whose rows are two blocks, but not where tensor parallelism has cut them:
+    each rank then takes other rows for gate and up than the unsharded model does.
+
+    Args:
+        call: The user's call.
+        model: The model.
+        weights: Its map.
+        found: Kind of difference -> names.
+
+    Raises:
+        CheckpointError: Naming everything.
+    """
+    forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
+    gated = {name for form in forms if form.groups == 1 for name in form.names}
+    found["gate above up, cut by tensor parallelism as one block (use expert parallelism)"] = [
+        owned.fqn
+        for owned in owned_parameters(model)
+        if (owned.fqn in gated or f"{owned.fqn}0" in gated)
+        and owned.info().rule.shard_dim == int(owned.is_grouped)
+        and owned.info().at.tp_size > 1
+    ]
+    problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
+    if problems:
+        raise CheckpointError(
+            f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
+            why="Nothing was changed",
+            fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
+        )

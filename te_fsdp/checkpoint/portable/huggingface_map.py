@@ -107,8 +107,7 @@ class _Tables:
             yield _one((a.positions, a.hidden), f"{style.prefix}wpe.weight", names.positions)
         for n in range(a.layers):
             yield from self.layer(n, style.prefix + style.layer.format(n), names.layer.format(layer=n))
-        last = self.blocks.final_norm_zero_centered
-        yield from self.norm(style.prefix + style.final_norm, names.final_norm, default=last)
+        yield from self.norm(style.prefix + style.final_norm, names.final_norm)
         if not a.tied:
             assert names.head is not None
             yield _one(wide, "lm_head.weight", names.head)
@@ -116,17 +115,16 @@ class _Tables:
     def layer(self, n: int, theirs: str, ours: str) -> Iterator[Group]:
         a, names, style = self.a, self.names, _STYLES[self.a.style]
         attention, mlp, before = ours + names.attention, ours + names.mlp, theirs + style.mlp_norm
-        gamma = self.blocks.zero_centered_gamma
         yield from self.attention(theirs, attention)
         if a.branch_norms:
-            yield from self.norm(before, ours + names.attention_out_norm, default=gamma)
+            yield from self.norm(before, ours + names.attention_out_norm)
             after, before = f"{theirs}post_feedforward_layernorm", f"{theirs}pre_feedforward_layernorm"
-            yield from self.norm(after, ours + names.mlp_out_norm, default=gamma)
+            yield from self.norm(after, ours + names.mlp_out_norm)
         if a.experts is not None and n in a.experts.layers:
-            yield from self.norm(before, ours + names.mlp_norm, default=gamma)
+            yield from self.norm(before, ours + names.mlp_norm)
             yield from self.experts(a.experts, theirs, ours)
             return
-        yield from self.norm(before, f"{mlp}layer_norm_", default=gamma)
+        yield from self.norm(before, f"{mlp}layer_norm_")
         fc1 = [theirs + part for part in style.fc1]
         into = Form((f"{mlp}fc1_",), layout=_GATED if len(fc1) > 1 else PLAIN)
         yield from self.linear(fc1, into, [a.ffn] * len(fc1), a.hidden, a.mlp_bias, self.mlp_bias)
@@ -142,8 +140,7 @@ class _Tables:
             form = Form((qkv,), groups=a.kv_heads)
         else:
             form = Form((qkv,), layout=Layout("stacked", (a.heads, a.kv_heads, a.kv_heads)))
-        gamma = self.blocks.zero_centered_gamma
-        yield from self.norm(theirs + style.attention_norm, f"{qkv}layer_norm_", default=gamma)
+        yield from self.norm(theirs + style.attention_norm, f"{qkv}layer_norm_")
         projections, heights = [theirs + part for part in style.qkv], [wide, narrow, narrow]
         yield from self.linear(projections, form, heights, a.hidden, a.qkv_bias, self.bias)
         proj = Form((f"{ours}proj.",))
@@ -152,10 +149,13 @@ class _Tables:
             norm = Form((f"{theirs}self_attn.{part}_norm.weight",), zero_centered=a.zero_centered)
             yield Group(((a.head_dim,),), norm, Form((f"{ours}{part}_norm.weight",)))
 
-    def norm(self, theirs: str, ours: str, *, default: bool | None) -> Iterator[Group]:
+    def norm(self, theirs: str, ours: str) -> Iterator[Group]:
         """Weight, and bias if there is one. ``ours`` is their prefix."""
         told = centering(self.recorded, ours.removesuffix("layer_norm_").removesuffix("."))
-        weight = Form((f"{ours}weight",), zero_centered=bool(default if told is None else told))
+        if told is None:
+            last = ours == self.names.final_norm
+            told = self.blocks.final_norm_zero_centered if last else self.blocks.zero_centered_gamma
+        weight = Form((f"{ours}weight",), zero_centered=bool(told))
         shape = (self.a.hidden,)
         yield Group((shape,), Form((f"{theirs}.weight",), zero_centered=self.a.zero_centered), weight)
         if self.a.style == "gpt2":
