@@ -154,7 +154,8 @@ class Staging:
                 yield block, block.rows()
             else:
                 waiting.append(block)
-        yield from zip(waiting, self.copy(waiting), strict=True)
+        if waiting:
+            yield from zip(waiting, self.copy(waiting), strict=True)
 
     def _provide(self, sizes: list[int], *, pinned: bool) -> None:
         """Have slabs of at least these sizes, those of the last time if they are large enough."""
