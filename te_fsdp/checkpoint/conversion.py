@@ -149,16 +149,13 @@ def _component_dtype(described: str, name: str) -> torch.dtype:
     return next(buffer.dtype for buffer in FORMATS[described.split()[0]].buffers if buffer.name == name)
 
 
-def plan_conversion(
-    owned: Owned, saved: dict[str, Any], states: dict[str, Any], parts: Iterable[str] | None = None
-) -> Conversion:
+def plan_conversion(owned: Owned, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
     """Where the values of a parameter come from. Local operation.
 
     Args:
         owned: The parameter.
         saved: The manifest's description of it.
         states: The manifest's description of its optimizer state; empty without.
-        parts: Components to choose from; all that were saved by default.
 
     Raises:
         CheckpointError: Saved components that give no values.
@@ -169,7 +166,7 @@ def plan_conversion(
         return Conversion(owned, "main weights", saved, key=main_weight_of(owned.key))
     if saved["format"] is None:
         return Conversion(owned, "saved values", saved, key=f"model.{owned.key}")
-    needed = needed_components(saved["format"], list(parts or saved["components"]), owned.fqn)
+    needed = needed_components(saved["format"], saved["components"], owned.fqn)
     return Conversion(owned, "dequantized values", saved, needed=needed)
 
 
@@ -259,24 +256,12 @@ def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
 
 
-def main_weight(
-    optimizer: Optimizer | None, parameter: torch.Tensor, *, make: bool = False
-) -> torch.Tensor | None:
+def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
     """The local main weight of a parameter, ``None`` where there is none. Local operation.
 
     Of an optimizer given to ``shard_optimizer`` this rank's rows.
-
-    Args:
-        optimizer: Any optimizer.
-        parameter: One of its parameters.
-        make: Make TE's FusedAdam begin the state, zero moments included, as its next step would.
     """
-    if optimizer is None:
-        return None
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    if make and getattr(optimizer, "master_weights", False) and any(parameter is p for p in held):
-        initialize_fused_adam(optimizer, parameter)
-    main = optimizer.state.get(parameter, {}).get(MAIN)
+    main = None if optimizer is None else optimizer.state.get(parameter, {}).get(MAIN)
     return None if main is None else _torch.local_of(main)
 
 
@@ -301,10 +286,15 @@ def set_main_weight(
         optimizer: Any optimizer.
         owned: The parameter, which has its new value.
         value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
-        make: Make TE's FusedAdam begin the state of a quantized weight, if it has less than ``value``.
+        make: Make TE's FusedAdam begin the state of a quantized weight, zero moments included, as its next step would:
+            the weight has less than ``value``.
     """
     quantized = _te.is_quantized(owned.local)
-    main = main_weight(optimizer, owned.parameter, make=make and quantized and value is not None)
+    if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if any(owned.parameter is p for p in held):
+            initialize_fused_adam(optimizer, owned.parameter)
+    main = main_weight(optimizer, owned.parameter)
     if main is None:
         return
     if main.dtype == torch.int16:

@@ -75,11 +75,6 @@ class Entry:
     pieces: tuple[Piece, ...]
 
     @property
-    def bytes(self) -> int:
-        """Bytes of this rank's pieces."""
-        return sum(p.tensor.numel() * p.tensor.element_size() for p in self.pieces)
-
-    @property
     def is_empty(self) -> bool:
         """Whether the original has no element, so that there is nothing to store."""
         return math.prod(self.shape) == 0
