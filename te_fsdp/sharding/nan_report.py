@@ -16,10 +16,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.agree import gather
+from te_fsdp.agree import gather, maximum
 from te_fsdp.errors import GradientError, OrderError, message
 from te_fsdp.sharding.comm import GradComm, comm_of, set_comm
 from te_fsdp.sharding.comm_units import install_comm
@@ -132,7 +131,7 @@ class NanReport:
             return
         self._look_at_unreduced()
         seen = self._first.count_nonzero().to(torch.int32)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        maximum(seen)
         text = self._describe() if int(seen) else ""
         if text and self.action == "raise":
             self._raised = True

@@ -267,7 +267,7 @@ class EarlyAverages:
         has = [gradient_of(cut.parameter) is not None for cuts in units for cut in cuts]
         asked = torch.tensor([len(self._begun), spoilt, _code(self._comm), *has], dtype=torch.int32)
         assert self._groups is not None
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._groups[1])
+        maximum(asked, self._groups[1])
         most, dropped, code, *exist = asked.tolist()
         if most == 0:
             return {}

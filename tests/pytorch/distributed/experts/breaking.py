@@ -25,7 +25,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
     "divide": ("te_fsdp.sharding.fully_shard", "divide_gradients", lambda *args: None),
     # Experts of other ranks do not count in the norm.
-    "norm": ("te_fsdp.sharding.grad_norm", "EP", "no such mark"),
+    "norm": ("te_fsdp.sharding.grad_norm", "_meshes_of", lambda parameter: (parameter.device_mesh,)),
 }
 
 
