@@ -26,7 +26,7 @@ from te_fsdp import _torch
 from te_fsdp.checkpoint import writing
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA
-from te_fsdp.checkpoint.reading import unpickle_metadata
+from te_fsdp.checkpoint.portable.dcp import unpickle_metadata
 from te_fsdp.checkpoint.sums import SummingWriter, without_collector
 
 HIDDEN, FFN, KV, LAYERS, VOCABULARY = 16384, 53248, 2048, 126, 128256

@@ -45,7 +45,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     prepare_loading,
     restore_groups,
 )
-from te_fsdp.checkpoint.reading import check_metadata
+from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.optimizer import check_optimizer

@@ -40,7 +40,7 @@ from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
-from te_fsdp.checkpoint.reading import Rectangle, Staged, check_metadata, read_metadata, read_stored
+from te_fsdp.checkpoint.reading import Rectangle, Staged, read_stored
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Source:
     @cached_property
     def metadata(self) -> Metadata:
         """DCP's, of files that are ours; checked when it is first asked for. Local operation."""
-        return read_metadata(self.path, self.manifest)
+        return dcp.read_metadata(self.path, self.manifest)
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
@@ -250,7 +250,7 @@ def _is_foreign(path: Path) -> bool:
     """Whether a directory was surely not written by te_fsdp. Local operation."""
     if (path / FILE_NAME).exists() or not (path / DCP_METADATA).is_file():
         return False
-    metadata = read_metadata(path)
+    metadata = dcp.read_metadata(path)
     keys = set(metadata.state_dict_metadata)
     return bool(keys) and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()
 
@@ -295,7 +295,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     with in_use(source):
         manifest = open_checkpoint(source)
         damaged(source, check_files(source, manifest, checksums=True))
-        check_metadata(source, manifest)
+        dcp.check_metadata(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
@@ -303,7 +303,7 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     try:
         problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
         if not problems:
-            check_metadata(path, open_checkpoint(path))
+            dcp.check_metadata(path, open_checkpoint(path))
     except CheckpointError as error:
         return [str(error)]
     return problems

@@ -17,9 +17,8 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import staging, writing
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.portable.dcp import open_dcp
+from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
 from te_fsdp.checkpoint.portable.torch_files import Window
-from te_fsdp.checkpoint.reading import unpickle_metadata
 from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.

@@ -18,7 +18,8 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import reading, sums
-from te_fsdp.checkpoint.portable.torch_files import Heads
+from te_fsdp.checkpoint.portable.dcp import Piece, read_metadata
+from te_fsdp.checkpoint.portable.torch_files import Heads, Window
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,
@@ -228,8 +229,8 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "a")
         piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
         lengths.add(len(piece))
-        stored = reading._Stored("a", 0, len(piece), (4, 4), torch.float32, [])
-        assert torch.equal(reading._tensor(piece, stored, tmp_path / "a", heads), value)
+        stored = Piece(Window(tmp_path / "a", "a", 0, len(piece), heads), (4, 4), torch.float32)
+        assert torch.equal(stored.within(piece), value)
     assert len(heads._found) == 2 and len(lengths) == 1
 
 
@@ -244,7 +245,7 @@ def test_a_head_that_is_not_seen_to_its_end_tells_nothing() -> None:
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:
     """A rank that needs a row of a large piece keeps a row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])
-    metadata = reading.read_metadata(path, manifest)
+    metadata = read_metadata(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
         staged, place = reading.Staged(), ("model.0.weight", (0, 0), (rows, 6))
         staged.parts[place] = []

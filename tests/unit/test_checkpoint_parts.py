@@ -21,7 +21,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import writing
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
-from te_fsdp.checkpoint.reading import read_metadata, unpickle_metadata
+from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.staging import Staging, blocks_of
 from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums
 from te_fsdp.errors import CheckpointError

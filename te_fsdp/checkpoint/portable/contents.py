@@ -16,10 +16,9 @@ import te_fsdp
 from te_fsdp.checkpoint.directory import latest, open_checkpoint
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
-from te_fsdp.checkpoint.portable.dcp import open_dcp
+from te_fsdp.checkpoint.portable.dcp import check_metadata, open_dcp, stored_tensors
 from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Remainders, Stack
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
-from te_fsdp.checkpoint.reading import check_metadata, stored_tensors
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 

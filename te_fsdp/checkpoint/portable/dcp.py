@@ -1,4 +1,4 @@
-"""Directories of PyTorch's distributed checkpoint (DCP) in one process, read by blocks.
+"""Directories of PyTorch's distributed checkpoint (DCP): their metadata, and the stored pieces, in one process.
 
 Reading a piece through DCP brings the whole piece into memory, and a piece may be a whole embedding. Here the
 header of a piece tells where its bytes lie, and rows are read from there.
@@ -6,21 +6,155 @@ header of a piece tells where its bytes lie, and rows are read from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import math
+import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from te_fsdp.checkpoint.extra import references
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy
 from te_fsdp.checkpoint.portable.torch_files import Heads, Window, stored
-from te_fsdp.checkpoint.reading import read_metadata
-from te_fsdp.errors import CheckpointError
+from te_fsdp.checkpoint.sums import DamagedFileError, crc32, without_collector
+from te_fsdp.errors import CheckpointError, shorten
 
-__all__ = ["Opened", "Piece", "open_dcp"]
+__all__ = [
+    "Opened",
+    "Piece",
+    "check_metadata",
+    "open_dcp",
+    "read_metadata",
+    "stored_tensors",
+    "unpickle_metadata",
+]
+
+
+#: All that DCP's metadata is made of, besides dtypes.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _KNOWN.get(module, ())
+        if not known and module == "torch":
+            known = isinstance(getattr(torch, name, None), torch.dtype)
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
+        return super().find_class(module, name)
+
+
+def unpickle_metadata(data: bytes) -> Metadata:
+    """DCP's ``.metadata``, a pickle, read with its own classes alone.
+
+    Raises:
+        pickle.UnpicklingError: It names something else, or is damaged. Damaged ones may raise anything.
+    """
+    with without_collector():
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
+    return metadata
+
+
+def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
+    """DCP's metadata of a directory, compared with the manifest's checksum before it is unpickled. Local operation.
+
+    Args:
+        path: The directory.
+        manifest: Of a checkpoint of te_fsdp; also says of which save the metadata must be.
+
+    Raises:
+        CheckpointError: It is unreadable, has changed, or is of another save.
+    """
+    try:
+        data = (path / DCP_METADATA).read_bytes()
+        if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
+            raise DamagedFileError("its contents have changed (CRC-32)")
+        metadata = unpickle_metadata(data)
+        if manifest is not None:
+            manifest.check_identity(getattr(metadata.storage_meta, "save_id", None))
+    except Exception as error:
+        kind = "" if isinstance(error, DamagedFileError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"{path}: unreadable {DCP_METADATA} ({kind}{error})",
+            fix="the checkpoint is damaged, load an earlier one",
+        ) from error
+    return metadata
+
+
+def check_metadata(path: Path, manifest: Manifest) -> Metadata:
+    """Every tensor that the manifest lists is in DCP's metadata, which is returned, with its shape and dtype. Local.
+
+    Raises:
+        CheckpointError: The two disagree: the directory was put together from several, or damaged.
+    """
+    metadata = read_metadata(path, manifest)
+    have, wrong = metadata.state_dict_metadata, []
+    for key, shape, dtype in stored_tensors(manifest):
+        saved = have.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            wrong.append(f"{key} is missing")
+            continue
+        there = tuple(saved.size), dtype_name(saved.properties.dtype)
+        if shape is not None and there != (tuple(shape), dtype):
+            wrong.append(f"{key} is {there[0]} {there[1]} instead of {tuple(shape)} {dtype}")
+    if wrong:
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {shorten(wrong)}",
+            why="Its manifest and its tensors are not of one save",
+            fix="load an earlier checkpoint, or copy this one again",
+        )
+    return metadata
+
+
+def stored_tensors(
+    manifest: Manifest, *, empty: bool = False
+) -> Iterator[tuple[str, list[int] | None, str | None]]:
+    """Key, shape and dtype of the tensors that a manifest lists and files hold; no shape for components.
+
+    Args:
+        manifest: Of a checkpoint.
+        empty: Tensors without elements instead, which are stored nowhere.
+    """
+    plain: list[tuple[str, list[int], str]] = []
+    for name, described in {**manifest.parameters, **manifest.buffers}.items():
+        if described.get("format") is None:
+            plain.append((f"model.{name}", described["shape"], described["dtype"]))
+        elif not empty:
+            yield from ((f"model.{name}:{part}", None, None) for part in described["components"])
+    for name in manifest.delayed if not empty else ():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
+    for name, states in (manifest.optimizer or {"state": {}})["state"].items():
+        for key, described in states.items():
+            if "dtype" in described:
+                plain.append((f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]))
+    for described in references(manifest.extra):
+        plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
+    yield from (one for one in plain if empty != bool(math.prod(one[1])))
 
 
 @dataclass
@@ -48,18 +182,30 @@ class Piece(Lazy):
         Raises:
             CheckpointError: Another tensor is there than DCP's metadata says, or none.
         """
-        tensor, key = self.window.objects(), self.window.key
-        got = (
-            (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        )
+        return stored(self._checked(self.window.objects()), self.window.key)
+
+    def within(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them.
+
+        Raises:
+            CheckpointError: See :attr:`header`.
+        """
+        begin, found = self.window.within(data)
+        strides, first = self._checked(found).stride(), int(found.storage_offset())
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
+        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
+
+    def _checked(self, found: Any) -> torch.Tensor:
+        got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
         if got != (self.shape, self.dtype):
             raise CheckpointError(
-                f"{key}: its bytes in {self.window.file}",
+                f"{self.window.key}: its bytes in {self.window.file}",
                 expected=(self.shape, self.dtype),
                 got=got,
                 fix="the checkpoint is damaged, take an earlier one",
             )
-        return stored(tensor, key)
+        return found
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""

@@ -94,7 +94,7 @@ def _kind(length: int, head: bytes) -> tuple[int, bytes]:
     return length, head[: max(0, head.find(_MEMBER, len(_MEMBER)))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Window:
     """A ``torch.save`` file: a whole file, or a part of one, as DCP strings them together.
 
@@ -138,6 +138,16 @@ class Window:
             begin = None if objects is None else objects.record.offset - self.offset  # type: ignore[missing-attribute]
             self.heads.add(self.length, head, begin, objects)
         return objects
+
+    def within(self, data: torch.Tensor) -> tuple[int, Any]:
+        """:meth:`objects` of a file whose bytes are in memory, and the byte at which the data begin."""
+        known = (
+            None if self.heads is None else self.heads.find(self.length, bytes(data[: Heads.BYTES].numpy()))
+        )
+        if known is not None:
+            return known
+        objects = self.objects()
+        return (objects.record.offset - self.offset if isinstance(objects, torch.Tensor) else 0), objects  # type: ignore[missing-attribute]
 
     def _moved(self, tensor: torch.Tensor, begin: int) -> torch.Tensor | None:
         """A tensor of another file as that of this one, whose data begin at some byte of it.
