@@ -393,12 +393,13 @@ class Filling:
         for name, recipe in described.items():
             for key in (key for key in have if key.startswith(f"delayed.{name}:")):
                 shape, dtype = have[key]
-                if key.endswith("amax_history") and (
-                    len(shape) != 2 or shape[0] != recipe["amax_history_len"]
-                ):
+                state, _, what = key.rpartition(".")
+                scales = have.get(f"{state}.scale", ((), None))[0]
+                steps = (recipe["amax_history_len"],) if what == "amax_history" else ()
+                if len(scales) != 1 or tuple(shape) != (*steps, *scales):
                     raise CheckpointError(
                         f"{self.source.path}: {key}",
-                        expected=f"a history of {recipe['amax_history_len']} steps",
+                        expected=f"a history of {recipe['amax_history_len']} steps of as many tensors as have a scale",
                         got=f"shape {shape}",
                         why="Nothing was loaded",
                         fix="the checkpoint is damaged, load an earlier one",

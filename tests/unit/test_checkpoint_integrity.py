@@ -20,6 +20,7 @@ from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import reading, sums
 from te_fsdp.checkpoint.portable.dcp import Piece, read_metadata
 from te_fsdp.checkpoint.portable.torch_files import Heads, Window
+from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,
@@ -255,6 +256,37 @@ def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> No
 
 
 # ----------------------------------------------------------------------------------------- quantized and delayed state
+
+
+@pytest.mark.parametrize(("key", "shape"), [("scale", (3, 1)), ("scale", (2,)), ("amax_history", (7, 3))])
+def test_delayed_state_of_other_shapes_is_refused_first(
+    te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, shape: tuple[int, ...]
+) -> None:
+    """Modules get it last, when a shape that does not fit would leave the model loaded in part."""
+    recipe = __import__("transformer_engine.common.recipe", fromlist=["x"]).DelayedScaling(amax_history_len=8)
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layer = te.Linear(32, 32, device="cpu")
+        with te.autocast(enabled=True, recipe=recipe):
+            layer(torch.randn(32, 32)).sum().backward()
+        return nn.Sequential(layer)
+
+    checkpoint.save(tmp_path / "a", build(0))
+    described = Source.described
+    monkeypatch.setattr(
+        Source,
+        "described",
+        lambda self: {
+            k: (shape, dtype) if k.startswith("delayed.") and k.endswith(f"fwd.{key}") else (there, dtype)
+            for k, (there, dtype) in described(self).items()
+        },
+    )
+    model = build(1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match="a history of 8 steps of as many tensors"):
+        checkpoint.load(tmp_path / "a", model)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize(("saved", "here"), [("delayed", "delayed"), ("none", "mxfp8"), ("mxfp8", "none")])
