@@ -87,7 +87,7 @@ def set_collective_timeout(seconds: float) -> None:
     """
     if not seconds > 0:
         raise CollectiveError(
-            message("set_collective_timeout", expected="a positive number of seconds", got=repr(seconds))
+            "set_collective_timeout", expected="a positive number of seconds", got=repr(seconds)
         )
     _process().timeout = float(seconds)
 

@@ -48,17 +48,12 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
         if name not in have:
             near = meant(name, have)
             fix = f"{near!r}, if that is meant" if near else "name axes of this mesh"
-            raise MeshError(message(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix))
+            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
         if target is not None and target not in ALL_AXES:
             near = meant(target, ALL_AXES, _ELSEWHERE)
             fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis over which weights differ"
             raise MeshError(
-                message(
-                    f"{where}: names[{name!r}]",
-                    expected=f"one of {ALL_AXES}, or None",
-                    got=repr(target),
-                    fix=fix,
-                )
+                f"{where}: names[{name!r}]", expected=f"one of {ALL_AXES}, or None", got=repr(target), fix=fix
             )
     found: list[str | None] = []
     for name, size in zip(have, mesh.shape, strict=True):
@@ -70,12 +65,10 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
             raise MeshError(_unknown_axis(name, size, have))
         if own is not None and own in found:
             raise MeshError(
-                message(
-                    f"{where}: two axes that are {own!r}",
-                    expected="each once",
-                    got=f"axes {have} with names={given}",
-                    fix="flatten them into one, or give one of them another name",
-                )
+                f"{where}: two axes that are {own!r}",
+                expected="each once",
+                got=f"axes {have} with names={given}",
+                fix="flatten them into one, or give one of them another name",
             )
         found.append(own)
     return found
@@ -108,17 +101,13 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
     if mesh is None:
         return
     if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
-        raise MeshError(
-            message(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
-        )
+        raise MeshError(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
     if mesh.ndim != 1:
         raise MeshError(
-            message(
-                f"{where}: {argument}",
-                expected="a 1-D DeviceMesh",
-                got=f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
-                fix=f'pass one axis, for example {argument}=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes',
-            )
+            f"{where}: {argument}",
+            expected="a 1-D DeviceMesh",
+            got=f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
+            fix=f'pass one axis, for example {argument}=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes',
         )
 
 
@@ -135,13 +124,11 @@ def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
     """
     if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
         raise MeshError(
-            message(
-                f"{where}: {argument}",
-                expected="ranks that ascend along every axis",
-                got=mesh.mesh.tolist(),
-                why="Process groups number their ranks in ascending order, so that shards would change places",
-                fix="build the mesh from ascending ranks, as init_device_mesh does",
-            )
+            f"{where}: {argument}",
+            expected="ranks that ascend along every axis",
+            got=mesh.mesh.tolist(),
+            why="Process groups number their ranks in ascending order, so that shards would change places",
+            fix="build the mesh from ascending ranks, as init_device_mesh does",
         )
 
 
@@ -154,14 +141,12 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
     """
     if bool((ranks.diff(dim=1) < 0).any()):
         raise MeshError(
-            message(
-                "Meshes.from_device_mesh: axes dp_shard, cp and ep",
-                expected="ep within cp within dp_shard, so that ranks ascend along the three as one axis",
-                got=f"axes {mesh.mesh_dim_names} over ranks {mesh.mesh.tolist()}",
-                why="Dense weights are sharded over them as one axis, and process groups number their ranks in "
-                "ascending order",
-                fix="build the mesh with dp_shard before cp before ep",
-            )
+            "Meshes.from_device_mesh: axes dp_shard, cp and ep",
+            expected="ep within cp within dp_shard, so that ranks ascend along the three as one axis",
+            got=f"axes {mesh.mesh_dim_names} over ranks {mesh.mesh.tolist()}",
+            why="Dense weights are sharded over them as one axis, and process groups number their ranks in "
+            "ascending order",
+            fix="build the mesh with dp_shard before cp before ep",
         )
 
 
@@ -174,12 +159,10 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()
     ):
         raise MeshError(
-            message(
-                f"Meshes.build: {text}",
-                expected="positive sizes, at most one of them -1",
-                got=tuple(shown.values()),
-                fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
-            )
+            f"Meshes.build: {text}",
+            expected="positive sizes, at most one of them -1",
+            got=tuple(shown.values()),
+            fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
         )
     product = 1
     for size in sizes.values():
@@ -196,10 +179,8 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         else "sizes whose product is WORLD_SIZE"
     )
     raise MeshError(
-        message(
-            f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
-            expected=f"a product equal to WORLD_SIZE = {world_size}",
-            got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
-            fix=fix,
-        )
+        f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
+        expected=f"a product equal to WORLD_SIZE = {world_size}",
+        got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
+        fix=fix,
     )

@@ -31,7 +31,7 @@ from te_fsdp import _torch
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
-from te_fsdp.errors import MeshError, message
+from te_fsdp.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,12 +135,10 @@ class Meshes:
         """
         if not mesh.mesh_dim_names:
             raise MeshError(
-                message(
-                    "Meshes.from_device_mesh: the mesh has unnamed axes",
-                    expected=f"names out of {ALL_AXES}",
-                    got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
-                    fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
-                )
+                "Meshes.from_device_mesh: the mesh has unnamed axes",
+                expected=f"names out of {ALL_AXES}",
+                got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
+                fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
             )
         found = own_names(mesh, names)
         check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
@@ -161,9 +159,7 @@ class Meshes:
         if axis in AXES:
             return int(self.device_mesh.shape[AXES.index(axis)])
         if axis not in ALL_AXES:
-            raise MeshError(
-                message("Meshes.size: unknown axis", expected=f"one of {ALL_AXES}", got=repr(axis))
-            )
+            raise MeshError("Meshes.size: unknown axis", expected=f"one of {ALL_AXES}", got=repr(axis))
         mesh = self.cp if axis == "cp" else self.ep
         return 1 if mesh is None else int(mesh.size())
 
@@ -293,13 +289,11 @@ class Meshes:
         step = -(-total // ep)
         if total < 1 or step * (ep - 1) >= total:
             raise MeshError(
-                message(
-                    f"Meshes.experts: {total} experts over ep={ep}",
-                    expected="at least one expert on every rank",
-                    got=[max(0, min(step, total - rank * step)) for rank in range(ep)],
-                    why="A GroupedLinear has at least one GEMM",
-                    fix="choose an ep size that divides the number of experts",
-                )
+                f"Meshes.experts: {total} experts over ep={ep}",
+                expected="at least one expert on every rank",
+                got=[max(0, min(step, total - rank * step)) for rank in range(ep)],
+                why="A GroupedLinear has at least one GEMM",
+                fix="choose an ep size that divides the number of experts",
             )
         rank = 0 if self.ep is None else self.ep.get_local_rank()
         return range(rank * step, min((rank + 1) * step, total))
@@ -350,12 +344,10 @@ def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
         numbers = sorted(n for stage in found for n in stage.flatten().tolist())
         if numbers != list(range(len(everyone))) or any(stage.shape != ranks.shape[1:] for stage in found):
             raise MeshError(
-                message(
-                    "Meshes.from_device_mesh: a mesh of a part of the ranks",
-                    expected="on every rank the mesh that it is part of, all of one shape",
-                    got=f"ranks {each}",
-                    fix="slice one mesh of all ranks on each of them",
-                )
+                "Meshes.from_device_mesh: a mesh of a part of the ranks",
+                expected="on every rank the mesh that it is part of, all of one shape",
+                got=f"ranks {each}",
+                fix="slice one mesh of all ranks on each of them",
             )
         ranks = torch.stack(found)
     if ranks.shape[0] == 1:
@@ -376,12 +368,10 @@ def as_meshes(given: object, where: str) -> Meshes:
     if isinstance(given, DeviceMesh):
         return Meshes.from_device_mesh(given)
     raise MeshError(
-        message(
-            f"{where}: meshes",
-            expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
-            got=type(given).__name__,
-            fix="te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
-        )
+        f"{where}: meshes",
+        expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
+        got=type(given).__name__,
+        fix="te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
 
 

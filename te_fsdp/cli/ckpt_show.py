@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.portable.diff import compare_contents
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.source import problems_of
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import folded
 
 __all__ = ["check_good", "diff", "inspect", "show_bar", "verify"]
@@ -44,11 +44,9 @@ def check_good(contents: Contents, as_json: bool) -> None:
         problems = check_files(path, manifest, sorted(manifest.files), checksums=True, tick=tick)
     if problems:
         raise CheckpointError(
-            message(
-                f"{path}: damaged checkpoint: {'; '.join(problems)}",
-                why="Nothing was written",
-                fix="take an earlier one, or copy this one again",
-            )
+            f"{path}: damaged checkpoint: {'; '.join(problems)}",
+            why="Nothing was written",
+            fix="take an earlier one, or copy this one again",
         )
 
 
@@ -205,12 +203,10 @@ def verify(path: Path, *, as_json: bool) -> int:
     where, kind = resolve(path)
     if kind != CHECKPOINT:
         raise CheckpointError(
-            message(
-                f"{where}: no checksums to verify",
-                expected="a checkpoint of te_fsdp",
-                got=kind,
-                fix="convert it to a checkpoint, or compare it with another copy: te-fsdp ckpt diff",
-            )
+            f"{where}: no checksums to verify",
+            expected="a checkpoint of te_fsdp",
+            got=kind,
+            fix="convert it to a checkpoint, or compare it with another copy: te-fsdp ckpt diff",
         )
     files = read_manifest(where).files
     total = sum(listed[0] for listed in files.values())

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout.rules import ParameterRule
 
 __all__ = ["Box", "Coordinates", "chunk_range", "cut_boxes", "shard_boxes"]
@@ -114,12 +114,10 @@ def _tp_boxes(
     heights = [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
     if sum(heights) != rows or any(h % at.tp_size for h in heights):
         raise PlacementError(
-            message(
-                f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",
-                expected=f"every block divisible by tp size {at.tp_size}",
-                got=f"block sizes {heights}",
-                fix="choose a dimension or a tp size that divides",
-            )
+            f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",
+            expected=f"every block divisible by tp size {at.tp_size}",
+            got=f"block sizes {heights}",
+            fix="choose a dimension or a tp size that divides",
         )
     boxes, block_start, local_start = [], 0, 0
     for height in heights:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from te_fsdp.errors import MeshError, message
+from te_fsdp.errors import MeshError
 
 __all__ = ["ExpertRange", "expert_index", "expert_ranges"]
 
@@ -82,13 +82,11 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
     if list(counts) != fitting or 0 in counts:
         even = "choose an ep size that divides the number of experts"
         raise MeshError(
-            message(
-                f"{label}: experts over ep={ranks}",
-                expected=f"{total} experts dealt out as {fitting}, at least one on each rank",
-                got=f"num_gemms of the ranks {list(counts)}",
-                why="Which expert a weight belongs to follows from how many the ranks before hold",
-                fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
-            )
+            f"{label}: experts over ep={ranks}",
+            expected=f"{total} experts dealt out as {fitting}, at least one on each rank",
+            got=f"num_gemms of the ranks {list(counts)}",
+            why="Which expert a weight belongs to follows from how many the ranks before hold",
+            fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
         )
     firsts = [sum(counts[:rank]) for rank in range(ranks)]
     return [ExpertRange(first, count, total, step) for first, count in zip(firsts, counts, strict=True)]

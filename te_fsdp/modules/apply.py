@@ -13,7 +13,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import KEY, Binding, binding_of
-from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
 from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
@@ -236,11 +236,7 @@ def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.
     if rule.shard_dim is not None and binding.tp_mesh is not None:
         if rule.shard_dim >= local.ndim:
             raise PlacementError(
-                message(
-                    f"{binding.name}: shard dim {rule.shard_dim}",
-                    expected=f"{local.ndim} dims",
-                    got=tuple(shape),
-                )
+                f"{binding.name}: shard dim {rule.shard_dim}", expected=f"{local.ndim} dims", got=tuple(shape)
             )
         shape[rule.shard_dim] *= binding.tp_mesh.size()
         placements[-1] = Shard(rule.shard_dim)
@@ -256,11 +252,9 @@ def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -
         return _torch.concatenated_meshes(ep_mesh, tp_mesh)
     except RuntimeError as error:
         raise MeshError(
-            message(
-                f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
-                expected="axes of one mesh",
-                got=f"{ep_mesh} and {tp_mesh}",
-                why=str(error),
-                fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
-            )
+            f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
+            expected="axes of one mesh",
+            got=f"{ep_mesh} and {tp_mesh}",
+            why=str(error),
+            fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
         ) from error

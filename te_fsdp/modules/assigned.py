@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +54,11 @@ def _check(label: str, parameter: DTensor, value: torch.Tensor) -> None:
     else:
         return
     raise PlacementError(
-        message(
-            f"{label}: load_state_dict(assign=True) of a sharded parameter",
-            expected=wanted,
-            got=got,
-            why="It would take the place of this rank's part",
-            fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
-            "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
-            "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
-        )
+        f"{label}: load_state_dict(assign=True) of a sharded parameter",
+        expected=wanted,
+        got=got,
+        why="It would take the place of this rank's part",
+        fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
+        "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
     )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.binding import KEY, Binding, Installed, binding_of
-from te_fsdp.errors import InitError, PrecisionError, message
+from te_fsdp.errors import InitError, PrecisionError
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.modules.replaced import note_replaced, replacing
@@ -157,13 +157,11 @@ def _check_still_quantized(
         return
     if not _te.is_quantized(_torch.local_of(new)):
         raise PrecisionError(
-            message(
-                f"{binding.label(name)}: shards of a quantized weight",
-                expected=f"{_te.format_of(_torch.local_of(old))} shards",
-                got=f"{new.dtype} shards",
-                why="FSDP2 splits by tensor operations that TE answers with dequantized copies",
-                fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
-            )
+            f"{binding.label(name)}: shards of a quantized weight",
+            expected=f"{_te.format_of(_torch.local_of(old))} shards",
+            got=f"{new.dtype} shards",
+            why="FSDP2 splits by tensor operations that TE answers with dequantized copies",
+            fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
         )
 
 
@@ -235,11 +233,9 @@ class ForeignModule(MeshModule):
             unset = initialize_by_reset(self, stock)
         if unset:
             raise InitError(
-                message(
-                    f"{', '.join(binding.label(name) for name in unset)}: never initialised",
-                    expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
-                    got="values left unset",
-                    why="They would hold whatever the memory held",
-                    fix="fill them in reset_parameters",
-                )
+                f"{', '.join(binding.label(name) for name in unset)}: never initialised",
+                expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
+                got="values left unset",
+                why="They would hold whatever the memory held",
+                fix="fill them in reset_parameters",
             )

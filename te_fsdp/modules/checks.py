@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.binding import Binding, binding_of, is_exempt
-from te_fsdp.errors import MeshError, OrderError, message
+from te_fsdp.errors import MeshError, OrderError
 from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.experts import Selection, deal_out, find_experts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
@@ -92,13 +92,11 @@ def _check_apart(experts: Meshing, where: str) -> None:
         both = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
         if len(both) > 1:
             raise MeshError(
-                message(
-                    f"{where}: {argument}",
-                    expected="one rank of ep_mesh at most, this one",
-                    got=f"ranks {both} of both",
-                    why="Ranks along ep hold different experts, and share no weight",
-                    fix=f"pass te_fsdp.Meshes(...).{attribute}",
-                )
+                f"{where}: {argument}",
+                expected="one rank of ep_mesh at most, this one",
+                got=f"ranks {both} of both",
+                why="Ranks along ep hold different experts, and share no weight",
+                fix=f"pass te_fsdp.Meshes(...).{attribute}",
             )
 
 
@@ -111,12 +109,10 @@ def _check_nested(
     tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
     if not tp <= weight:
         raise MeshError(
-            message(
-                what,
-                expected=f"a mesh that contains the tp ranks {sorted(tp)}",
-                got=f"ranks {sorted(weight)}",
-                fix=f"pass te_fsdp.Meshes(...){attribute}, the flattened (dp_shard, tp) mesh",
-            )
+            what,
+            expected=f"a mesh that contains the tp ranks {sorted(tp)}",
+            got=f"ranks {sorted(weight)}",
+            fix=f"pass te_fsdp.Meshes(...){attribute}, the flattened (dp_shard, tp) mesh",
         )
 
 
@@ -133,13 +129,11 @@ def _check_item(item: Planned, meshes: Meshing) -> None:
     for name, parameter in item.module._parameters.items():
         if isinstance(parameter, DTensor) and (item.kind is not None or parameter.device_mesh != tp_mesh):
             raise OrderError(
-                message(
-                    f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
-                    expected="a plain parameter, as TE makes it",
-                    got=f"DTensor with placements {tuple(parameter.placements)}",
-                    why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
-                    fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
-                )
+                f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
+                expected="a plain parameter, as TE makes it",
+                got=f"DTensor with placements {tuple(parameter.placements)}",
+                why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
+                fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
             )
         if parameter is None or item.kind is None:
             continue
@@ -151,25 +145,21 @@ def _check_item(item: Planned, meshes: Meshing) -> None:
             continue
         if _te.needs_shared_amax(quantizer):
             raise MeshError(
-                message(
-                    f"{label}.{name}: {which}_mesh of a quantized weight with one scale per tensor",
-                    expected="the mesh of all ranks that hold pieces of it",
-                    got="None",
-                    why="Each rank would quantize its piece with a scale of its own",
-                    fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
-                )
+                f"{label}.{name}: {which}_mesh of a quantized weight with one scale per tensor",
+                expected="the mesh of all ranks that hold pieces of it",
+                got="None",
+                why="Each rank would quantize its piece with a scale of its own",
+                fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
             )
     group = getattr(item.module, "tp_group", None)
     if item.kind in PARALLEL_KINDS and group is not None and tp_mesh is not None and item.module.tp_size > 1:
         have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
         if sorted(have) != sorted(want):
             raise MeshError(
-                message(
-                    f"{label}: tp_mesh",
-                    expected=f"the ranks of tp_group, {have}",
-                    got=want,
-                    fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
-                )
+                f"{label}: tp_mesh",
+                expected=f"the ranks of tp_group, {have}",
+                got=want,
+                fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
             )
 
 
@@ -202,13 +192,11 @@ def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:
             "bind a model once; build a new one for a new mesh",
         )
     raise OrderError(
-        message(
-            f"{label}: {what}",
-            expected=_meant(Meshing(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)),
-            got=_meant(meshes),
-            why="The parameters are placed already",
-            fix=fix,
-        )
+        f"{label}: {what}",
+        expected=_meant(Meshing(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)),
+        got=_meant(meshes),
+        why="The parameters are placed already",
+        fix=fix,
     )
 
 

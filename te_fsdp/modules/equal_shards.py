@@ -18,7 +18,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import InitError, message
+from te_fsdp.errors import InitError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,16 +82,14 @@ def refuse_equal_shards(found: list[str]) -> None:
         return
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     raise InitError(
-        message(
-            f"{'; '.join(found[:3])}{more}: equal values where each rank holds another part",
-            expected="different values on ranks that hold different rows, columns or experts",
-            got="those of one random state, as equal seeds draw them",
-            why="Training would keep them equal, so that the model learns what one rank's part can",
-            fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
-            "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
-            "another seed on each of these ranks, and equal seeds for what they replicate; or load values before. "
-            f"Where equal parts are meant, set parameter.{MEANT} = True",
-        )
+        f"{'; '.join(found[:3])}{more}: equal values where each rank holds another part",
+        expected="different values on ranks that hold different rows, columns or experts",
+        got="those of one random state, as equal seeds draw them",
+        why="Training would keep them equal, so that the model learns what one rank's part can",
+        fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
+        "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
+        "another seed on each of these ranks, and equal seeds for what they replicate; or load values before. "
+        f"Where equal parts are meant, set parameter.{MEANT} = True",
     )
 
 

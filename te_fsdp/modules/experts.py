@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from te_fsdp import _te
 from te_fsdp.agree import gather, raised_on_all_ranks
 from te_fsdp.binding import NO_SHARD
-from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.modules.plan import Planned, quantizable
 from te_fsdp.modules.single import single_cuts
@@ -49,12 +49,10 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
         found = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
         if not found:
             raise PlacementError(
-                message(
-                    f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
-                    expected="a GroupedLinear, or a module that holds some",
-                    got="none of that name or class",
-                    fix="name modules as model.named_modules() does",
-                )
+                f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
+                expected="a GroupedLinear, or a module that holds some",
+                got="none of that name or class",
+                fix="name modules as model.named_modules() does",
             )
         chosen.update(found)
     return chosen
@@ -103,13 +101,11 @@ def _ranges(told: list[dict[str, tuple[int, str]]], where: str) -> dict[str, lis
         if differ:
             expected = told[0].get(differ[0], (0, "no such module"))[1]
             raise MeshError(
-                message(
-                    f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(told)}",
-                    expected=f"on rank {rank} of ep as on the first: {expected}",
-                    got=modules.get(differ[0], (0, "no such module"))[1],
-                    why="Experts of one layer may lie on any rank, and differ in their values alone",
-                    fix="build the model from the same configuration on all ranks; num_gemms alone may differ",
-                )
+                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(told)}",
+                expected=f"on rank {rank} of ep as on the first: {expected}",
+                got=modules.get(differ[0], (0, "no such module"))[1],
+                why="Experts of one layer may lie on any rank, and differ in their values alone",
+                fix="build the model from the same configuration on all ranks; num_gemms alone may differ",
             )
     return {
         name: expert_ranges([modules[name][0] for modules in told], name or "GroupedLinear")

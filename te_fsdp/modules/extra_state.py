@@ -30,7 +30,7 @@ import torch
 
 from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.shards import shard_info
 from te_fsdp.modules.state_entry import DamagedEntryError, condition_of, marks_of, pack, unpack
 
@@ -84,13 +84,11 @@ class _NotForDcp(_Entry):
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> NoReturn:
         """DCP asks for this when it plans to write the tensor."""
         raise CheckpointError(
-            message(
-                f"{fqn}: delayed scaling's state in a plain state dict",
-                expected="a state dict for torch.save or load_state_dict",
-                got="torch.distributed.checkpoint",
-                why="A model that has not run yet could not take it back, and would lose the amax history in silence",
-                fix="save with te_fsdp.checkpoint.save (dropping the _extra_state keys loses the amax history)",
-            )
+            f"{fqn}: delayed scaling's state in a plain state dict",
+            expected="a state dict for torch.save or load_state_dict",
+            got="torch.distributed.checkpoint",
+            why="A model that has not run yet could not take it back, and would lose the amax history in silence",
+            fix="save with te_fsdp.checkpoint.save (dropping the _extra_state keys loses the amax history)",
         )
 
 
@@ -157,13 +155,11 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
         found = unpack(state.as_subclass(torch.Tensor))
     except DamagedEntryError as error:
         raise CheckpointError(
-            message(
-                f"{_label(module)}._extra_state of a state dict",
-                expected="the bytes that state_dict() gave, in any dtype that holds whole numbers up to 255",
-                got=f"other ones: {error}",
-                why="The amax history of delayed scaling would be lost in silence",
-                fix="leave entries of uint8 out when values are changed, or keep them in 16 bits or more",
-            )
+            f"{_label(module)}._extra_state of a state dict",
+            expected="the bytes that state_dict() gave, in any dtype that holds whole numbers up to 255",
+            got=f"other ones: {error}",
+            why="The amax history of delayed scaling would be lost in silence",
+            fix="leave entries of uint8 out when values are changed, or keep them in 16 bits or more",
         ) from error
     return (saved, None, state) if found is None else (found[0] or None, found[1], None)
 
@@ -176,13 +172,11 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
     if saved in (condition, rows) or (saved is None and not cut):
         return
     raise CheckpointError(
-        message(
-            f"{_label(module)}: weights of a plain state dict",
-            expected=condition_of(condition) if condition else "no condition",
-            got=condition_of(saved) if saved else "no condition (an unsharded module)",
-            why="Its rows or blocks lie otherwise than here, and would be scrambled",
-            fix="save and load with te_fsdp.checkpoint, which fits any mesh",
-        )
+        f"{_label(module)}: weights of a plain state dict",
+        expected=condition_of(condition) if condition else "no condition",
+        got=condition_of(saved) if saved else "no condition (an unsharded module)",
+        why="Its rows or blocks lie otherwise than here, and would be scrambled",
+        fix="save and load with te_fsdp.checkpoint, which fits any mesh",
     )
 
 
@@ -193,12 +187,10 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
         have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
         if have != got:
             raise CheckpointError(
-                message(
-                    f"{_label(module)}: delayed scaling's {key} of a state dict",
-                    expected=f"scales of shape {have}",
-                    got=got,
-                    fix="load the state dict of a model of the same modules",
-                )
+                f"{_label(module)}: delayed scaling's {key} of a state dict",
+                expected=f"scales of shape {have}",
+                got=got,
+                fix="load the state dict of a model of the same modules",
             )
     for key, state in _te_delayed.make_delayed_states(module, saved["recipe"]).items():
         state.scale.copy_(saved[f"{key}.scale"])

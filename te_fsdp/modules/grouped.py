@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.modules.single import SingleModule
 
@@ -82,14 +82,12 @@ def _check_apart(module: GroupedModule, name: str, parameter: DTensor) -> None:
     both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())
     if len(both) > 1:
         raise PlacementError(
-            message(
-                f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
-                expected="ranks that hold the same experts",
-                got="ranks along ep, which hold others",
-                why="Shards of different experts would be gathered as one weight",
-                fix="use te_fsdp.fully_shard, or call torch's on each expert module first, with mesh="
-                "meshes.expert_fsdp_with_size_one",
-            )
+            f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
+            expected="ranks that hold the same experts",
+            got="ranks along ep, which hold others",
+            why="Shards of different experts would be gathered as one weight",
+            fix="use te_fsdp.fully_shard, or call torch's on each expert module first, with mesh="
+            "meshes.expert_fsdp_with_size_one",
         )
 
 
@@ -116,14 +114,12 @@ def _check_divided(module: torch.nn.Module, binding: Binding) -> None:
     if managed and factor is None:
         assert binding.ep_mesh is not None
         raise OrderError(
-            message(
-                f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
-                expected="a gradient divide factor of the expert module's own FSDP2 unit",
-                got="none",
-                why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
-                f"it sees: {binding.ep_mesh.size()} times too little",
-                fix="call module.set_gradient_divide_factor(number of data-parallel ranks, ep included), or use "
-                "te_fsdp.fully_shard",
-            )
+            f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
+            expected="a gradient divide factor of the expert module's own FSDP2 unit",
+            got="none",
+            why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
+            f"it sees: {binding.ep_mesh.size()} times too little",
+            fix="call module.set_gradient_divide_factor(number of data-parallel ranks, ep included), or use "
+            "te_fsdp.fully_shard",
         )
     binding.divided = True

@@ -16,7 +16,7 @@ from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import InitError, OrderError, message
+from te_fsdp.errors import InitError, OrderError
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
@@ -55,12 +55,10 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
     left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
     if left:
         raise OrderError(
-            message(
-                f"{left[0]}: forward before te_fsdp.materialize",
-                expected="parameters with values, on the device",
-                got=f"{len(left)} parameter(s) on meta",
-                fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
-            )
+            f"{left[0]}: forward before te_fsdp.materialize",
+            expected="parameters with values, on the device",
+            got=f"{len(left)} parameter(s) on meta",
+            fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
         )
 
 
@@ -201,13 +199,11 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
         same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
     if not same:
         raise InitError(
-            message(
-                f"{label}: initialisation with different random states",
-                expected="equal states on all ranks of the mesh",
-                got="differing states",
-                why="Shards of different initialisations, and replicas that disagree, would train silently wrong",
-                fix="call torch.manual_seed with one seed on all ranks before, or pass seed= to te_fsdp.materialize",
-            )
+            f"{label}: initialisation with different random states",
+            expected="equal states on all ranks of the mesh",
+            got="differing states",
+            why="Shards of different initialisations, and replicas that disagree, would train silently wrong",
+            fix="call torch.manual_seed with one seed on all ranks before, or pass seed= to te_fsdp.materialize",
         )
 
 
@@ -294,10 +290,8 @@ def _has_sentinel(tensor: torch.Tensor) -> bool:
 def _check_filled(full: torch.Tensor, label: str) -> None:
     if _has_sentinel(full):
         raise InitError(
-            message(
-                f"{label}: never initialised",
-                expected="an init method that fills the whole tensor",
-                got="values left unset",
-                fix="pass an init_method to the TE module that fills the tensor in place",
-            )
+            f"{label}: never initialised",
+            expected="an init method that fills the whole tensor",
+            got="values left unset",
+            fix="pass an init_method to the TE module that fills the tensor in place",
         )

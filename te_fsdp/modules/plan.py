@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import MeshError, PlacementError, message
+from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.layout import table
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
@@ -95,12 +95,10 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
         if kind == "unknown":
             if own and tp_size > 1:
                 raise PlacementError(
-                    message(
-                        f"{label}: {type(module).__name__} has no placement rule",
-                        expected=f"one of {', '.join(_te.KINDS)}",
-                        why="Its parameters would be saved and reduced wrongly under tensor parallelism",
-                        fix="use one of these modules, or no tensor parallelism",
-                    )
+                    f"{label}: {type(module).__name__} has no placement rule",
+                    expected=f"one of {', '.join(_te.KINDS)}",
+                    why="Its parameters would be saved and reduced wrongly under tensor parallelism",
+                    fix="use one of these modules, or no tensor parallelism",
                 )
             continue
         if kind is None and not own:
@@ -109,11 +107,9 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
         missing = sorted(own.keys() - rules.keys())
         if missing:
             raise PlacementError(
-                message(
-                    f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
-                    expected=f"the parameters of {kind}",
-                    fix="give parameters of your own to a module of your own",
-                )
+                f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
+                expected=f"the parameters of {kind}",
+                fix="give parameters of your own to a module of your own",
             )
         planned.append(Planned(name, module, kind, {n: rules[n] for n in own}))
     return planned
@@ -217,13 +213,11 @@ def _check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
         got = f"tp_size={built_for}"
         fix = f"build the module with tp_size={tp_size} (or tp_group of that size) and its parallel mode"
     raise MeshError(
-        message(
-            f"{label} ({kind}): tp_mesh of size {tp_size}",
-            expected=f"a module built with tp_size={tp_size}",
-            got=got,
-            why="Sizes were divided by tp_size when the module was built",
-            fix=fix,
-        )
+        f"{label} ({kind}): tp_mesh of size {tp_size}",
+        expected=f"a module built with tp_size={tp_size}",
+        got=got,
+        why="Sizes were divided by tp_size when the module was built",
+        fix=fix,
     )
 
 
@@ -247,7 +241,7 @@ def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
         why = "TE divides the heads but not the projections"
     if problem:
         fix = "set_parallel_mode=True" if "parallel_mode" in problem else f"leave {problem.split('=')[0]} off"
-        raise PlacementError(message(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix))
+        raise PlacementError(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix)
 
 
 def _useless_sequence_parallel(module: Any, kind: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.parameters import KEY, Facts, facts_of, noted
 
 if TYPE_CHECKING:
@@ -89,13 +89,11 @@ def _refuse(optimizer: Optimizer) -> None:
     name, by = noted(next(iter(marked.values()))).replaced or ("", "")
     more = f", and {len(marked) - 1} more of its {len(held)}" if len(marked) > 1 else ""
     raise OrderError(
-        message(
-            f"{type(optimizer).__name__}.step: {name}{more}",
-            expected="parameters that the model has now",
-            got=f"one from before {by}, which has replaced it",
-            why="Gradients go to the new parameter: the step would change nothing",
-            fix="build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
-        )
+        f"{type(optimizer).__name__}.step: {name}{more}",
+        expected="parameters that the model has now",
+        got=f"one from before {by}, which has replaced it",
+        why="Gradients go to the new parameter: the step would change nothing",
+        fix="build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
     )
 
 

@@ -64,12 +64,10 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     have = tuple(_torch.local_of(parameter).shape)
     if have != local_shape:
         raise PlacementError(
-            message(
-                f"{label}: local shape",
-                expected=f"{local_shape} of {original} at {at}",
-                got=have,
-                fix="do not replace local tensors by hand; bind and shard the model again",
-            )
+            f"{label}: local shape",
+            expected=f"{local_shape} of {original} at {at}",
+            got=have,
+            fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))
 
@@ -89,11 +87,7 @@ def _coordinates(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> 
     ]
     if len(cuts) > 1:
         raise PlacementError(
-            message(
-                f"{label}: placements {tuple(placements)}",
-                expected="at most one FSDP shard axis",
-                got=len(cuts),
-            )
+            f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
         )
     tp = (mesh.size(tp_axis), coordinate[tp_axis]) if tp_axis is not None else (1, 0)
     ep = (mesh.size(ep_axis), coordinate[ep_axis]) if ep_axis is not None else (1, 0)

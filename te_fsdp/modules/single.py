@@ -21,7 +21,7 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp._te_grouped import GroupedReads, grouped_path_problem
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
 from te_fsdp.parameters import carry_over
@@ -101,7 +101,7 @@ def check_single(module: Any, label: str) -> None:
     if problem:
         flags = ", ".join(f"single_grouped_{name}=True" for name in names)
         raise PlacementError(
-            message(f"{label} (GroupedLinear): {flags} with {problem} is not supported", why=why, fix=fix)
+            f"{label} (GroupedLinear): {flags} with {problem} is not supported", why=why, fix=fix
         )
 
 
@@ -117,13 +117,11 @@ def check_switch(options: dict[str, Any]) -> None:
     asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
     if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
         raise PlacementError(
-            message(
-                f"GroupedLinear: {', '.join(asked)}",
-                expected=f"the environment variable {_SWITCH}=1",
-                got=os.environ.get(_SWITCH, "not set"),
-                why="TransformerEngine otherwise makes one parameter per expert, with a warning alone",
-                fix=f"set {_SWITCH}=1 before the model is built, or leave the option off",
-            )
+            f"GroupedLinear: {', '.join(asked)}",
+            expected=f"the environment variable {_SWITCH}=1",
+            got=os.environ.get(_SWITCH, "not set"),
+            why="TransformerEngine otherwise makes one parameter per expert, with a warning alone",
+            fix=f"set {_SWITCH}=1 before the model is built, or leave the option off",
         )
 
 
@@ -139,12 +137,10 @@ def check_single_recipe(module: Any, label: str) -> None:
     problem = grouped_path_problem(recipe)
     if problem:
         raise PrecisionError(
-            message(
-                f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
-                expected="a recipe for which TransformerEngine has grouped kernels on this device",
-                why=problem,
-                fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
-            )
+            f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
+            expected="a recipe for which TransformerEngine has grouped kernels on this device",
+            why=problem,
+            fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
         )
 
 

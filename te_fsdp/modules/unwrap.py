@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from te_fsdp import _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -155,11 +155,9 @@ def _check_gathered(binding: Binding, name: str, parameter: DTensor) -> None:
     if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
         return
     raise OrderError(
-        message(
-            f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
-            expected="the gathered parameter",
-            got=f"a shard of it, placements {tuple(parameter.placements)}",
-            why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
-            fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
-        )
+        f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
+        expected="the gathered parameter",
+        got=f"a shard of it, placements {tuple(parameter.placements)}",
+        why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
+        fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp.errors import OrderError, PrecisionError, message
+from te_fsdp.errors import OrderError, PrecisionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,21 +91,17 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     comm = comm_of(model)
     if comm is None:
         raise OrderError(
-            message(
-                f"grad_comm({type(model).__name__})",
-                expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
-                got="a module without one",
-                fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
-            )
+            f"grad_comm({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
+            got="a module without one",
+            fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
         )
     if dtype is not None and dtype not in COMM_DTYPES:
         raise PrecisionError(
-            message(
-                "grad_comm: wrong dtype",
-                expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
-                got=dtype,
-                fix="gradients travel in floating-point dtypes that every transport can add",
-            )
+            "grad_comm: wrong dtype",
+            expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
+            got=dtype,
+            fix="gradients travel in floating-point dtypes that every transport can add",
         )
     before, comm.dtype = comm.dtype, dtype
     try:
@@ -275,13 +271,11 @@ def _add_in_fp32(received: torch.Tensor, group: dist.ProcessGroup, op: Any) -> t
         return total.div_(ranks)
     if op != dist.ReduceOp.SUM:
         raise PrecisionError(
-            message(
-                "fp32 sum of gradients",
-                expected="ReduceOp.SUM or ReduceOp.AVG",
-                got=op,
-                why="A premultiplied sum is computed inside the transport",
-                fix="call set_force_sum_reduction_for_comms(True) on units with a gradient divide factor",
-            )
+            "fp32 sum of gradients",
+            expected="ReduceOp.SUM or ReduceOp.AVG",
+            got=op,
+            why="A premultiplied sum is computed inside the transport",
+            fix="call set_force_sum_reduction_for_comms(True) on units with a gradient divide factor",
         )
     return total
 

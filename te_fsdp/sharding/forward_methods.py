@@ -8,7 +8,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp import _torch
 from te_fsdp.binding import is_exempt
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.parameters import places_of
 from te_fsdp.sharding.state import sharding_state
 from te_fsdp.sharding.steps import watch_method
@@ -39,10 +39,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     """
     if not callable(getattr(module, method, None)):
         raise PlacementError(
-            message(
-                f"register_forward_method: {type(module).__name__} has no method {method!r}",
-                expected="the name of a method",
-            )
+            f"register_forward_method: {type(module).__name__} has no method {method!r}",
+            expected="the name of a method",
         )
     if _torch.is_fsdp_module(module):
         register_fsdp_forward_method(module, method)
@@ -51,14 +49,12 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         watch_method(module, method)
     elif not _is_whole(module):
         raise OrderError(
-            message(
-                f"register_forward_method({type(module).__name__}, {method!r})",
-                expected="a unit, after te_fsdp.fully_shard",
-                got="a module that gathers nothing by itself",
-                why="Its weights are gathered by the unit around it, so the method would see shards",
-                fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
-                "a method of the unit",
-            )
+            f"register_forward_method({type(module).__name__}, {method!r})",
+            expected="a unit, after te_fsdp.fully_shard",
+            got="a module that gathers nothing by itself",
+            why="Its weights are gathered by the unit around it, so the method would see shards",
+            fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
+            "a method of the unit",
         )
 
 

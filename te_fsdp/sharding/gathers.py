@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _fsdp2
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.sharding.state import (
     ShardingState,
     mark_gathered,
@@ -98,10 +98,8 @@ def _sharded_units(state: ShardingState, units: Iterable[str] | None, where: str
     unknown = sorted(wanted - set(order))
     if unknown:
         raise PlacementError(
-            message(
-                f"{where}: {unknown[0]!r} is no sharded unit",
-                expected=f"names out of {order[:8]}",
-                fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
-            )
+            f"{where}: {unknown[0]!r} is no sharded unit",
+            expected=f"names out of {order[:8]}",
+            fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
         )
     return [name for name in order if name in wanted]

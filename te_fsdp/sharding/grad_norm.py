@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
-from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.parameters import facts_of, noted
 from te_fsdp.sharding.outer_gradients import averaged
 from te_fsdp.sharding.reductions import require_reduced
@@ -70,12 +70,10 @@ def clip_grad_norm_(
     total = grad_norm(chosen, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
-            message(
-                f"clip_grad_norm_: the gradients' norm of order {norm_type}",
-                expected="a finite number",
-                got=float(total),
-                fix="look for NaN or infinite gradients, or pass error_if_nonfinite=False",
-            )
+            f"clip_grad_norm_: the gradients' norm of order {norm_type}",
+            expected="a finite number",
+            got=float(total),
+            fix="look for NaN or infinite gradients, or pass error_if_nonfinite=False",
         )
     factor = torch.clamp(max_norm / (total + _MARGIN), max=1.0)
     gradients = [_torch.local_of(p.grad) for p in chosen if p.grad is not None]
@@ -186,13 +184,11 @@ def _check_reduced(parameter: torch.Tensor) -> None:
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
         raise PlacementError(
-            message(
-                f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
-                expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
-                got=f"{tuple(gradient.placements)}",
-                why="The ranks' parts have not been added up",
-                fix="clip after the last backward of the step, when gradients are reduced",
-            )
+            f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
+            expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
+            got=f"{tuple(gradient.placements)}",
+            why="The ranks' parts have not been added up",
+            fix="clip after the last backward of the step, when gradients are reduced",
         )
 
 

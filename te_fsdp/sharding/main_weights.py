@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters, refuse
 from te_fsdp.sharding.optimizer import check_optimizer, remember
 from te_fsdp.sharding.outer_dicts import make_stand_ins
@@ -63,12 +63,10 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         low = [p for g in optimizer.param_groups for p in g["params"] if is_low(p)]
         if any(optimizer.state.get(p) for p in low):
             raise OrderError(
-                message(
-                    f"main_weights({type(optimizer).__name__}) after its first step",
-                    expected="an optimizer without state",
-                    got="state that belongs to low-precision parameters",
-                    fix="call te_fsdp.main_weights right after the optimizer was built",
-                )
+                f"main_weights({type(optimizer).__name__}) after its first step",
+                expected="an optimizer without state",
+                got="state that belongs to low-precision parameters",
+                fix="call te_fsdp.main_weights right after the optimizer was built",
             )
         if low:
             stand_ins = make_stand_ins(optimizer, cuts=False)

@@ -66,12 +66,10 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
     state = sharding_state(model)
     if state is None or state.nan_report is not None:
         raise OrderError(
-            message(
-                f"report_nan({type(model).__name__})",
-                expected="the model that te_fsdp.fully_shard was called on, once",
-                got="one that was not" if state is None else "one that is watched already",
-                fix="call te_fsdp.fully_shard before, and remove() of an earlier watch",
-            )
+            f"report_nan({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on, once",
+            got="one that was not" if state is None else "one that is watched already",
+            fix="call te_fsdp.fully_shard before, and remove() of an earlier watch",
         )
     return NanReport(state, action)
 

@@ -91,11 +91,9 @@ def _check_unsharded(module: nn.Module) -> None:
     if _torch.is_fsdp_module(module) or (binding is not None and binding.under_fsdp):
         label = (binding.name if binding is not None else "") or type(module).__name__
         raise OrderError(
-            message(
-                f"{label}: fsdp_no_shard on a module that is sharded already",
-                why="Its parameters are cut, or their gradients are reduced by FSDP2",
-                fix="call te_fsdp.fsdp_no_shard before te_fsdp.fully_shard",
-            )
+            f"{label}: fsdp_no_shard on a module that is sharded already",
+            why="Its parameters are cut, or their gradients are reduced by FSDP2",
+            fix="call te_fsdp.fsdp_no_shard before te_fsdp.fully_shard",
         )
 
 
@@ -251,10 +249,8 @@ def _check_agreed(places: list[tuple[str, nn.Module, str, bool]]) -> None:
     others = [label for label, _, _, flag in places if not flag]
     if exempt and others:
         raise PlacementError(
-            message(
-                f"{exempt[0]} is exempt from sharding, but tied to {', '.join(others)}",
-                expected="all owners of a tied parameter exempt, or none",
-                why="One tensor cannot be whole for one owner and cut for another",
-                fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
-            )
+            f"{exempt[0]} is exempt from sharding, but tied to {', '.join(others)}",
+            expected="all owners of a tied parameter exempt, or none",
+            why="One tensor cannot be whole for one owner and cut for another",
+            fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
         )

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.no_shard_bucket import Bucket, Part, Ranks, all_ranks, current_stream, pack
 from te_fsdp.sharding.no_shard_overlap import Reduction, UnitOrder
@@ -126,11 +126,9 @@ class ReplicatedGradients:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
-            message(
-                "deepcopy of a model with no_shard parameters after fully_shard",
-                why="The copy's gradients would be reduced together with the original's",
-                fix="copy the model before te_fsdp.fully_shard",
-            )
+            "deepcopy of a model with no_shard parameters after fully_shard",
+            why="The copy's gradients would be reduced together with the original's",
+            fix="copy the model before te_fsdp.fully_shard",
         )
 
     # ------------------------------------------------------------------------------------- what the schedule asks
@@ -302,13 +300,11 @@ class ReplicatedGradients:
         """
         if slot in self._away:
             raise OrderError(
-                message(
-                    f"{slot.exempt.label}: a gradient after the reduction of its unit has begun",
-                    expected="no more uses of the parameter than in the first backward that reduced",
-                    got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
-                    fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
-                    "te_fsdp.finish_grad_reduce(model)",
-                )
+                f"{slot.exempt.label}: a gradient after the reduction of its unit has begun",
+                expected="no more uses of the parameter than in the first backward that reduced",
+                got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
+                fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
+                "te_fsdp.finish_grad_reduce(model)",
             )
         if self._reduction is None:
             return

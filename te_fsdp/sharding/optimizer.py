@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from te_fsdp import _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 
 if TYPE_CHECKING:
@@ -54,13 +54,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     foreign = sum(id(p) not in current for p in held)
     if foreign:
         raise OrderError(
-            message(
-                f"{type(optimizer).__name__}: {foreign} of {len(held)} parameters are not the model's",
-                expected="the parameters that the model has now",
-                got="others, such as those from before fully_shard or materialize",
-                why="Its step would change nothing that the model reads",
-                fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
-            )
+            f"{type(optimizer).__name__}: {foreign} of {len(held)} parameters are not the model's",
+            expected="the parameters that the model has now",
+            got="others, such as those from before fully_shard or materialize",
+            why="Its step would change nothing that the model reads",
+            fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
 
 

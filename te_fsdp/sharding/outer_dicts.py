@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp._te_patches import install_on
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_state import MAIN, StandIns, is_low
 
@@ -113,13 +113,11 @@ class _StateDicts:
         alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
         if alone:
             raise CheckpointError(
-                message(
-                    f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
-                    expected="the whole state",
-                    got="that of an optimizer that has not stepped",
-                    why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-                    fix="use te_fsdp.checkpoint.load, which makes the missing state",
-                )
+                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
+                expected="the whole state",
+                got="that of an optimizer that has not stepped",
+                why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+                fix="use te_fsdp.checkpoint.load, which makes the missing state",
             )
         fitted = {**state_dict, "state": self._fitted(optimizer, state_dict)}
         self.stand_ins.stand_in(optimizer)
@@ -206,11 +204,9 @@ def _own_rows(chunk: Chunk, name: str, value: Any) -> Any:
         local = chunk.of(local).contiguous()
     if tuple(local.shape) != chunk.shape:
         raise CheckpointError(
-            message(
-                f"load_state_dict: {name} of a parameter of shape {tuple(chunk.parameter.shape)}",
-                expected=f"this rank's rows, {chunk.shape}, or those of its shard",
-                got=f"{tuple(local.shape)} of {tuple(value.shape)}",
-                fix="load it on the mesh that it was saved on, or through te_fsdp.checkpoint",
-            )
+            f"load_state_dict: {name} of a parameter of shape {tuple(chunk.parameter.shape)}",
+            expected=f"this rank's rows, {chunk.shape}, or those of its shard",
+            got=f"{tuple(local.shape)} of {tuple(value.shape)}",
+            fix="load it on the mesh that it was saved on, or through te_fsdp.checkpoint",
         )
     return chunk.distributed(local)

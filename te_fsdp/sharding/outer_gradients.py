@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fsdp import _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import copies_of
@@ -155,13 +155,11 @@ def check_sharded(parameter: torch.Tensor, what: str) -> None:
         return
     name = label_of(parameter)
     raise OrderError(
-        message(
-            f"{what}: {name} of a model with outer_strategy='optim'",
-            expected="an optimizer that averages gradients over dp_replicate",
-            got="one that updates with those of this rank's dp_shard group",
-            why="The copies of the model would train apart",
-            fix="call te_fsdp.shard_optimizer(optimizer) once, right after it was built",
-        )
+        f"{what}: {name} of a model with outer_strategy='optim'",
+        expected="an optimizer that averages gradients over dp_replicate",
+        got="one that updates with those of this rank's dp_shard group",
+        why="The copies of the model would train apart",
+        fix="call te_fsdp.shard_optimizer(optimizer) once, right after it was built",
     )
 
 

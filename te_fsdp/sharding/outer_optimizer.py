@@ -11,7 +11,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import MeshError, OrderError, PrecisionError, message
+from te_fsdp.errors import MeshError, OrderError, PrecisionError
 from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_arrivals import can_arrive_later, watch_state_dicts
@@ -131,23 +131,19 @@ def _check_overlap(optimizer: Optimizer, known: StandIns | None, held: list[torc
     """Raise where new weights cannot arrive after the step. Local operation."""
     if known is not None and not known.overlaps:
         raise OrderError(
-            message(
-                f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-                expected="the first call for an optimizer",
-                got="one that was sharded without it",
-                fix="give overlap_gather=True to the first call, on all ranks",
-            )
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected="the first call for an optimizer",
+            got="one that was sharded without it",
+            fix="give overlap_gather=True to the first call, on all ranks",
         )
     chunks = [Chunk(p, copies) for p in held if known is None and (copies := copies_of(p)) is not None]
     if known is None and not can_arrive_later(chunks):
         raise OrderError(
-            message(
-                f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-                expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
-                got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
-                why="The option would have no effect",
-                fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
-            )
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
+            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
+            why="The option would have no effect",
+            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
         )
 
 
@@ -158,22 +154,18 @@ def _check_fresh(optimizer: Optimizer) -> None:
     states = [] if fused else [s for s in optimizer.state.values() if set(s) - {MAIN}]
     if stepped or states:
         raise OrderError(
-            message(
-                f"shard_optimizer({type(optimizer).__name__}) after its first step",
-                expected="an optimizer without state",
-                got="state of whole shards",
-                fix="call te_fsdp.shard_optimizer right after the optimizer was built, and load checkpoints afterwards",
-            )
+            f"shard_optimizer({type(optimizer).__name__}) after its first step",
+            expected="an optimizer without state",
+            got="state of whole shards",
+            fix="call te_fsdp.shard_optimizer right after the optimizer was built, and load checkpoints afterwards",
         )
     dtype = getattr(optimizer, "master_weight_dtype", torch.float32)
     if fused and dtype != torch.float32:
         raise PrecisionError(
-            message(
-                f"shard_optimizer({type(optimizer).__name__})",
-                expected="fp32 main weights",
-                got=f"master_weight_dtype={dtype}",
-                fix="leave master_weight_dtype at its default",
-            )
+            f"shard_optimizer({type(optimizer).__name__})",
+            expected="fp32 main weights",
+            got=f"master_weight_dtype={dtype}",
+            fix="leave master_weight_dtype at its default",
         )
 
 
@@ -190,12 +182,10 @@ def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
         device = _torch.local_of(mine[0].parameter).device
         if not are_equal([digest(repr((described, overlap_gather)))], mine[0].copies.group, device=device):
             raise MeshError(
-                message(
-                    f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",
-                    expected="optimizers over the same parameters in the same order, and the same overlap_gather",
-                    got=f"here {len(mine)} parameters, the first {described[0]}, overlap_gather={overlap_gather}",
-                    fix="build the optimizer from the same parameter groups, and with the same options, on all ranks",
-                )
+                f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",
+                expected="optimizers over the same parameters in the same order, and the same overlap_gather",
+                got=f"here {len(mine)} parameters, the first {described[0]}, overlap_gather={overlap_gather}",
+                fix="build the optimizer from the same parameter groups, and with the same options, on all ranks",
             )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_arrivals import install_by_unit
@@ -284,13 +284,11 @@ class StandIns:
                 kept += 1
         if changed or (kept and fresh):
             raise OrderError(
-                message(
-                    f"{changed + fresh} of {len(parameters)} gradients have changed since they were averaged",
-                    expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
-                    got="another backward, or another change of gradients, between them and step()",
-                    why="The step would miss it",
-                    fix="clip once, after the last backward; begin the next step with zero_grad()",
-                )
+                f"{changed + fresh} of {len(parameters)} gradients have changed since they were averaged",
+                expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
+                got="another backward, or another change of gradients, between them and step()",
+                why="The step would miss it",
+                fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
         if not kept:
             self.ready = {}
@@ -369,13 +367,11 @@ class StandIns:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
             raise OrderError(
-                message(
-                    f"{type(optimizer).__name__}.step(closure) with main weights",
-                    expected="step() after backward()",
-                    got="a closure",
-                    why="Its gradients would come too late for the main weights",
-                    fix="call backward() first, then step() without a closure",
-                )
+                f"{type(optimizer).__name__}.step(closure) with main weights",
+                expected="step() after backward()",
+                got="a closure",
+                why="Its gradients would come too late for the main weights",
+                fix="call backward() first, then step() without a closure",
             )
         self.put_back(optimizer)
         self.reduce(optimizer)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of
 from te_fsdp.sharding.outer_chunks import OUTER
 
@@ -132,15 +132,13 @@ def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
     label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
     shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
     raise OrderError(
-        message(
-            f"{what} on the gradient of {label or f'a parameter{shape}'}",
-            expected=f"a gradient that is averaged over {OUTER}",
-            got="one that is averaged over this copy of the model alone, as each backward leaves it with "
-            'outer_strategy="optim"',
-            why="Each copy would see other numbers",
-            fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
-            "outer=True) on all ranks after the last backward, which makes .grad the average",
-        )
+        f"{what} on the gradient of {label or f'a parameter{shape}'}",
+        expected=f"a gradient that is averaged over {OUTER}",
+        got="one that is averaged over this copy of the model alone, as each backward leaves it with "
+        'outer_strategy="optim"',
+        why="Each copy would see other numbers",
+        fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
+        "outer=True) on all ranks after the last backward, which makes .grad the average",
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp.errors import PrecisionError
 from te_fsdp.sharding.comm import COMM_DTYPES
 
 __all__ = ["MixedPrecisionPolicy"]
@@ -81,11 +81,9 @@ class MixedPrecisionPolicy:
 def _require(condition: bool, field: str, expected: str, got: object, *, why: str = "") -> None:
     if not condition:
         raise PrecisionError(
-            message(
-                f"MixedPrecisionPolicy: {field}",
-                expected=expected,
-                got=repr(got),
-                why=why,
-                fix=f"pass another {field}, or leave it out",
-            )
+            f"MixedPrecisionPolicy: {field}",
+            expected=expected,
+            got=repr(got),
+            why=why,
+            fix=f"pass another {field}, or leave it out",
         )

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.binding import is_exempt
-from te_fsdp.errors import PrecisionError, message
+from te_fsdp.errors import PrecisionError
 from te_fsdp.parameters import facts_of, noted, places_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm import GradComm, set_comm
@@ -135,13 +135,11 @@ class PrecisionPlan:
                 continue
             if gradient.dtype != other.dtype:
                 raise PrecisionError(
-                    message(
-                        f"{other.label}: dtype of its gradient",
-                        expected=f"{other.dtype} (main_grads_dtype)",
-                        got=gradient.dtype,
-                        why="Microbatches would add up in the wrong dtype",
-                        fix="change gradients in place, and clear them with zero_grad()",
-                    )
+                    f"{other.label}: dtype of its gradient",
+                    expected=f"{other.dtype} (main_grads_dtype)",
+                    got=gradient.dtype,
+                    why="Microbatches would add up in the wrong dtype",
+                    fix="change gradients in place, and clear them with zero_grad()",
                 )
             if not _takes_as_it_is(optimizer, parameter):
                 parameter.grad = None
@@ -249,13 +247,11 @@ def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) 
     found = {parameter.dtype: label for label, parameter, _ in members}
     if len(found) > 1:
         raise PrecisionError(
-            message(
-                f"{unit or 'model'}: parameters of several dtypes in one unit",
-                expected="one dtype to compute in",
-                got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
-                why="FSDP2 gathers the parameters of a unit in one dtype",
-                fix="say MixedPrecisionPolicy(param_dtype=...), or make a unit of each part (units=...)",
-            )
+            f"{unit or 'model'}: parameters of several dtypes in one unit",
+            expected="one dtype to compute in",
+            got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
+            why="FSDP2 gathers the parameters of a unit in one dtype",
+            fix="say MixedPrecisionPolicy(param_dtype=...), or make a unit of each part (units=...)",
         )
     return next(iter(found), None)
 
@@ -265,24 +261,20 @@ def _check_main(label: str, parameter: torch.Tensor, quantized: bool, policy: Mi
     main = policy.main_params_dtype
     if quantized and main != torch.float32:
         raise PrecisionError(
-            message(
-                f"{label}: main_params_dtype={main} for a quantized weight",
-                expected="torch.float32",
-                got=main,
-                why="Its main weight lies in the optimizer, always in fp32: an update of the quantized weight itself"
-                " would be lost in rounding",
-                fix="MixedPrecisionPolicy(main_params_dtype=torch.float32), and te_fsdp.main_weights(model, optimizer)"
-                " or FusedAdam(..., master_weights=True)",
-            )
+            f"{label}: main_params_dtype={main} for a quantized weight",
+            expected="torch.float32",
+            got=main,
+            why="Its main weight lies in the optimizer, always in fp32: an update of the quantized weight itself"
+            " would be lost in rounding",
+            fix="MixedPrecisionPolicy(main_params_dtype=torch.float32), and te_fsdp.main_weights(model, optimizer)"
+            " or FusedAdam(..., master_weights=True)",
         )
     narrow = (torch.bfloat16, torch.float16)
     if main not in (None, parameter.dtype) and not (main == torch.float32 and parameter.dtype in narrow):
         raise PrecisionError(
-            message(
-                f"{label}: main_params_dtype={main} for a parameter of {parameter.dtype}",
-                expected=f"{parameter.dtype}, a wider dtype or None",
-                got=main,
-                why="Main weights would hold less than the model does",
-                fix="MixedPrecisionPolicy(main_params_dtype=None) keeps the model's own dtype",
-            )
+            f"{label}: main_params_dtype={main} for a parameter of {parameter.dtype}",
+            expected=f"{parameter.dtype}, a wider dtype or None",
+            got=main,
+            why="Main weights would hold less than the model does",
+            fix="MixedPrecisionPolicy(main_params_dtype=None) keeps the model's own dtype",
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.sharding.outer_gradients import current, finish_averages, forget_average, gather_averages
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 from te_fsdp.sharding.strategies import Pace
@@ -111,15 +111,13 @@ def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tenso
         pending = {key: pending[key] for key in map(id, only) if key in pending}
     if pending:
         raise OrderError(
-            message(
-                f"{where}: gradients of {len(pending)} parameter(s) were not reduced, such as "
-                f"{next(iter(pending.values()))}",
-                expected="a last backward that reduces what has added up",
-                got="backwards in te_fsdp.no_sync, or microbatches with is_last=False, alone",
-                why="Each rank has the gradient of its own microbatches only",
-                fix="run the last backward with is_last=True or outside of the context, or call "
-                "te_fsdp.finish_grad_reduce(model)",
-            )
+            f"{where}: gradients of {len(pending)} parameter(s) were not reduced, such as "
+            f"{next(iter(pending.values()))}",
+            expected="a last backward that reduces what has added up",
+            got="backwards in te_fsdp.no_sync, or microbatches with is_last=False, alone",
+            why="Each rank has the gradient of its own microbatches only",
+            fix="run the last backward with is_last=True or outside of the context, or call "
+            "te_fsdp.finish_grad_reduce(model)",
         )
 
 
@@ -136,12 +134,10 @@ def require_sound(state: ShardingState, where: str) -> None:
     if not has_failed(state):
         return
     raise OrderError(
-        message(
-            f"{where}: a backward or a step has raised since gradients were cleared, here or on another rank",
-            expected="gradients of whole microbatches",
-            got="those of some units with the failed microbatch and those of others without, or those of another step",
-            fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
-        )
+        f"{where}: a backward or a step has raised since gradients were cleared, here or on another rank",
+        expected="gradients of whole microbatches",
+        got="those of some units with the failed microbatch and those of others without, or those of another step",
+        fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
     )
 
 

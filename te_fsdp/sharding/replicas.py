@@ -11,7 +11,7 @@ import torch
 from te_fsdp import _torch
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import InitError, MeshError, message
+from te_fsdp.errors import InitError, MeshError
 from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import places_of
 
@@ -61,23 +61,19 @@ def check_same_model(
     models, others, experts_of_one = differs.tolist()
     if others and not (models or experts_of_one):
         raise MeshError(
-            message(
-                "fully_shard: the ranks of the mesh were given different arguments",
-                expected="the same units, strategies and dtypes everywhere",
-                got=f"here {settings[:_MOST]}",
-                fix="call it with the same arguments on all ranks",
-            )
+            "fully_shard: the ranks of the mesh were given different arguments",
+            expected="the same units, strategies and dtypes everywhere",
+            got=f"here {settings[:_MOST]}",
+            fix="call it with the same arguments on all ranks",
         )
     if models or experts_of_one:
         count = sum(map(len, described.values()))
         first = next((f"{told[0]} {told[1]}" for told in described[False]), None)
         raise MeshError(
-            message(
-                f"{type(model).__name__}: the ranks of the mesh hold different models",
-                expected="the same names, shapes, dtypes and devices everywhere",
-                got=f"here {count} parameters, the first {first}",
-                fix="build the model from the same configuration on all ranks",
-            )
+            f"{type(model).__name__}: the ranks of the mesh hold different models",
+            expected="the same names, shapes, dtypes and devices everywhere",
+            got=f"here {count} parameters, the first {first}",
+            fix="build the model from the same configuration on all ranks",
         )
 
 
@@ -142,13 +138,11 @@ def _check_none(bad: list[str], count: int) -> None:
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise InitError(
-            message(
-                f"{', '.join(bad[:5])}{more}: values differ between ranks that must hold the same",
-                expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-                got=f"{len(bad)} of {count} parameters differ",
-                why="FSDP2 would cut each shard from another initialisation",
-                fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
-            )
+            f"{', '.join(bad[:5])}{more}: values differ between ranks that must hold the same",
+            expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
+            got=f"{len(bad)} of {count} parameters differ",
+            why="FSDP2 would cut each shard from another initialisation",
+            fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
         )
 
 

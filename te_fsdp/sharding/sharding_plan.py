@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.modules.experts import Selection
 from te_fsdp.quantized.shards import Key
 from te_fsdp.sharding.experts import plan_parameters, with_expert_units
@@ -121,11 +121,9 @@ def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish
     if isinstance(reshard_after_forward, bool) and strategy in (None, meant, meant.name):
         return meant
     raise PlacementError(
-        message(
-            f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
-            expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
-            fix="leave reshard_after_forward out",
-        )
+        f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
+        expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
+        fix="leave reshard_after_forward out",
     )
 
 
@@ -133,25 +131,21 @@ def _check_outer(state: ShardingState) -> None:
     """Over the outer axis is cut what is cut over the inner one."""
     if state.outer == "optim" and not any(row.shards for row in state.units.values()):
         raise PlacementError(
-            message(
-                "fully_shard: strategy='no_shard' with outer_strategy='optim'",
-                expected="a strategy that cuts the optimizer's state over dp_shard",
-                got="one that cuts nothing",
-                fix="strategy='optim', or leave outer_strategy out",
-            )
+            "fully_shard: strategy='no_shard' with outer_strategy='optim'",
+            expected="a strategy that cuts the optimizer's state over dp_shard",
+            got="one that cuts nothing",
+            fix="strategy='optim', or leave outer_strategy out",
         )
 
 
 def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:
     if precision is not None and mp_policy is not None:
         raise PrecisionError(
-            message(
-                "fully_shard: precision and mp_policy",
-                expected="one of them",
-                got="both",
-                why="Each says in which dtypes to compute and to reduce",
-                fix="leave mp_policy out",
-            )
+            "fully_shard: precision and mp_policy",
+            expected="one of them",
+            got="both",
+            why="Each says in which dtypes to compute and to reduce",
+            fix="leave mp_policy out",
         )
 
 
@@ -159,13 +153,11 @@ def _check_offload(policy: OffloadPolicy | None) -> None:
     """Shards stay on the device: optimizers of TE, amaxes and the reductions over tp work on them there."""
     if policy is not None and type(policy) is not OffloadPolicy:  # torch's base class offloads nothing
         raise PlacementError(
-            message(
-                f"fully_shard: offload_policy={type(policy).__name__}",
-                expected="None, or OffloadPolicy(): shards, gradients and optimizer state stay on the device",
-                got=policy,
-                why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device; "
-                "TE quantizes nothing on the CPU",
-                fix="leave it out; strategy='optim_grads_params', a larger dp_shard, outer_strategy='optim' or bf16 "
-                "moments of FusedAdam save memory on the device",
-            )
+            f"fully_shard: offload_policy={type(policy).__name__}",
+            expected="None, or OffloadPolicy(): shards, gradients and optimizer state stay on the device",
+            got=policy,
+            why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device; "
+            "TE quantizes nothing on the CPU",
+            fix="leave it out; strategy='optim_grads_params', a larger dp_shard, outer_strategy='optim' or bf16 "
+            "moments of FusedAdam save memory on the device",
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.arrivals import Arrivals
 from te_fsdp.sharding.strategies import Pace
@@ -168,11 +168,9 @@ class ShardingState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
         raise OrderError(
-            message(
-                "deepcopy of a model after fully_shard",
-                why="FSDP2 cannot copy the units it manages",
-                fix="copy the model before te_fsdp.fully_shard",
-            )
+            "deepcopy of a model after fully_shard",
+            why="FSDP2 cannot copy the units it manages",
+            fix="copy the model before te_fsdp.fully_shard",
         )
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -236,12 +234,10 @@ def required_state(model: nn.Module, where: str) -> ShardingState:
     state = sharding_state(model)
     if state is None:
         raise OrderError(
-            message(
-                f"{where}({type(model).__name__})",
-                expected="the model that te_fsdp.fully_shard was called on",
-                got="another module",
-                fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
-            )
+            f"{where}({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on",
+            got="another module",
+            fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
         )
     return state
 
@@ -318,9 +314,7 @@ def refuse_in_backward(where: str) -> None:
     """Raise if autograd is running a backward."""
     if _torch.in_backward():
         raise OrderError(
-            message(
-                f"{where} from inside of backward", fix="call it before or after backward, or in a context"
-            )
+            f"{where} from inside of backward", fix="call it before or after backward, or in a context"
         )
 
 

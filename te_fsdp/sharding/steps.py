@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.modules import copies
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
@@ -185,13 +185,11 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     if changed:
         names = {id(parameter): own for own, parameter in state.parameters().items()}
         raise OrderError(
-            message(
-                f"{names[changed[0]]}: forward with a gathered weight from before the last update",
-                expected="weights gathered after the optimizer's step",
-                got="a shard that was written to while the whole weight was kept",
-                why="Only the steps of torch.optim.Optimizer's subclasses release kept weights by themselves",
-                fix="call te_fsdp.release_params(model) after the update",
-            )
+            f"{names[changed[0]]}: forward with a gathered weight from before the last update",
+            expected="weights gathered after the optimizer's step",
+            got="a shard that was written to while the whole weight was kept",
+            why="Only the steps of torch.optim.Optimizer's subclasses release kept weights by themselves",
+            fix="call te_fsdp.release_params(model) after the update",
         )
 
 
@@ -225,13 +223,11 @@ def _models(optimizer: Optimizer) -> list[tuple[ShardingState, list[torch.Tensor
 
 def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> NoReturn:
     raise OrderError(
-        message(
-            f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
-            expected="sharded parameters",
-            got="one of those that the model has while its weights are kept between microbatches",
-            why="Its update would be lost",
-            fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
-        )
+        f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
+        expected="sharded parameters",
+        got="one of those that the model has while its weights are kept between microbatches",
+        why="Its update would be lost",
+        fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
     )
 
 
@@ -272,14 +268,12 @@ def _refuse_closure(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Non
         f.tp_replica or f.gradient is not None for f in map(facts_of, parameters) if f
     ):
         raise OrderError(
-            message(
-                f"{type(optimizer).__name__}.step(closure) of a model with tensor parallelism, with parameters that "
-                "are not sharded, or with gradients in main_grads_dtype",
-                expected="step() after backward()",
-                got="a closure",
-                why="Its gradients would come too late to be made equal over tp, or cast",
-                fix="call backward() first, then step() without a closure",
-            )
+            f"{type(optimizer).__name__}.step(closure) of a model with tensor parallelism, with parameters that "
+            "are not sharded, or with gradients in main_grads_dtype",
+            expected="step() after backward()",
+            got="a closure",
+            why="Its gradients would come too late to be made equal over tp, or cast",
+            fix="call backward() first, then step() without a closure",
         )
 
 

@@ -20,7 +20,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from te_fsdp.errors import PlacementError, meant, message
+from te_fsdp.errors import PlacementError, meant
 
 __all__ = ["DEFAULT", "OUTER_STRATEGIES", "STRATEGIES", "Pace", "Strategy", "check_outer", "strategy_of"]
 
@@ -143,10 +143,8 @@ def _no_such(option: str, given: Any, words: tuple[str, ...], elsewhere: Mapping
     near = meant(given, words, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
     return PlacementError(
-        message(
-            f"fully_shard: {option}",
-            expected=f"one of {words}",
-            got=repr(given),
-            fix=fix if near is not None else f"one of these; {option} may be left out",
-        )
+        f"fully_shard: {option}",
+        expected=f"one of {words}",
+        got=repr(given),
+        fix=fix if near is not None else f"one of these; {option} may be left out",
     )

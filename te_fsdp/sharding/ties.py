@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.parameters import places_of
 
 if TYPE_CHECKING:
@@ -39,14 +39,12 @@ def check_ties(model: nn.Module, units: Collection[str], exempt: Collection[Key]
     for places in owners.values():
         if len(set(places.values())) > 1:
             raise PlacementError(
-                message(
-                    f"{', '.join(places)}: one parameter in several units",
-                    expected="all owners of a tied parameter in one unit",
-                    got=", ".join(f"{label} in {unit or 'the root'}" for label, unit in places.items()),
-                    why="FSDP2 would cut it once for each, and train them apart",
-                    fix="make no unit of these owners, so that the root gathers it, or one unit of a module that "
-                    "contains them all, or exempt it: te_fsdp.fsdp_no_shard(parameter)",
-                )
+                f"{', '.join(places)}: one parameter in several units",
+                expected="all owners of a tied parameter in one unit",
+                got=", ".join(f"{label} in {unit or 'the root'}" for label, unit in places.items()),
+                why="FSDP2 would cut it once for each, and train them apart",
+                fix="make no unit of these owners, so that the root gathers it, or one unit of a module that "
+                "contains them all, or exempt it: te_fsdp.fsdp_no_shard(parameter)",
             )
 
 

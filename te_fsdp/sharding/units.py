@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError, PlacementError, meant, message
+from te_fsdp.errors import OrderError, PlacementError, meant
 from te_fsdp.sharding.state import state_of
 from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
 
@@ -27,35 +27,29 @@ def check_order(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if _torch.is_fsdp_module(module):
             raise OrderError(
-                message(
-                    f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
-                    expected="a model without FSDP2",
-                    got=type(module).__name__,
-                    why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
-                    fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
-                )
+                f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                expected="a model without FSDP2",
+                got=type(module).__name__,
+                why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
             raise OrderError(
-                message(
-                    f"{name}: fully_shard on a parameter that is sharded already",
-                    expected="a plain parameter or a DTensor on the tp mesh",
-                    got=f"placements {tuple(parameter.placements)}",
-                    fix="build the model anew",
-                )
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a plain parameter or a DTensor on the tp mesh",
+                got=f"placements {tuple(parameter.placements)}",
+                fix="build the model anew",
             )
         # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
         state = state_of(parameter)
         if state is not None:
             raise OrderError(
-                message(
-                    f"{name}: fully_shard on a parameter that is sharded already",
-                    expected="a model that fully_shard was not called on",
-                    got=f"a parameter of a sharded {type(state.model).__name__}",
-                    why="Its gradients would be averaged twice",
-                    fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
-                )
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a model that fully_shard was not called on",
+                got=f"a parameter of a sharded {type(state.model).__name__}",
+                why="Its gradients would be averaged twice",
+                fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
             )
 
 
@@ -65,25 +59,21 @@ def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
         module = model.get_submodule(name)
         if _is_container(module):
             raise PlacementError(
-                message(
-                    f"{name or 'model'}: fully_shard of a {type(module).__name__}",
-                    expected="a module with a forward",
-                    got="a container without",
-                    why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
-                    fix=f'units="{name}.*" for each of its children'
-                    if name
-                    else "shard the module that calls it",
-                )
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="a module with a forward",
+                got="a container without",
+                why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                fix=f'units="{name}.*" for each of its children'
+                if name
+                else "shard the module that calls it",
             )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise PlacementError(
-                message(
-                    f"{name}: fully_shard of a scalar parameter",
-                    expected="at least one dim to cut",
-                    got="shape ()",
-                    fix="make it a tensor of shape (1,)",
-                )
+                f"{name}: fully_shard of a scalar parameter",
+                expected="at least one dim to cut",
+                got="shape ()",
+                fix="make it a tensor of shape (1,)",
             )
 
 
@@ -133,11 +123,9 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
         found = [n for n, m in names.items() if isinstance(m, want)]
     elif not isinstance(want, str):
         raise PlacementError(
-            message(
-                f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
-                expected="a class, or a name in the tree",
-                fix="name modules as model.named_modules() does",
-            )
+            f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+            expected="a class, or a name in the tree",
+            fix="name modules as model.named_modules() does",
         )
     elif want.endswith(".*"):
         prefix = want[:-1]
@@ -147,11 +135,9 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     if not found:
         near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
         raise PlacementError(
-            message(
-                f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
-                expected=f"a class or a name out of {_sample(names)}",
-                fix=f"{near!r}, if that is meant" if near else "name modules as model.named_modules() does",
-            )
+            f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+            expected=f"a class or a name out of {_sample(names)}",
+            fix=f"{near!r}, if that is meant" if near else "name modules as model.named_modules() does",
         )
     return found
 
@@ -164,12 +150,10 @@ def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]
         for name in _find(names, want):
             if isinstance(want, type) and found.get(name, row) != row:
                 raise PlacementError(
-                    message(
-                        f"{name or 'model'}: two strategies",
-                        expected="one class of the mapping that it is an instance of, or equal strategies",
-                        got=f"{found[name]} and {row}",
-                        fix="name the module",
-                    )
+                    f"{name or 'model'}: two strategies",
+                    expected="one class of the mapping that it is an instance of, or equal strategies",
+                    got=f"{found[name]} and {row}",
+                    fix="name the module",
                 )
             for own in _with_forward(names, name):
                 found[own] = row

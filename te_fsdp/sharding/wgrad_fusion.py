@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _fsdp2, _te, _torch
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,11 +70,9 @@ def refuse_whole(fused: list[nn.Module], exempt: Collection[Key], model: nn.Modu
         for weight in _WEIGHTS[_te.kind_of(module) or ""]:
             if (id(module), weight) in exempt:
                 raise PlacementError(
-                    message(
-                        f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
-                        why="TE gives no gradient that could be reduced",
-                        fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
-                    )
+                    f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
+                    why="TE gives no gradient that could be reduced",
+                    fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
                 )
 
 

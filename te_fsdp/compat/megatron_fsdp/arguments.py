@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.sharding.precision import MixedPrecisionPolicy as NativePolicy
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return names[value]
     numbered = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
-    raise PlacementError(message(f"fully_shard: {argument}", expected=numbered, got=repr(value)))
+    raise PlacementError(f"fully_shard: {argument}", expected=numbered, got=repr(value))
 
 
 def native_units(units: Sequence[type | str] | None) -> list[type] | None:
@@ -195,15 +195,13 @@ def _imported(path: str) -> type:
         found = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlacementError(
-            message(
-                f"fully_shard: fsdp_unit_modules: {path!r}",
-                expected="a class, or the import path of one",
-                got=str(error),
-                fix='"package.module.Class"',
-            )
+            f"fully_shard: fsdp_unit_modules: {path!r}",
+            expected="a class, or the import path of one",
+            got=str(error),
+            fix='"package.module.Class"',
         ) from error
     if not isinstance(found, type):
         raise PlacementError(
-            message(f"fully_shard: fsdp_unit_modules: {path!r}", expected="a class", got=type(found).__name__)
+            f"fully_shard: fsdp_unit_modules: {path!r}", expected="a class", got=type(found).__name__
         )
     return found

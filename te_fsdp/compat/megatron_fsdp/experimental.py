@@ -28,7 +28,7 @@ import torch.distributed as dist
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy
 from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.materialize import materialize
 from te_fsdp.sharding.schedule import microbatch as native_microbatch
@@ -102,11 +102,9 @@ class Placements:
             given = getattr(self, name)
             if len(given) != len(self.dp_axes):
                 raise PlacementError(
-                    message(
-                        f"Placements: {name}",
-                        expected=f"{len(self.dp_axes)} placements, one for each axis of {list(self.dp_axes)}",
-                        got=len(given),
-                    )
+                    f"Placements: {name}",
+                    expected=f"{len(self.dp_axes)} placements, one for each axis of {list(self.dp_axes)}",
+                    got=len(given),
                 )
 
 
@@ -159,11 +157,9 @@ def fully_shard(
         _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", WITHOUT_MEANING["nccl_ub"])
     if _NOTED in module.__dict__ or any(map(sharding_state, module.modules())):
         raise OrderError(
-            message(
-                f"experimental.fully_shard({type(module).__name__})",
-                expected="each module once, before fully_shard_optimizer",
-                got="a module that was given before, or that holds a sharded one",
-            )
+            f"experimental.fully_shard({type(module).__name__})",
+            expected="each module once, before fully_shard_optimizer",
+            got="a module that was given before, or that holds a sharded one",
         )
     strategy, outer = _strategies(mesh, placements)
     guard = module.register_forward_pre_hook(_refuse_forward)
@@ -182,15 +178,13 @@ def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
     tables = [_OUTER, _INNER][-len(kinds) :]
     if axes != names or len(kinds) > 2 or any(k not in t for k, t in zip(kinds, tables, strict=False)):
         raise PlacementError(
-            message(
-                "experimental.fully_shard: placements",
-                expected=f"for each axis of {names} (parameter, gradient, optimizer) of a strategy: on the last one "
-                f"{_shown(_INNER)}; on one before it {_shown(_OUTER)}",
-                got=", ".join(
-                    f"{a}: ({', '.join(k.__name__ for k in row)})" for a, row in zip(axes, kinds, strict=True)
-                ),
-                fix="slice the mesh to its data-parallel axes; for others use te_fsdp.fully_shard",
-            )
+            "experimental.fully_shard: placements",
+            expected=f"for each axis of {names} (parameter, gradient, optimizer) of a strategy: on the last one "
+            f"{_shown(_INNER)}; on one before it {_shown(_OUTER)}",
+            got=", ".join(
+                f"{a}: ({', '.join(k.__name__ for k in row)})" for a, row in zip(axes, kinds, strict=True)
+            ),
+            fix="slice the mesh to its data-parallel axes; for others use te_fsdp.fully_shard",
         )
     return _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
 
@@ -201,13 +195,11 @@ def _shown(table: Mapping[tuple[type, type, type], str]) -> str:
 
 def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
     raise OrderError(
-        message(
-            f"forward of {type(module).__name__} after experimental.fully_shard",
-            expected="fully_shard_optimizer(optimizer) before it",
-            got="none",
-            why="The model is sharded as a whole there, when all its units are known",
-            fix="build the optimizer from model.parameters() and call fully_shard_optimizer(optimizer)",
-        )
+        f"forward of {type(module).__name__} after experimental.fully_shard",
+        expected="fully_shard_optimizer(optimizer) before it",
+        got="none",
+        why="The model is sharded as a whole there, when all its units are known",
+        fix="build the optimizer from model.parameters() and call fully_shard_optimizer(optimizer)",
     )
 
 
@@ -233,12 +225,10 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
     notes = [note for note in given if note.module.__dict__.get(_NOTED) is note]  # not sharded yet
     if optimizer.state and (notes or any(_SHARDED in p.__dict__ for p in held)):
         raise OrderError(
-            message(
-                f"fully_shard_optimizer({type(optimizer).__name__})",
-                expected="an optimizer before its first step",
-                got="state",
-                why="Its parameters are replaced by sharded ones",
-            )
+            f"fully_shard_optimizer({type(optimizer).__name__})",
+            expected="an optimizer before its first step",
+            got="state",
+            why="Its parameters are replaced by sharded ones",
         )
     for note in notes:
         before = dict(note.module.named_parameters(remove_duplicate=False))
@@ -257,12 +247,10 @@ def _shard(root: _Note) -> None:
     for name, note in found.items():
         if note.settings() != root.settings():
             raise PlacementError(
-                message(
-                    f"experimental.fully_shard: {name}",
-                    expected="the mesh, outer placements and policy of the model",
-                    got="others",
-                    fix="give all units of a model the same",
-                )
+                f"experimental.fully_shard: {name}",
+                expected="the mesh, outer placements and policy of the model",
+                got="others",
+                fix="give all units of a model the same",
             )
     names = root.mesh.mesh_dim_names or ()
     outer = names[0] if len(names) == 2 else None

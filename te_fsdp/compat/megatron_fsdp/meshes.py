@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from te_fsdp import _torch
 from te_fsdp.agree import maximum
-from te_fsdp.errors import MeshError, message
+from te_fsdp.errors import MeshError
 from te_fsdp.mesh import Meshes, default_device_type
 
 if TYPE_CHECKING:
@@ -70,12 +70,10 @@ def _expert_parallel(shards: int, expert_shards: int) -> int:
     """Size of the expert-parallel axis: the rest of those that shard dense parameters."""
     if shards % expert_shards:
         raise MeshError(
-            message(
-                "fully_shard: expt_device_mesh",
-                expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
-                got=expert_shards,
-                fix="let the axes of expt_device_mesh take in the ranks that device_mesh does",
-            )
+            "fully_shard: expt_device_mesh",
+            expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
+            got=expert_shards,
+            fix="let the axes of expt_device_mesh take in the ranks that device_mesh does",
         )
     return shards // expert_shards
 
@@ -88,11 +86,9 @@ def _axis(mesh: DeviceMesh, name: str | None, role: str) -> DeviceMesh | None:
         return mesh[name]
     except (KeyError, RuntimeError, ValueError) as error:
         raise MeshError(
-            message(
-                f"fully_shard: axis {name!r} for {role}",
-                expected=f"one of {mesh.mesh_dim_names}, or a flattened axis of this mesh",
-                got=str(error),
-            )
+            f"fully_shard: axis {name!r} for {role}",
+            expected=f"one of {mesh.mesh_dim_names}, or a flattened axis of this mesh",
+            got=str(error),
         ) from error
 
 
@@ -102,14 +98,12 @@ def _check_order(meshes: Meshes, mine: Sequence[int], places: Sequence[int]) -> 
     maximum(wrong)
     if wrong.item():
         raise MeshError(
-            message(
-                "fully_shard: device_mesh or expt_device_mesh",
-                expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
-                "fastest",
-                got="another order",
-                why="te_fsdp's meshes number their ranks that way",
-                fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
-            )
+            "fully_shard: device_mesh or expt_device_mesh",
+            expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
+            "fastest",
+            got="another order",
+            why="te_fsdp's meshes number their ranks that way",
+            fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
         )
 
 
@@ -178,12 +172,10 @@ class FSDPDistributedIndex:
         self.fsdp_group_ag, self.expt_fsdp_group_ag = fsdp_group_ag, expt_fsdp_group_ag
         if dp_shard_dim is None:
             raise MeshError(
-                message(
-                    "FSDPDistributedIndex: dp_shard_dim",
-                    expected=f"the axis that shards, one of {device_mesh.mesh_dim_names}",
-                    got=None,
-                    fix="dp_shard_dim=...",
-                )
+                "FSDPDistributedIndex: dp_shard_dim",
+                expected=f"the axis that shards, one of {device_mesh.mesh_dim_names}",
+                got=None,
+                fix="dp_shard_dim=...",
             )
         self.fsdp_group = self._group(dp_shard_dim, False)
         self.outer_fsdp_group = self._group(dp_outer_dim, False)
@@ -218,12 +210,10 @@ class FSDPDistributedIndex:
             return mesh[names[0] if len(names) == 1 else names]
         except (KeyError, RuntimeError, ValueError) as error:
             raise MeshError(
-                message(
-                    f"FSDPDistributedIndex.get_submesh({mesh_dim_names!r}, {is_expert_parallel=})",
-                    expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened ones of that mesh",
-                    got=str(error),
-                    fix="name an axis of size 1 where there is none, also tp_dim",
-                )
+                f"FSDPDistributedIndex.get_submesh({mesh_dim_names!r}, {is_expert_parallel=})",
+                expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened ones of that mesh",
+                got=str(error),
+                fix="name an axis of size 1 where there is none, also tp_dim",
             ) from error
 
     def _group(self, name: str | None, is_expert_parallel: bool) -> dist.ProcessGroup | None:
@@ -268,11 +258,9 @@ class FSDPDistributedIndex:
         outer, inner = self.get_outer_fsdp_group(is_expert_parallel), self.get_fsdp_group(is_expert_parallel)
         if not self.hsdp_outer_dp_shard or outer is None or inner is None:
             raise MeshError(
-                message(
-                    "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
-                    expected="HFSDP: hsdp_outer_dp_shard=True with a dp_outer_dim",
-                    got=f"hsdp_outer_dp_shard={self.hsdp_outer_dp_shard}, dp_outer_dim={self.dp_outer_dim!r}",
-                    fix="outer_dp_sharding_strategy='optim'; without an outer axis use get_fsdp_group().rank()",
-                )
+                "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
+                expected="HFSDP: hsdp_outer_dp_shard=True with a dp_outer_dim",
+                got=f"hsdp_outer_dp_shard={self.hsdp_outer_dp_shard}, dp_outer_dim={self.dp_outer_dim!r}",
+                fix="outer_dp_sharding_strategy='optim'; without an outer axis use get_fsdp_group().rank()",
             )
         return inner.rank() * outer.size() + outer.rank()

@@ -14,7 +14,7 @@ from te_fsdp.compat.megatron_fsdp.config import DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.compat.megatron_fsdp.state import allocate_before_state_dict
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
-from te_fsdp.errors import OrderError, message
+from te_fsdp.errors import OrderError
 from te_fsdp.sharding.main_weights import main_weights
 from te_fsdp.sharding.outer_optimizer import shard_optimizer
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
@@ -146,13 +146,11 @@ def fully_shard(
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for group in groups for name in group) or optimizer.state:
         raise OrderError(
-            message(
-                f"fully_shard({type(optimizer).__name__})",
-                expected="an optimizer over parameters of the model, before its first step",
-                got="state" if optimizer.state else "other parameters",
-                why="Its parameters are replaced by sharded ones",
-                fix="build it from model.parameters() right before, or use fully_shard_model and build it afterwards",
-            )
+            f"fully_shard({type(optimizer).__name__})",
+            expected="an optimizer over parameters of the model, before its first step",
+            got="state" if optimizer.state else "other parameters",
+            why="Its parameters are replaced by sharded ones",
+            fix="build it from model.parameters() right before, or use fully_shard_model and build it afterwards",
         )
     model = fully_shard_model(module, *args, **kwargs)
     sharded = dict(module.named_parameters(remove_duplicate=False))
@@ -168,12 +166,10 @@ def _state_of(optimizer: Optimizer) -> ShardingState:
             if state is not None:
                 return state
     raise OrderError(
-        message(
-            f"fully_shard_optimizer({type(optimizer).__name__})",
-            expected="an optimizer over the parameters of a sharded model",
-            got="other parameters",
-            fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
-        )
+        f"fully_shard_optimizer({type(optimizer).__name__})",
+        expected="an optimizer over the parameters of a sharded model",
+        got="other parameters",
+        fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
     )
 
 

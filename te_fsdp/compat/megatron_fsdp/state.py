@@ -20,7 +20,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.conversion import initialize_fused_adam
-from te_fsdp.errors import CheckpointError, OrderError, message
+from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_optimizer import chunk_in
 from te_fsdp.sharding.outer_state import MAIN
@@ -70,13 +70,11 @@ def _refuse_empty(optimizer: Optimizer) -> None:
     kept = sum(bool(state) for state in optimizer.state.values())
     if kept:
         raise CheckpointError(
-            message(
-                f"{type(optimizer).__name__}.load_state_dict",
-                expected=f"state of {kept} parameters",
-                got="a state dict without any",
-                why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-                fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
-            )
+            f"{type(optimizer).__name__}.load_state_dict",
+            expected=f"state of {kept} parameters",
+            got="a state dict without any",
+            why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+            fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
         )
 
 
@@ -92,12 +90,10 @@ def _allocate(optimizer: Optimizer) -> None:
     if not fused and not _is_plain(optimizer):
         if not stepped:
             raise OrderError(
-                message(
-                    f"{type(optimizer).__name__}.state_dict() before the first step",
-                    expected="state to load into",
-                    got="none, and it is not made without a step that counts",
-                    fix="load with te_fsdp.checkpoint.load, which allocates it",
-                )
+                f"{type(optimizer).__name__}.state_dict() before the first step",
+                expected="state to load into",
+                got="none, and it is not made without a step that counts",
+                fix="load with te_fsdp.checkpoint.load, which allocates it",
             )
         return
     for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 )
 from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
-from te_fsdp.errors import InitError, message
+from te_fsdp.errors import InitError
 from te_fsdp.sharding.broadcast import broadcast_params
 from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
@@ -284,11 +284,9 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
     found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
     if found:
         raise InitError(
-            message(
-                f"fully_shard: {found[0]} is on meta",
-                expected="a model with values",
-                got=f"{len(found)} tensor(s) without",
-                fix="init_model_with_meta_device=True",
-            )
+            f"fully_shard: {found[0]} is on meta",
+            expected="a model with values",
+            got=f"{len(found)} tensor(s) without",
+            fix="init_model_with_meta_device=True",
         )
     module.to(device)
