@@ -38,7 +38,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     join_ranks_experts,
     optimizer_state,
 )
-from te_fsdp.checkpoint.sums import Listed
+from te_fsdp.checkpoint.sums import Listed, without_collector
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 from te_fsdp.modules.semantics import record
@@ -165,6 +165,7 @@ class _Collected:
         return {**self.state.entries, **optimized, **self.delayed_entries, **extra, **self.own.entries}
 
 
+@without_collector()  # which would take half of the call's time where tensors are many
 def _prepare(
     ranks: Ranks,
     target: Path,
