@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import staging, writing
+from te_fsdp.checkpoint import staging, sums, writing
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
@@ -167,6 +168,19 @@ def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model.p0.data = model.p0.data.double()
     checkpoint.save(tmp_path / "double", model)
     assert len(plans) == 6
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_slow_checksums_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, slow: bool
+) -> None:
+    monkeypatch.setattr(sums, "_IS_SLOW", slow)
+    sums._say_if_slow.cache_clear()
+    with caplog.at_level(logging.INFO, "te_fsdp"):
+        for name in "ab":
+            checkpoint.save(tmp_path / name, nn.Linear(2, 2))
+            checkpoint.load(tmp_path / name, nn.Linear(2, 2))
+    assert caplog.text.count("pip install zlib-ng") == slow
 
 
 @pytest.mark.parametrize("first", ["synchronous", "asynchronous"])
