@@ -16,27 +16,29 @@ from te_fsdp.binding import KEY, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
-from te_fsdp.modules.checks import Meshing, all_exempt, check_device_mesh
+from te_fsdp.modules.checks import plan_modules
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
-from te_fsdp.modules.experts import Selection, plan_all_cuts, register_globally
+from te_fsdp.modules.experts import Selection, register_globally
 from te_fsdp.modules.inputs import watch_inputs
+from te_fsdp.modules.plan import Meshing
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.parameters import attributes_of
-from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
 from te_fsdp.quantized.installed import mend_new_zeros
 from te_fsdp.quantized.optimizer_steps import watch_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.modules.plan import Planned
+    from te_fsdp.modules.plan import ModulePlan
 
 __all__ = ["bind", "set_device_mesh"]
 
@@ -96,40 +98,40 @@ def set_device_mesh(
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     meshings = Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
     with together, replacing(model, "set_device_mesh"):
-        bind(model, *meshings, experts, check=True, agree_over=mesh)
+        with raised_on_all_ranks(mesh, "set_device_mesh"):
+            planned = plan_modules(model, *meshings, experts)
+        _check_drawn_apart(planned, tp_mesh, ep_mesh)
+        bind(model, planned)
     if _te.kind_of(model) is None:
         watch_inputs(model, tp_mesh if check_inputs else None)
 
 
-def bind(
-    model: nn.Module,
-    dense: Meshing,
-    of_experts: Meshing,
-    experts: Selection = None,
-    *,
-    check: bool = False,
-    agree_over: DeviceMesh | None = None,
+def _check_drawn_apart(
+    planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> None:
-    """:func:`set_device_mesh` on ranks that have met.
+    """Refuse equal parts of what ranks should hold parts of. Collective over both, if anything is on the device."""
+    if on_device(planned):
+        with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
+            refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
+
+
+def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
+    """Carry a plan out: what ``set_device_mesh`` does after the last check.
+
+    Collective over the weight meshes of quantized weights on the device that have one scale.
 
     Args:
         model: The root.
-        dense: Meshes of all modules but experts.
-        of_experts: Those of experts.
-        experts: Which modules are experts.
-        check: Whether to look for equal parts; :func:`te_fsdp.fully_shard` has done so.
-        agree_over: The ranks that hear of an error of one of them.
+        planned: Its modules.
     """
-    tp_mesh, ep_mesh = dense.tp_mesh, of_experts.ep_mesh
-    own = {"ep_mesh": ep_mesh, "expert_weight_mesh": of_experts.weight_mesh, "experts": experts}
-    with raised_on_all_ranks(agree_over, "set_device_mesh"):
-        planned = check_device_mesh(model, tp_mesh, dense.weight_mesh, **own)
-    if check and on_device(planned):
-        with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
-            refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
-    _bind_all(planned, dense, of_experts)
+    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
+        if binding_of(item.module) is None:
+            adopt_single(item.module)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for item in planned:
+        _bind(item, replaced)
     watch_assignments(model)
-    if tp_mesh is not None:
+    if any(item.meshes.tp_mesh is not None for item in planned):
         watch_copies()
     if _te.is_loaded():
         mend_hooks()
@@ -150,28 +152,10 @@ def _communicates_over(
     return weight_mesh if any(map(_te.is_quantized, device)) else None
 
 
-def _bind_all(planned: list[Planned], dense: Meshing, experts: Meshing) -> None:
-    """Bind every module, after the last check: how FSDP2 could cut quantized weights."""
-    tp = dense.tp_mesh.size() if dense.tp_mesh is not None else 1
-    # Also where FSDP2 is not to follow, or called by the user: then the weight mesh tells how many ranks it has.
-    grids = (
-        Grid(dp_shard=mesh.size() // tp if mesh is not None else 1, tp=tp)
-        for mesh in (dense.weight_mesh, experts.weight_mesh)
-    )
-    plan_all_cuts(planned, next(grids), next(grids))
-    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
-        if binding_of(item.module) is None:
-            adopt_single(item.module)
-    replaced: dict[int, torch.nn.Parameter] = {}
-    for item in planned:
-        _bind(item, dense if item.experts is None else experts, replaced)
-
-
-def _bind(item: Planned, meshes: Meshing, replaced: dict[int, torch.nn.Parameter]) -> None:
+def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     """Bind one module: class, process group, parameters. ``replaced`` keeps tied parameters tied."""
-    module, tp_mesh, weight_mesh = item.module, meshes.tp_mesh, meshes.weight_mesh
-    if all_exempt(item):
-        weight_mesh = tp_mesh  # data parallelism does not cut them
+    module, meshes = item.module, item.meshes
+    tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     known = binding_of(module)
     if known is not None:
         # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier

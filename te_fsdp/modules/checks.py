@@ -1,9 +1,10 @@
-"""What ``set_device_mesh`` checks before it changes anything: meshes, order, and quantized weights."""
+"""The plan of a model's modules, with all that is checked before anything changes: meshes, order, quantized weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -12,58 +13,63 @@ from te_fsdp import _te
 from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.errors import MeshError, OrderError
 from te_fsdp.mesh import check_1d, check_ascending
-from te_fsdp.modules.experts import Selection, deal_out, find_experts
-from te_fsdp.modules.plan import PARALLEL_KINDS, Planned, plan_tree
+from te_fsdp.modules.experts import Selection, deal_out, find_experts, with_cuts
+from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree
 from te_fsdp.quantized.support import check_quantizer
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Meshing", "all_exempt", "check_device_mesh"]
+__all__ = ["plan_modules"]
 
 
-@dataclass(frozen=True)
-class Meshing:
-    """The meshes that one module is bound to."""
-
-    tp_mesh: DeviceMesh | None
-    weight_mesh: DeviceMesh | None
-    ep_mesh: DeviceMesh | None = None
-
-
-def check_device_mesh(
+def plan_modules(
     model: nn.Module,
-    tp_mesh: DeviceMesh | None,
-    weight_mesh: DeviceMesh | None,
-    *,
-    ep_mesh: DeviceMesh | None = None,
-    expert_weight_mesh: DeviceMesh | None = None,
+    dense: Meshing,
+    of_experts: Meshing,
     experts: Selection = None,
-) -> list[Planned]:
-    """All checks of :func:`set_device_mesh`, without changing anything.
+    *,
+    stays_whole: Callable[[Any, str], bool] = is_exempt,
+) -> list[ModulePlan]:
+    """Settle how each module is bound, and which dims of quantized weights FSDP2 shall cut. Changes nothing.
 
-    Local without ``ep_mesh``; with it collective over it, and then all its ranks raise if one does.
+    Local without ``ep``; with it collective over it, and then all its ranks raise if one does.
 
-    Returns:
-        The modules to bind, with their rules.
+    Args:
+        model: The root.
+        dense: Meshes of all modules but experts.
+        of_experts: Those of experts.
+        experts: Which modules are experts.
+        stays_whole: Whether data parallelism leaves a module's own parameter whole.
+
+    Raises:
+        TeFsdpError: see :func:`te_fsdp.set_device_mesh`.
     """
-    where = f"set_device_mesh({type(model).__name__})"
+    where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
     check_1d(ep_mesh, "ep_mesh", where)
-    dense = Meshing(tp_mesh, weight_mesh)
-    if ep_mesh is None or ep_mesh.size() == 1:
-        return _plan(model, dense, dense, set(), where)
 
-    def plan() -> tuple[list[Planned], set[str]]:
-        names = find_experts(model, experts)
-        own = Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
-        return _plan(model, dense, own, names, where), names
+    def plan() -> list[ModulePlan]:
+        return _plan(model, dense, of_experts, experts, where, stays_whole)
 
-    return deal_out(plan, ep_mesh, where)
+    planned = plan() if ep_mesh is None or ep_mesh.size() == 1 else deal_out(plan, ep_mesh, where)
+    return with_cuts(planned, dense.grid, stays_whole)
 
 
-def _plan(model: nn.Module, dense: Meshing, experts: Meshing, names: set[str], where: str) -> list[Planned]:
-    """The checks of this rank alone; ``names`` are the expert modules."""
+def _plan(
+    model: nn.Module,
+    dense: Meshing,
+    experts: Meshing,
+    selection: Selection,
+    where: str,
+    stays_whole: Callable[[Any, str], bool],
+) -> list[ModulePlan]:
+    """The plan of this rank alone, as far as it can be made without the others."""
+    names: set[str] = set()
+    if experts.ep_mesh is None or experts.ep_mesh.size() == 1:
+        experts = dense
+    else:
+        names = find_experts(model, selection)
     if dense.tp_mesh is not None:
         check_1d(dense.tp_mesh, "tp_mesh", where)
     for meshes, argument in ((dense, "weight_mesh"), (experts, "expert_weight_mesh")):
@@ -75,9 +81,14 @@ def _plan(model: nn.Module, dense: Meshing, experts: Meshing, names: set[str], w
     if experts.ep_mesh is not None:
         _check_nested(dense.tp_mesh, experts.weight_mesh, f"{where}: expert_weight_mesh", ".expert_weight")
         _check_apart(experts, where)
-    planned = plan_tree(model, dense.tp_mesh.size() if dense.tp_mesh is not None else 1)
-    for item in planned:
-        _check_item(item, experts if item.name in names else dense)
+    planned = []
+    for item in plan_tree(model, dense.tp_mesh.size() if dense.tp_mesh is not None else 1):
+        meshes = experts if item.name in names else dense
+        weights = [name for name, rule in item.rules.items() if rule.quantizable]
+        if weights and all(stays_whole(item.module, name) for name in weights):
+            meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not cut them
+        planned.append(replace(item, meshes=meshes))
+        _check_item(planned[-1])
     return planned
 
 
@@ -116,13 +127,13 @@ def _check_nested(
         )
 
 
-def _check_item(item: Planned, meshes: Meshing) -> None:
+def _check_item(item: ModulePlan) -> None:
     """Everything that can be wrong with one module, before any module is touched."""
+    meshes = item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     which = "weight" if meshes.ep_mesh is None else "expert_weight"
     label = item.name or type(item.module).__name__
     binding = binding_of(item.module)
-    weight_mesh = tp_mesh if all_exempt(item) else weight_mesh
     if binding is not None:
         _check_same(label, binding, meshes)
         return
@@ -161,12 +172,6 @@ def _check_item(item: Planned, meshes: Meshing) -> None:
                 got=want,
                 fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
             )
-
-
-def all_exempt(item: Planned) -> bool:
-    """Whether all weights of a module that may be quantized are exempt from sharding, and there are some."""
-    names = [name for name, rule in item.rules.items() if rule.quantizable]
-    return bool(names) and all(is_exempt(item.module, name) for name in names)
 
 
 def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:

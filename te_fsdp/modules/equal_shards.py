@@ -23,7 +23,7 @@ from te_fsdp.errors import InitError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.modules.plan import Planned
+    from te_fsdp.modules.plan import ModulePlan
 
 __all__ = ["checksum", "find_equal_shards", "on_device", "refuse_equal_shards"]
 
@@ -35,7 +35,7 @@ _MULTIPLIER = 6364136223846793005
 _PIECE = 1 << 24
 
 
-def on_device(planned: Iterable[Planned]) -> bool:
+def on_device(planned: Iterable[ModulePlan]) -> bool:
     """Whether modules that are not bound yet have parameters on the device. Local operation."""
     return any(
         parameter is not None and not parameter.is_meta
@@ -46,7 +46,7 @@ def on_device(planned: Iterable[Planned]) -> bool:
 
 
 def find_equal_shards(
-    planned: Iterable[Planned], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+    planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> list[str]:
     """Parameters of which two ranks hold equal parts that should differ. Changes nothing.
 
@@ -93,7 +93,7 @@ def refuse_equal_shards(found: list[str]) -> None:
     )
 
 
-def _cut_by_tp(planned: Iterable[Planned]) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _cut_by_tp(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Label, local tensor and kind of every parameter on the device that tp cuts."""
     for item in planned:
         for name, parameter in item.module._parameters.items():
@@ -102,7 +102,7 @@ def _cut_by_tp(planned: Iterable[Planned]) -> Iterator[tuple[str, torch.Tensor, 
                 yield from _values(item, name, parameter)
 
 
-def _experts(planned: Iterable[Planned]) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _experts(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Label by local index, local tensor and kind of every expert's parameters on the device."""
     for item in planned:
         for name, parameter in item.module._parameters.items() if item.experts is not None else ():
@@ -110,7 +110,7 @@ def _experts(planned: Iterable[Planned]) -> Iterator[tuple[str, torch.Tensor, st
                 yield from _values(item, name, parameter)
 
 
-def _values(item: Planned, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _values(item: ModulePlan, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, str]]:
     local = _torch.local_of(parameter)
     if local.is_meta or getattr(parameter, MEANT, False):
         return

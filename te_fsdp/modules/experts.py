@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from te_fsdp import _te
@@ -11,9 +11,9 @@ from te_fsdp.agree import gather, raised_on_all_ranks
 from te_fsdp.binding import NO_SHARD
 from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
-from te_fsdp.modules.plan import Planned, quantizable
+from te_fsdp.modules.plan import ModulePlan, quantizable
 from te_fsdp.modules.single import single_cuts
-from te_fsdp.quantized.shards import Key, plan_cuts
+from te_fsdp.quantized.shards import plan_cuts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.quantized.alignment import Grid
 
-__all__ = ["Selection", "deal_out", "find_experts", "plan_all_cuts", "register_globally"]
+__all__ = ["Selection", "deal_out", "find_experts", "register_globally", "with_cuts"]
 
 #: Which grouped modules are dealt out: names in the tree, classes; ``None``: all of them.
 Selection: TypeAlias = Iterable[type | str] | None
@@ -58,15 +58,13 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     return chosen
 
 
-def deal_out(
-    plan: Callable[[], tuple[list[Planned], set[str]]], ep_mesh: DeviceMesh, where: str
-) -> list[Planned]:
+def deal_out(plan: Callable[[], list[ModulePlan]], ep_mesh: DeviceMesh, where: str) -> list[ModulePlan]:
     """Plan, and find out over ``ep_mesh`` which experts each module holds. Changes nothing.
 
     Collective over ``ep_mesh`` (two small object gathers), also where this rank's own plan fails.
 
     Args:
-        plan: The checks of one rank: its plan, and the names of the expert modules.
+        plan: The plan of one rank: modules on an expert-parallel mesh are experts.
         ep_mesh: 1-D.
         where: Name of the operation, for messages.
 
@@ -75,8 +73,8 @@ def deal_out(
             number of experts, and experts that are not dealt out as ``torch.chunk`` cuts.
     """
     with raised_on_all_ranks(ep_mesh, where):
-        planned, names = plan()
-        told = {item.name: _described(item.module) for item in planned if item.name in names}
+        planned = plan()
+        told = {item.name: _described(item.module) for item in planned if item.meshes.ep_mesh is not None}
     held = _ranges(gather(told, ep_mesh), where)
     here = ep_mesh.get_local_rank()
     return [
@@ -113,33 +111,31 @@ def _ranges(told: list[dict[str, tuple[int, str]]], where: str) -> dict[str, lis
     }
 
 
-def plan_all_cuts(
-    planned: list[Planned], dense: Grid, experts: Grid, exempt: Collection[Key] = ()
-) -> dict[Key, int]:
-    """:func:`te_fsdp.quantized.shards.plan_cuts` of dense and of expert weights, each on its own grid.
-
-    Local operation.
+def with_cuts(
+    planned: list[ModulePlan], dense: Grid, stays_whole: Callable[[Any, str], bool]
+) -> list[ModulePlan]:
+    """The plans, with the dims that FSDP2 shall cut of weights that are or will be quantized. Local operation.
 
     Args:
-        planned: From :func:`deal_out`.
+        planned: Of all modules, their experts known.
         dense: Sizes of the axes that dense weights lie on.
-        experts: Those of expert weights.
-        exempt: Weights that data parallelism does not cut.
-
-    Returns:
-        Dim by owner and registered name.
+        stays_whole: Whether data parallelism leaves a module's own parameter whole.
 
     Raises:
         PlacementError: No cut of a quantized weight fits.
     """
-    cuts = plan_cuts(quantizable(item for item in planned if item.experts is None), dense, exempt)
+    # At once: a mesh that an error proposes fits all of them.
+    of_dense = plan_cuts(quantizable(item for item in planned if item.experts is None), dense, stays_whole)
+    found = []
     for item in planned:
-        cuts |= single_cuts(item.module, dense if item.experts is None else experts, item.experts, item.name)
-    for item in planned:
+        cuts = of_dense.get(id(item.module), {})
+        grid = item.meshes.grid
         if item.experts is not None:
-            own = plan_cuts(quantizable([item]), experts, exempt)
-            cuts |= {(owner, item.experts.registered_name(name)): dim for (owner, name), dim in own.items()}
-    return cuts
+            own = plan_cuts(quantizable([item]), grid, stays_whole).get(id(item.module), {})
+            cuts = {item.experts.registered_name(name): dim for name, dim in own.items()}
+        singles = single_cuts(item.module, grid, item.experts, item.name)
+        found.append(dataclasses.replace(item, cuts={**cuts, **singles}))
+    return found
 
 
 def register_globally(module: nn.Module, experts: ExpertRange) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
@@ -14,11 +14,13 @@ from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
 from te_fsdp.modules.divisible import check_heads
 from te_fsdp.modules.single import check_single, single_parameters
+from te_fsdp.quantized.alignment import Grid
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Planned", "original_layouts", "plan_tree", "quantizable"]
+__all__ = ["Meshing", "ModulePlan", "original_layouts", "plan_tree", "quantizable"]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
@@ -35,7 +37,30 @@ _NORMS = ("layer_norm_weight", "layer_norm_bias")
 
 
 @dataclass(frozen=True)
-class Planned:
+class Meshing:
+    """The meshes that a module is bound to.
+
+    Attributes:
+        tp_mesh: 1-D tensor-parallel mesh.
+        weight_mesh: 1-D mesh of the ranks that hold pieces of one weight.
+        ep_mesh: 1-D expert-parallel mesh, of experts.
+        replicas: How many times these ranks hold the model, where that is known.
+    """
+
+    tp_mesh: DeviceMesh | None = None
+    weight_mesh: DeviceMesh | None = None
+    ep_mesh: DeviceMesh | None = None
+    replicas: int = 1
+
+    @property
+    def grid(self) -> Grid:
+        """Sizes of the axes that cut a weight, also where the user calls FSDP2: the weight mesh tells its ranks."""
+        tp = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        return Grid(self.replicas, self.weight_mesh.size() // tp if self.weight_mesh is not None else 1, tp)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
     """One module of the tree and what it will be bound with.
 
     Attributes:
@@ -44,6 +69,9 @@ class Planned:
         kind: TE kind, or ``None`` for modules that TE does not know.
         rules: Rule of each own parameter.
         experts: Which experts it holds, for a module that expert parallelism deals out.
+        meshes: The meshes that it is bound to.
+        cuts: Dim that FSDP2 shall cut of each own weight that is quantized or holds all experts, by the name that it
+            has once it is bound.
     """
 
     name: str
@@ -51,9 +79,11 @@ class Planned:
     kind: str | None
     rules: dict[str, ParameterRule]
     experts: ExpertRange | None = None
+    meshes: Meshing = Meshing()
+    cuts: Mapping[str, int] = field(default_factory=dict)
 
 
-def quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
+def quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
     """Label, owner, name and rule of every parameter that TE may hold quantized and that is not bound yet."""
     for item in planned:
         if binding_of(item.module) is None:
@@ -62,7 +92,7 @@ def quantizable(planned: Iterable[Planned]) -> Iterator[tuple[str, nn.Module, st
                     yield f"{item.name}.{name}" if item.name else name, item.module, name, rule
 
 
-def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
+def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
     """Plan every module of the tree that has parameters, or that TE cuts by tp, or that the user constructs.
 
     Local operation; changes nothing.
@@ -111,7 +141,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[Planned]:
                 expected=f"the parameters of {kind}",
                 fix="give parameters of your own to a module of your own",
             )
-        planned.append(Planned(name, module, kind, {n: rules[n] for n in own}))
+        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in own}))
     return planned
 
 

@@ -194,7 +194,7 @@ def _is_delayed(module: Any) -> bool:
 
 def single_cuts(
     module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
-) -> dict[tuple[int, str], int]:
+) -> dict[str, int]:
     """The dim that FSDP2 shall cut of each single parameter. Local operation on sizes: the same on every rank.
 
     Quantized weights are cut between experts, or within all of them into whole blocks.
@@ -206,7 +206,7 @@ def single_cuts(
         label: Name of the module, for messages.
 
     Returns:
-        Dim by owner and name.
+        Dim by name.
 
     Raises:
         PlacementError: A quantized expert that does not consist of whole blocks of its format.
@@ -219,9 +219,7 @@ def single_cuts(
         fits_within = partial(_fits_within, weight, grid.dp_shard)
         if weight is not None:
             check_fit(weight, replace(grid, dp_shard=1))
-        found[id(module), name] = grouped_cut(
-            (module.num_gemms, *features), grid.dp_shard, counts, fits_within
-        )
+        found[name] = grouped_cut((module.num_gemms, *features), grid.dp_shard, counts, fits_within)
     return found
 
 

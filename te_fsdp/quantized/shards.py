@@ -7,7 +7,7 @@ FSDP2 the high-precision values instead, quantizes each shard afterwards, and co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,8 +54,10 @@ class Stashed:
 
 
 def plan_cuts(
-    weights: Iterable[tuple[str, nn.Module, str, ParameterRule]], grid: Grid, exempt: Collection[Key] = ()
-) -> dict[Key, int]:
+    weights: Iterable[tuple[str, nn.Module, str, ParameterRule]],
+    grid: Grid,
+    stays_whole: Callable[[nn.Module, str], bool],
+) -> dict[int, dict[str, int]]:
     """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
 
     Local operation; every rank sees the same shapes and raises the same.
@@ -63,10 +65,10 @@ def plan_cuts(
     Args:
         weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
         grid: Sizes of the axes.
-        exempt: Weights that data parallelism does not cut, in addition to those marked so.
+        stays_whole: Whether data parallelism leaves a module's own parameter whole.
 
     Returns:
-        Dim by owner and name; high-precision and exempt weights left out.
+        Per ``id`` of an owner: dim by name; high-precision weights, and those that stay whole, are left out.
 
     Raises:
         PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
@@ -74,12 +76,15 @@ def plan_cuts(
     found = {}
     for label, module, name, rule in weights:
         parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
-        if parameter is None or quantizer is None or (id(module), name) in exempt or is_exempt(module, name):
+        if parameter is None or quantizer is None or stays_whole(module, name):
             continue
         shape = tuple(_torch.local_of(parameter).shape)
         found[id(module), name] = weight_made_by(quantizer, label, shape, rule, grid.tp)
     everyone = tuple(found.values())
-    return {key: check_fit(weight, grid, everyone) for key, weight in found.items()}
+    dims: dict[int, dict[str, int]] = {}
+    for (owner, name), weight in found.items():
+        dims.setdefault(owner, {})[name] = check_fit(weight, grid, everyone)
+    return dims
 
 
 def weight_made_by(

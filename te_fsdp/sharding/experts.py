@@ -18,26 +18,20 @@ import torch.distributed as dist
 
 from te_fsdp import _fsdp2
 from te_fsdp.binding import binding_of
-from te_fsdp.modules.checks import check_device_mesh
-from te_fsdp.modules.experts import find_experts, plan_all_cuts
-from te_fsdp.quantized.alignment import Grid
+from te_fsdp.modules.experts import find_experts
 from te_fsdp.sharding.units import nearest_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.experts import Selection
-    from te_fsdp.modules.plan import Planned
-    from te_fsdp.quantized.shards import Key
     from te_fsdp.sharding.state import ShardingState
     from te_fsdp.sharding.strategies import Strategy
 
-__all__ = ["divide_gradients", "fsdp_mesh", "plan_parameters", "reduction_of", "with_expert_units"]
+__all__ = ["divide_gradients", "fsdp_mesh", "reduction_of", "with_expert_units"]
 
 
 def with_expert_units(
@@ -53,35 +47,6 @@ def with_expert_units(
     chosen = {**units, **dict.fromkeys(find_experts(model, selection) - units.keys())}
     names = [name for name, _ in model.named_modules() if name in chosen]
     return {name: units.get(name) or nearest_strategy(name, units) for name in names}
-
-
-def plan_parameters(
-    model: nn.Module, meshes: Meshes, exempt: Collection[Key] = (), selection: Selection = None
-) -> tuple[list[Planned], dict[Key, int]]:
-    """Where each parameter goes, and along which dim each quantized weight is cut. Changes nothing.
-
-    Collective over ``ep``, where every rank must arrive, whatever has failed before.
-
-    Args:
-        model: The root.
-        meshes: The job's meshes.
-        exempt: Weights that data parallelism does not cut.
-        selection: The expert modules.
-
-    Raises:
-        TeFsdpError: see :func:`te_fsdp.set_device_mesh`.
-    """
-    planned = check_device_mesh(
-        model,
-        meshes.tp,
-        meshes.weight,
-        ep_mesh=meshes.ep,
-        expert_weight_mesh=meshes.expert_weight,
-        experts=selection,
-    )
-    replicate, shard, tp = map(meshes.size, ("dp_replicate", "dp_shard", "tp"))
-    experts = Grid(replicate, meshes.expert_shards, tp)
-    return planned, plan_all_cuts(planned, Grid(replicate, shard, tp), experts, exempt)
 
 
 def reduction_of(module: nn.Module, meshes: Meshes) -> tuple[DeviceMesh, int]:

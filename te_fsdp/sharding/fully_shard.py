@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
@@ -16,12 +16,11 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
-from te_fsdp.modules.checks import Meshing
 from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.parameters import places_of
-from te_fsdp.quantized.shards import Key, restore_quantized, stash_quantized
+from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_unaveraged import guard_gradients
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.modules.plan import ModulePlan
 
 __all__ = ["fully_shard"]
 
@@ -111,24 +111,17 @@ def _check_ranks(plan: Plan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
     model, meshes = plan.state.model, plan.state.meshes
     refuse_whole(fused, plan.exempt.keys, model)
-    check_same_model(model, meshes, plan.parameters, plan.settings())
-    check_replicas(model, plan.parameters, meshes)
+    check_same_model(model, meshes, plan.modules, plan.settings())
+    check_replicas(model, plan.modules, meshes)
 
 
 def _replace_parameters(plan: Plan) -> None:
     """Bind the model and apply FSDP2 to it."""
     with replacing(plan.state.model, "fully_shard"):
-        _bind(plan)
+        bind(plan.state.model, plan.modules)
+        for binding in filter(None, map(binding_of, plan.state.model.modules())):
+            binding.weight_mesh_agreed = True  # one object gives both meshes
         _apply_fsdp2(plan)
-
-
-def _bind(plan: Plan) -> None:
-    """``set_device_mesh`` on the model."""
-    state, meshes = plan.state, plan.state.meshes
-    dense = Meshing(meshes.tp, meshes.weight)
-    bind(state.model, dense, Meshing(meshes.tp, meshes.expert_weight, meshes.ep), plan.experts)
-    for binding in filter(None, map(binding_of, state.model.modules())):
-        binding.weight_mesh_agreed = True  # one object gives both meshes
 
 
 def _apply_fsdp2(plan: Plan) -> None:
@@ -138,7 +131,7 @@ def _apply_fsdp2(plan: Plan) -> None:
     stash, precision = stash_quantized(model), state.precision_plan
     if precision is not None:
         precision.widen(model)
-    options["shard_placement_fn"] = _placements(model, plan.cuts)
+    options["shard_placement_fn"] = _placements(plan.modules)
     options["ignored_params"] = plan.exempt.ignored()
     for name, row in reversed(state.units.items()):
         unit = model.get_submodule(name)
@@ -153,20 +146,19 @@ def _apply_fsdp2(plan: Plan) -> None:
     restore_quantized(model, stash)
 
 
-def _placements(model: nn.Module, cuts: dict[Key, int]) -> Callable[[nn.Parameter], Shard | None] | None:
+def _placements(modules: Iterable[ModulePlan]) -> Callable[[nn.Parameter], Shard | None] | None:
     """FSDP2's ``shard_placement_fn`` for weights that it shall cut along another dim than the first."""
     dims = {
-        id(place.parameter): cuts[id(place.owner), place.name]
-        for place in places_of(model)
-        if cuts.get((id(place.owner), place.name))
+        id(item.module._parameters[name]): dim for item in modules for name, dim in item.cuts.items() if dim
     }
     return (lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None) if dims else None
 
 
-def _drop_flat_shards(model: nn.Module, cuts: dict[Key, int]) -> None:
+def _drop_flat_shards(plan: Plan) -> None:
     """No high-precision copies of quantized shards in FSDP2, neither now nor when a shard is quantized later."""
-    for unit in model.modules():
-        for managed in _torch.managed_by(unit) if _torch.is_fsdp_module(unit) else ():
+    cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
+    for unit in plan.state.modules.values():
+        for managed in _torch.managed_by(unit):
             if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
                 _fsdp2_patches.keep_no_flat_shard(managed)
 
@@ -177,7 +169,7 @@ def _finish(plan: Plan, check_inputs: bool) -> None:
     And what it shall not keep: flat copies of quantized shards.
     """
     state = plan.state
-    _drop_flat_shards(state.model, plan.cuts)
+    _drop_flat_shards(plan)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):

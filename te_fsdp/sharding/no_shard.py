@@ -154,6 +154,10 @@ class NoShard:
     whole: frozenset[int]
     units: tuple[str, ...]
 
+    def has(self, module: nn.Module, name: str) -> bool:
+        """Whether a module's own parameter stays whole, by the name that it has now or when its module is bound."""
+        return (id(module), name) in self.keys
+
     def ignored(self) -> set[nn.Parameter]:
         """The exempt parameters there are now, for FSDP2's ``ignored_params``."""
         return {exempt.parameter for exempt in self.bound()}
@@ -227,7 +231,9 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
     for several in places.values():
         _check_agreed(several)
     found = [several for several in places.values() if several[0][3]]
-    keys = frozenset((id(module), name) for several in found for _, module, name, _ in several)
+    keys = frozenset(
+        (id(place[1]), name) for several in found for place in several for name in _names(*place[1:3])
+    )
     whole = frozenset(id(module) for module in names.values() if _is_whole(module, keys))
     first = sorted((several[0][:3] for several in found), key=lambda place: place[0])
     kept = tuple(name for name in reversed(list(units)) if not units[name].shards)
@@ -236,6 +242,12 @@ def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
         unit = inside[label.rpartition(".")[0]]
         parameters.append(Exempt(label, module, name, unit if unit in kept else None))
     return NoShard(model, tuple(parameters), keys, whole, kept)
+
+
+def _names(module: nn.Module, name: str) -> tuple[str, ...]:
+    """A parameter's own name, and that of the parameter of all experts that binding makes of it."""
+    single = name.rstrip("0123456789")
+    return (name, single) if single in single_names(module) else (name,)
 
 
 def _is_whole(module: nn.Module, keys: frozenset[Key]) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import Planned
+    from te_fsdp.modules.plan import ModulePlan
 
 __all__ = ["check_replicas", "check_same_model", "check_whole"]
 
@@ -29,7 +29,7 @@ _MOST = 1000
 
 
 def check_same_model(
-    model: nn.Module, meshes: Meshes, planned: Iterable[Planned], settings: str = ""
+    model: nn.Module, meshes: Meshes, planned: Iterable[ModulePlan], settings: str = ""
 ) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
@@ -77,12 +77,12 @@ def check_same_model(
         )
 
 
-def _expert_modules(planned: Iterable[Planned]) -> set[int]:
+def _expert_modules(planned: Iterable[ModulePlan]) -> set[int]:
     """By id."""
     return {id(item.module) for item in planned if item.experts is not None}
 
 
-def check_replicas(model: nn.Module, planned: Iterable[Planned], meshes: Meshes) -> None:
+def check_replicas(model: nn.Module, planned: Iterable[ModulePlan], meshes: Meshes) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same

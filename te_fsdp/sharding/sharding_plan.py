@@ -11,9 +11,10 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError
+from te_fsdp.modules.checks import plan_modules
 from te_fsdp.modules.experts import Selection
-from te_fsdp.quantized.shards import Key
-from te_fsdp.sharding.experts import plan_parameters, with_expert_units
+from te_fsdp.modules.plan import Meshing, ModulePlan
+from te_fsdp.sharding.experts import with_expert_units
 from te_fsdp.sharding.no_shard import NoShard, plan_no_shard
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import Planned
 
 __all__ = ["Plan", "Request", "Wish", "plan_sharding"]
 
@@ -54,11 +54,9 @@ class Plan:
     """What is known before anything changes: where each parameter goes, along which dim it is cut, in which dtypes."""
 
     state: ShardingState
-    parameters: list[Planned]
-    cuts: dict[Key, int]
+    modules: list[ModulePlan]
     exempt: NoShard
     mp_policy: Fsdp2Policy
-    experts: Selection
 
     def settings(self) -> str:
         """What was decided beside the parameters' places, in words that are the same on ranks that agree."""
@@ -87,10 +85,13 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> Plan:
         state.average_gradients = request.average_gradients
         exempt = _plan_units(state, request.experts)
         state.precision_plan = _plan_precision(state, exempt)
+    replicas = meshes.size("dp_replicate")
+    dense = Meshing(meshes.tp, meshes.weight, replicas=replicas)
+    experts = Meshing(meshes.tp, meshes.expert_weight, meshes.ep, replicas)
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-        parameters, cuts = plan_parameters(model, meshes, exempt.keys, request.experts)
-    return Plan(state, parameters, cuts, exempt, request.mp_policy or Fsdp2Policy(), request.experts)
+        modules = plan_modules(model, dense, experts, request.experts, stays_whole=exempt.has)
+    return Plan(state, modules, exempt, request.mp_policy or Fsdp2Policy())
 
 
 def _plan_units(state: ShardingState, experts: Selection) -> NoShard:
