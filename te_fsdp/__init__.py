@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from te_fsdp.errors import TeFsdpError as TeFsdpError
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
+    from te_fsdp.move.comm import grad_comm as grad_comm
     from te_fsdp.sharding.broadcast import broadcast_params as broadcast_params
-    from te_fsdp.sharding.comm import grad_comm as grad_comm
     from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.gathers import finish_param_gather as finish_param_gather
@@ -78,7 +78,7 @@ _HOMES = {
     "finish_param_gather": "te_fsdp.sharding.gathers",
     "release_params": "te_fsdp.sharding.gathers",
     "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
-    "grad_comm": "te_fsdp.sharding.comm",
+    "grad_comm": "te_fsdp.move.comm",
     "report_nan": "te_fsdp.sharding.nan_report",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",

@@ -18,21 +18,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
+from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import KEY
 from te_fsdp.quantized.components import components_of, finish_writing
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.optim import Optimizer
 
 __all__ = ["make_equal", "take_over_gradients", "watch_copies"]
-
-#: Larger tensors travel alone: packing them would cost more memory than their broadcast costs time.
-LARGE = 1 << 20
 
 
 @functools.cache
@@ -55,8 +53,8 @@ def take_over_gradients(
 ) -> None:
     """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
 
-    Collective over tp where there are such gradients: one broadcast per dtype, and one per tensor of more than
-    :data:`LARGE` elements. Looks only at parameters that te_fsdp has bound; shapes are those of this rank's shards.
+    Collective over tp where there are such gradients: one broadcast per dtype, and one for each large tensor.
+    Looks only at parameters that te_fsdp has bound; shapes are those of this rank's shards.
 
     Args:
         parameters: In the same order, and with gradients for the same ones, on all tp ranks.
@@ -74,7 +72,7 @@ def take_over_gradients(
                 # FSDP2 puts its axes before the one that was there.
                 found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(_torch.local_of(gradient))
     for group, gradients in found.items():
-        _broadcast(gradients, group)
+        broadcast(gradients, group)
 
 
 def make_equal(
@@ -109,7 +107,7 @@ def make_equal(
             found.setdefault(group, []).extend(whole)
     with torch.no_grad():
         for group, tensors in found.items():
-            _broadcast(tensors, group)
+            broadcast(tensors, group)
     for local in quantized:
         finish_writing(local)
 
@@ -125,18 +123,3 @@ def _buffers(local: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (component.tensor for component in components_of(local, "broadcast_params"))
     else:
         yield local
-
-
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """From the group's first rank into all others' tensors, in place."""
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > LARGE and tensor.is_contiguous():
-            dist.broadcast(tensor, group=group, group_src=0)
-        elif tensor.numel():
-            small.setdefault(tensor.dtype, []).append(tensor)
-    for several in small.values():
-        packed = torch.cat([tensor.reshape(-1) for tensor in several])
-        dist.broadcast(packed, group=group, group_src=0)
-        for tensor, values in zip(several, packed.split([t.numel() for t in several]), strict=True):
-            tensor.copy_(values.view(tensor.shape))

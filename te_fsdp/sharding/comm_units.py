@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
-from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients, start_all_reduce
+from te_fsdp.move.start import reduce_scatter, start
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from te_fsdp.move.comm import GradComm
 
 __all__ = ["OuterGroup", "UnitReduceScatter", "install_comm", "sum_outer_in_fp32"]
 
@@ -69,7 +72,8 @@ class OuterGroup(dist.ProcessGroup):
         average = opts.reduceOp == dist.ReduceOp.AVG
         assert average or opts.reduceOp == dist.ReduceOp.SUM  # what FSDP2 does over dp_replicate
         comm = replace(self.comm, look=None)  # it has been looked at before it was reduced over dp_shard
-        result = start_all_reduce(buffer, self.stock, comm, average=average)()
+        source = Partial("avg" if average else "sum")
+        result = start(buffer, source, Replicate(), self.stock, comm).wait()
         if result is not buffer:
             buffer.copy_(result)
 
@@ -133,4 +137,4 @@ class UnitReduceScatter(_torch.ReduceScatter):
         """
         assert not async_op  # FSDP2 runs it on a stream of its own
         with torch.profiler.record_function(f"te_fsdp::reduce_scatter ({self.name})"):
-            reduce_scatter_gradients(output_tensor, input_tensor, group, self.comm, op=op)
+            reduce_scatter(output_tensor, input_tensor, group, self.comm, op=op)

@@ -1,28 +1,35 @@
-"""Buckets of gradients that are all-reduced together: which ranks, what order, what dtype."""
+"""Buckets of gradients that are all-reduced together, over whom, and one reduction of them all."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _torch
-from te_fsdp.sharding.comm import GradComm, start_all_reduce
+from te_fsdp.move.buffer import Buffer
+from te_fsdp.move.start import Pending, current_stream, start
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.move.comm import GradComm
+    from te_fsdp.sharding.no_shard import Exempt
 
-__all__ = ["CAPACITY", "Bucket", "Part", "Ranks", "Travelling", "all_ranks", "current_stream", "pack"]
+__all__ = ["CAPACITY", "Bucket", "Ranks", "Reduction", "Slot", "all_ranks", "pack"]
 
 #: Elements of one all-reduce; larger tensors travel alone. A copy of all gradients could be as large as the model.
 CAPACITY = 1 << 25
-# Parts begin at multiples of this many elements, so that kernels may read the gradients in vectors.
+# Gradients are views of a bucket: each begins where kernels may read it in vectors.
 _ALIGNED = 64
 
 
@@ -100,57 +107,72 @@ def _flat(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
     return mesh[large[0]] if len(large) == 1 else _torch.flatten_mesh(mesh, name)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The place of one gradient in a bucket.
+@dataclass(eq=False)
+class Slot:
+    """One exempt parameter and the parts of its gradient.
 
     Attributes:
-        key: Given back with the result.
-        shape: Local shape of the parameter.
-        device: Its device.
-        dtype: Dtype in which its gradient is accumulated.
-        ranks: Over whom it is added up.
-        partial: Whether to add it up over tp as well.
+        exempt: The parameter by its owner.
+        ranks: Over whom its gradient is added up.
+        partial: Whether each tp rank computes a part of its gradient.
+        unit: The unit that it travels with; ``None``: at the end of backward, with all others of its kind.
+        grads_dtype: Dtype in which its gradient is accumulated; ``None``: its own.
+        hooked: The parameter whose gradients are watched.
+        handles: Its hooks.
+        reduced: ``.grad`` from before, while a backward runs.
+        unreduced: What is waiting for its reduction.
     """
 
-    key: Any
-    shape: torch.Size
-    device: torch.device
-    dtype: torch.dtype
+    exempt: Exempt
     ranks: Ranks
     partial: bool
+    unit: str | None
+    grads_dtype: torch.dtype | None
+    hooked: weakref.ref[torch.Tensor] | None = None
+    handles: list[Any] = field(default_factory=list)
+    reduced: torch.Tensor | None = None
+    unreduced: torch.Tensor | None = None
 
-    @property
-    def room(self) -> int:
-        """Elements that it takes in a bucket."""
-        return -(-self.shape.numel() // _ALIGNED) * _ALIGNED
+
+#: Gives a slot's gradient away; ``None`` if this rank has none.
+Take = Callable[[Slot], "torch.Tensor | None"]
+#: What a bucket's reduction gives: each parameter that any rank has a gradient of, with its reduced local gradient.
+Reduced = list[tuple[Slot, torch.Tensor]]
 
 
-def pack(parts: Iterable[Part], tp: DeviceMesh | None) -> list[Bucket]:
-    """Buckets of at most :data:`CAPACITY` elements (or one tensor), in an order that follows from the parts' own.
+def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
+    """Buckets of at most :data:`CAPACITY` elements (or one tensor), in an order that follows from the slots' own.
 
     Local operation.
 
     Args:
-        parts: In an order that is the same on all ranks.
+        slots: In an order that is the same on all ranks.
         tp: The tensor-parallel mesh.
     """
-    kinds: dict[tuple[Ranks, torch.dtype, torch.device], list[Part]] = {}
-    for part in parts:
-        kinds.setdefault((part.ranks, part.dtype, part.device), []).append(part)
+    kinds: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[Slot, torch.Size]]] = {}
+    for slot in slots:
+        parameter = slot.exempt.parameter
+        local = _torch.local_of(parameter)
+        kind = slot.ranks, slot.grads_dtype or parameter.dtype, local.device
+        kinds.setdefault(kind, []).append((slot, local.shape))
     buckets = []
-    for same in kinds.values():
-        # Parts to add up over tp come first: they are one piece of the bucket.
-        filling: list[Part] = []
+    for kind, same in kinds.items():
+        # What is added up over tp comes first: it is one piece of the bucket.
+        filling: list[tuple[Slot, torch.Size]] = []
         filled = 0
-        for part in sorted(same, key=lambda part: not part.partial):
-            if filling and filled + part.room > CAPACITY:
-                buckets.append(Bucket(tuple(filling), tp))
+        for slot, shape in sorted(same, key=lambda member: not member[0].partial):
+            if filling and filled + _room(shape) > CAPACITY:
+                buckets.append(Bucket(tuple(filling), *kind, tp))
                 filling, filled = [], 0
-            filling.append(part)
-            filled += part.room
-        buckets.append(Bucket(tuple(filling), tp))
+            filling.append((slot, shape))
+            filled += _room(shape)
+        buckets.append(Bucket(tuple(filling), *kind, tp))
     return buckets
+
+
+def _room(shape: torch.Size) -> int:
+    """Elements that a gradient takes in a bucket."""
+    return -(-shape.numel() // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,101 +180,134 @@ class Bucket:
     """Gradients of one kind that travel together.
 
     Attributes:
-        parts: Those to add up over tp first, then the others.
+        members: Each parameter with its local shape; those to add up over tp first, then the others.
+        ranks: Over whom they are added up.
+        dtype: In which they are accumulated.
+        device: Where they are.
         tp: The tensor-parallel mesh.
     """
 
-    parts: tuple[Part, ...]
+    members: tuple[tuple[Slot, torch.Size], ...]
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
     tp: DeviceMesh | None
 
+    @functools.cached_property
+    def buffer(self) -> Buffer:
+        """Where the gradients lie, with a flag for each behind them."""
+        sizes = tuple(shape.numel() for _, shape in self.members)
+        return Buffer(sizes, _ALIGNED, more=len(sizes))
+
     @torch.no_grad()
-    def start(self, comm: GradComm | None, take: Callable[[Any], torch.Tensor | None]) -> Travelling:
-        """Begin to all-reduce the bucket.
+    def start(self, comm: GradComm | None, take: Take) -> Pending[Reduced]:
+        """Begin to all-reduce the bucket. Each rank says by flags which gradients it has: others may have them.
 
         Collective over data parallel (once), and over tp if it holds partial gradients (once, and the current stream
-        waits for that). The gradients are freed when they are in the bucket, unless the caller holds them.
+        waits for that). The gradients are freed when they are in the bucket, unless the caller holds them. To wait for
+        it is collective over data parallel with fp32 sums of another wire dtype alone (an all-gather).
 
         Args:
             comm: How gradients travel; ``None``: in their own dtype.
-            take: Key -> local gradient; ``None`` if this rank has none.
+            take: Gives the gradients.
         """
-        flat, mine = self._flat(take)
+        gradients = [take(slot) for slot, _ in self.members]
+        mine = [gradient is not None for gradient in gradients]
+        flags = torch.ones(len(mine), dtype=self.dtype, device=self.device)
+        if not all(mine):
+            flags = flags.new_tensor([float(flag) for flag in mine])
+        flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
+        del gradients  # their memory is free for what travels
         return self._send(flat, mine, comm)
 
-    def start_spoilt(self, comm: GradComm | None) -> Travelling:
+    def start_spoilt(self, comm: GradComm | None) -> Pending[Reduced]:
         """Take part in the bucket's reduction, once, with NaN for all gradients. Collective as :meth:`start`."""
-        first, room = self.parts[0], sum(part.room for part in self.parts) + len(self.parts)
-        flat = torch.full((room,), math.nan, dtype=first.dtype, device=first.device)
-        return self._send(flat, [True] * len(self.parts), comm)
+        flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
+        return self._send(flat, [True] * len(self.members), comm)
 
-    def _send(self, flat: torch.Tensor, mine: list[bool], comm: GradComm | None) -> Travelling:
-        ranks = self.parts[0].ranks
-        partial = sum(part.room for part in self.parts if part.partial)
+    def _send(self, flat: torch.Tensor, mine: list[bool], comm: GradComm | None) -> Pending[Reduced]:
+        partial = sum(_room(shape) for slot, shape in self.members if slot.partial)
         if partial and self.tp is not None:
             dist.all_reduce(flat[:partial], group=self.tp.get_group())
-        stream = current_stream(flat.device)
-        if ranks.group is None:
-            return Travelling(self, mine, lambda: flat, stream)
-        result = start_all_reduce(flat, ranks.group, comm, average=ranks.divisor != 1)
-        return Travelling(self, mine, result, stream)
+        unpack = functools.partial(self._unpack, mine)
+        if self.ranks.group is None:
+            return Pending(lambda: flat, None, current_stream(flat.device)).then(unpack)
+        source = Partial("sum" if self.ranks.divisor == 1 else "avg")
+        return start(flat, source, Replicate(), self.ranks.group, comm).then(unpack)
 
-    def _flat(self, take: Callable[[Any], torch.Tensor | None]) -> tuple[torch.Tensor, list[bool]]:
-        """All gradients one after the other, and a flag for each: whether this rank has it."""
-        gap = torch.zeros(_ALIGNED, dtype=self.parts[0].dtype, device=self.parts[0].device)
-        pieces, mine = [], []
-        for part in self.parts:
-            size, value = part.shape.numel(), take(part.key)
-            pieces.append(gap.new_zeros(size) if value is None else value.reshape(-1).to(part.dtype))
-            pieces.append(gap[: part.room - size])
-            mine.append(value is not None)
-        pieces.append(
-            gap.new_ones(len(mine)) if all(mine) else gap.new_tensor([float(flag) for flag in mine])
-        )
-        return torch.cat(pieces), mine
-
-
-@dataclass(frozen=True, eq=False)
-class Travelling:
-    """A bucket whose reduction has begun.
-
-    Attributes:
-        bucket: Which one.
-        mine: For each part whether this rank had a gradient.
-        result: Waits for the reduction, on the current stream where the device has streams, and returns it.
-        stream: The stream that the buffer was made on; ``None`` where the device has none.
-    """
-
-    bucket: Bucket
-    mine: list[bool]
-    result: Callable[[], torch.Tensor]
-    stream: torch.Stream | None
-
-    @torch.no_grad()
-    def finish(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Wait for the reduction.
-
-        Collective over data parallel only with fp32 sums of another wire dtype (an all-gather).
-
-        Yields:
-            Key and reduced local gradient of each parameter that had a gradient on any of the ranks.
-        """
-        parts, flat = self.bucket.parts, self.result()
-        now = current_stream(flat.device)
-        if now is not None and now != self.stream:
-            flat.record_stream(now)
-        ranks = parts[0].ranks
+    def _unpack(self, mine: list[bool], flat: torch.Tensor) -> Reduced:
+        """The gradients that any of the ranks had; ``mine`` says for each member whether this rank had one."""
+        ranks = self.ranks
         averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
         # Flags of other ranks are read, and the device waited for, only where this rank lacks a gradient. NaN counts.
-        seen = self.mine if all(self.mine) else [flag != 0 for flag in flat[-len(parts) :].tolist()]
+        seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
-        at = 0
-        for part, given in zip(parts, seen, strict=True):
-            if given:
-                yield part.key, flat[at : at + part.shape.numel()].view(part.shape)
-            at += part.room
+        pieces = zip(self.members, self.buffer.pieces(flat), seen, strict=True)
+        return [(slot, piece.view(shape)) for (slot, shape), piece, given in pieces if given]
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that work on ``device`` goes to now; ``None`` for the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+@dataclass(eq=False)
+class Reduction:
+    """One reduction of all gradients.
+
+    Attributes:
+        early: Buckets that may begin during backward, each with its unit.
+        rest: Those that are reduced at the end, one after the other.
+        comm: How gradients travel.
+        take: Gives the gradients.
+    """
+
+    early: Sequence[tuple[str, Bucket]]
+    rest: Sequence[Bucket]
+    comm: GradComm | None
+    take: Take
+
+    def __post_init__(self) -> None:
+        self._pending: deque[Pending[Reduced]] = deque()
+        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
+        dtypes, comm = {bucket.dtype for _, bucket in self.early}, self.comm
+        self._is_wide = comm is not None and any(comm.wire(d).itemsize > d.itemsize for d in dtypes)
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether buckets begin during backward, so that an exception in it finds some under way."""
+        return bool(self.early) and not self._is_wide
+
+    def start(self, is_complete: Callable[[str], bool]) -> None:
+        """Begin the early buckets, in order, as far as their units are complete. Collective; nothing is waited for."""
+        while not self._is_wide and len(self._pending) < len(self.early):
+            unit, bucket = self.early[len(self._pending)]
+            if not is_complete(unit):
+                return
+            with torch.profiler.record_function(f"te_fsdp::reduce_no_shard {unit}"):
+                self._pending.append(bucket.start(self.comm, self.take))
+
+    def finish(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Begin what has not begun, and wait. Collective over data parallel.
+
+        Yields:
+            Each parameter that had a gradient on any of the ranks, with its reduced local gradient.
+        """
+        self.start(lambda unit: True)
+        while self._pending:
+            yield from self._pending.popleft().wait()
+        late = [bucket for _, bucket in self.early] if self._is_wide else []
+        for bucket in (*late, *self.rest):
+            with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
+                yield from bucket.start(self.comm, self.take).wait()
+
+    def abandon(self) -> None:
+        """After an exception in backward: begin what has not begun, wait, and drop the results.
+
+        Ranks may have begun different buckets, so that all complete the set, with NaN: a rank that has seen no
+        exception must not take what it gets for gradients. Collective over data parallel; only where
+        :attr:`may_begin_early`.
+        """
+        quiet = None if self.comm is None else replace(self.comm, look=None)
+        for _, bucket in self.early[len(self._pending) :]:
+            self._pending.append(bucket.start_spoilt(quiet))
+        while self._pending:
+            self._pending.popleft().wait()
+        for bucket in self.rest:
+            bucket.start_spoilt(quiet).wait()

@@ -8,7 +8,7 @@ So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, an
 reduced gradients: what was reduced is never reduced again.
 
 Gradients of one unit with strategy ``no_shard`` travel together as soon as backward has left the unit
-(``no_shard_overlap``), those of a unit that may not begin early at the end of backward; all others at the end,
+(:mod:`te_fsdp.move.order`), those of a unit that may not begin early at the end of backward; all others at the end,
 together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
 this rank travels as zeros, with a flag, since another rank may have one.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError
-from te_fsdp.sharding.comm import comm_of
-from te_fsdp.sharding.no_shard_bucket import Bucket, Part, Ranks, all_ranks, current_stream, pack
-from te_fsdp.sharding.no_shard_overlap import Reduction, UnitOrder
+from te_fsdp.move.comm import comm_of
+from te_fsdp.move.order import UnitOrder
+from te_fsdp.move.start import current_stream
+from te_fsdp.sharding.no_shard_bucket import Bucket, Reduction, Slot, all_ranks, pack
 from te_fsdp.sharding.outer_chunks import set_copies
 from te_fsdp.sharding.replicas import check_whole
 from te_fsdp.sharding.state import mark, sharding_state
@@ -40,34 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.no_shard import Exempt, NoShard
+    from te_fsdp.sharding.no_shard import NoShard
 
 __all__ = ["ReplicatedGradients"]
-
-
-@dataclass(eq=False)
-class _Slot:
-    """One exempt parameter and the parts of its gradient.
-
-    Attributes:
-        exempt: The parameter by its owner.
-        ranks: Over whom its gradient is added up.
-        partial: Whether each tp rank computes a part of its gradient.
-        unit: The unit that it travels with; ``None``: at the end of backward, with all others of its kind.
-        hooked: The parameter whose gradients are watched.
-        handles: Its hooks.
-        reduced: ``.grad`` from before, while a backward runs.
-        unreduced: What is waiting for its reduction.
-    """
-
-    exempt: Exempt
-    ranks: Ranks
-    partial: bool
-    unit: str | None
-    hooked: weakref.ref[torch.Tensor] | None = None
-    handles: list[Any] = field(default_factory=list)
-    reduced: torch.Tensor | None = None
-    unreduced: torch.Tensor | None = None
 
 
 class ReplicatedGradients:
@@ -104,15 +80,15 @@ class ReplicatedGradients:
             partial = rule is not None and rule.partial_grad and meshes.size("tp") > 1
             # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
             unit = None if partial or ranks.group is None else exempt.unit
-            self._slots.append(_Slot(exempt, ranks, partial, unit))
+            self._slots.append(Slot(exempt, ranks, partial, unit, grads_dtype))
         self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
         self._sync, self._owes = True, False
-        self._inside: dict[_Slot, None] = {}
-        self._away: set[_Slot] = set()
+        self._inside: dict[Slot, None] = {}
+        self._away: set[Slot] = set()
         self._running = False
         units = {slot.unit for slot in self._slots}
         self._units = [unit for unit in plan.units if unit in units]
-        self._order, self._trained = UnitOrder(self._units), tuple[_Slot, ...]()
+        self._order, self._trained = UnitOrder(self._units), tuple[Slot, ...]()
         self._orders = {self._trained: self._order}
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
@@ -280,20 +256,19 @@ class ReplicatedGradients:
             self._streams.clear()
             _torch.at_end_of_backward(self._end)
 
-    def _arrive(self, slot: _Slot, gradient: torch.Tensor) -> None:
+    def _arrive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient is about to be added to ``.grad``: let it meet those of its kind."""
         self._begin(gradient)
         self._start_complete(slot)
-        again = slot in self._inside
         if slot.unit is not None:
-            self._order.arrived(slot.unit, again=again)
-        if not again:
+            self._order.arrived(slot.unit, slot)
+        if slot not in self._inside:
             parameter = slot.exempt.parameter
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
             self._inside[slot] = None
 
-    def _start_complete(self, slot: _Slot) -> None:
+    def _start_complete(self, slot: Slot) -> None:
         """Begin the reductions of units that backward has left; now that a gradient of ``slot`` arrives.
 
         Not when their last gradient arrives: it is not added up before the hooks of its parameter have run.
@@ -350,24 +325,18 @@ class ReplicatedGradients:
             early: list[tuple[str, Bucket]] = []
             agreed = self._order.agreed or ()
             for unit in agreed:
-                own = [self._part(slot) for slot in trained if slot.unit == unit]
+                own = [slot for slot in trained if slot.unit == unit]
                 early += [(unit, bucket) for bucket in pack(own, self._meshes.tp)]
             # Unit by unit as well: the transport adds in an order that depends on the place in a bucket, and the first
             # backward shall have the bits that it would have had as a later one, of a training that goes on.
-            others: dict[str | None, list[Part]] = {}
+            others: dict[str | None, list[Slot]] = {}
             for slot in trained:
                 if slot.unit not in agreed:
-                    others.setdefault(slot.unit, []).append(self._part(slot))
+                    others.setdefault(slot.unit, []).append(slot)
             rest = [bucket for own in others.values() for bucket in pack(own, self._meshes.tp)]
             self._buckets = early, rest
         model = self._model()
         return Reduction(*self._buckets, comm_of(model) if model is not None else None, self._take)
-
-    def _part(self, slot: _Slot) -> Part:
-        parameter = slot.exempt.parameter
-        local = _torch.local_of(parameter)
-        dtype = self._grads_dtype or parameter.dtype
-        return Part(slot, local.shape, local.device, dtype, slot.ranks, slot.partial)
 
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
@@ -376,7 +345,7 @@ class ReplicatedGradients:
         if reduction.may_begin_early:
             self._say(False)
 
-    def _take(self, slot: _Slot) -> torch.Tensor | None:
+    def _take(self, slot: Slot) -> torch.Tensor | None:
         """A slot's gradient, for a bucket: it is nobody's else from now on."""
         gradient, slot.unreduced = slot.unreduced, None
         if slot in self._inside:  # backward still runs

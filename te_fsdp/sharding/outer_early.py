@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
-from te_fsdp.sharding.comm import COMM_DTYPES, GradComm
-from te_fsdp.sharding.no_shard_overlap import UnitOrder
+from te_fsdp.move.comm import COMM_DTYPES, GradComm
+from te_fsdp.move.order import UnitOrder
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_flat import Average, Way, by_group, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import gradient_of
@@ -112,7 +112,6 @@ class EarlyAverages:
     _armed: bool = False
     _told: int = 0
     _settled: int = 0
-    _seen: set[tuple[str, int]] = field(default_factory=set)
     _events: dict[str, list[Any]] = field(default_factory=dict)
     _begun: list[_Begun] = field(default_factory=list)
     _spoilt: bool = False
@@ -140,13 +139,10 @@ class EarlyAverages:
         plan = self._arm(state) if state.told_last and not self._spoilt else None
         if plan is None or unit not in plan.units:
             return
-        again = (unit, group) in self._seen
-        self._seen.add((unit, group))
         self._events.setdefault(unit, []).append(event)
-        plan.order.arrived(unit, again=again)
-        agreed = plan.agreed
-        while len(self._begun) < len(agreed) and plan.order.is_complete(agreed[len(self._begun)]):
-            self._begin(plan, agreed[len(self._begun)])
+        plan.order.arrived(unit, (unit, group))
+        while (complete := plan.order.next(len(self._begun))) is not None:
+            self._begin(plan, complete)
 
     def _arm(self, state: ShardingState) -> _Plan | None:
         """The plan of the backward that runs; it begins when this is the first unit that it leaves."""
@@ -157,7 +153,6 @@ class EarlyAverages:
             self._spoilt = True
             return None
         self._armed, self._told, self._plan = True, state.told, plan
-        self._seen.clear()
         self._events.clear()
         if plan is not None:
             plan.order.begin(plan.groups)

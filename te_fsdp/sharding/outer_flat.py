@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.sharding.comm import GradComm, all_gather_single, comm_of, start_reduce_scatter
+from te_fsdp.move.comm import GradComm, comm_of
+from te_fsdp.move.start import all_gather_single, reduce_scatter
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.state import state_of
 
@@ -124,7 +125,7 @@ def start_average(
     """
     alone = [_travels_alone(chunk, chunk.numel, chunk.dim) for chunk in chunks]
     packed = [place for place, large in enumerate(alone) if not large]
-    under_way: list[Callable[[], None]] = []
+    under_way: list[Callable[[], Any]] = []
     rows, holders = _start_packed(chunks, gradients, packed, dtype, way, under_way)
     for place, (chunk, gradient) in enumerate(zip(chunks, gradients, strict=True)):
         if not alone[place]:
@@ -150,11 +151,11 @@ def start_average(
 
 
 def _send(
-    output: torch.Tensor, source: torch.Tensor, chunk: Chunk, way: Way, under_way: list[Callable[[], None]]
+    output: torch.Tensor, source: torch.Tensor, chunk: Chunk, way: Way, under_way: list[Callable[[], Any]]
 ) -> None:
     """One reduce-scatter; what is left to do about it joins ``under_way``."""
     op = dist.ReduceOp.SUM if chunk.copies.sums else dist.ReduceOp.AVG
-    finish = start_reduce_scatter(output, source, way.group, way.comm, op=op, async_op=way.async_op)
+    finish = reduce_scatter(output, source, way.group, way.comm, op=op, async_op=way.async_op).wait
     if way.async_op:
         under_way.append(finish)
     else:
@@ -167,7 +168,7 @@ def _start_packed(
     packed: list[int],
     dtype: torch.dtype,
     way: Way,
-    under_way: list[Callable[[], None]],
+    under_way: list[Callable[[], Any]],
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Rows of the gradients at the places ``packed``, and how many holders have each gradient, packed or not."""
     first = chunks[0]
@@ -252,7 +253,7 @@ def start_gather(
     Returns:
         Completes what is left to do: nothing without ``async_op``.
     """
-    under_way: list[Callable[[], None]] = []
+    under_way: list[Callable[[], Any]] = []
     dtypes = [torch.uint8 if as_bytes else part.mine.dtype for part in parts]
     for (_, dtype), places in by_group([part.chunk for part in parts], dtypes).items():
         packed = []

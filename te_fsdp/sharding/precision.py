@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from te_fsdp.errors import PrecisionError
-from te_fsdp.sharding.comm import COMM_DTYPES
+from te_fsdp.move.comm import COMM_DTYPES
 
 __all__ = ["MixedPrecisionPolicy"]
 

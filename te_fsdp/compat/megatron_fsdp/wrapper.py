@@ -19,8 +19,8 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.errors import InitError
+from te_fsdp.move.comm import comm_of
 from te_fsdp.sharding.broadcast import broadcast_params
-from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.gathers import finish_param_gather, release_params, start_param_gather
 from te_fsdp.sharding.materialize import materialize

@@ -54,18 +54,18 @@ def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
     """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
     from te_fsdp.sharding import outer_flat
 
-    stock = outer_flat.start_reduce_scatter
+    stock = outer_flat.reduce_scatter
 
     def added(*args: Any, **kwargs: Any) -> Any:
         return stock(*args, **{**kwargs, "op": dist.ReduceOp.SUM})
 
-    outer_flat.start_reduce_scatter = added
+    outer_flat.reduce_scatter = added
     try:
         parity(axes, [case])
     except AssertionError as error:
         return str(error)
     finally:
-        outer_flat.start_reduce_scatter = stock
+        outer_flat.reduce_scatter = stock
     return ""
 
 

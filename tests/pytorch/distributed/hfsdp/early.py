@@ -26,17 +26,17 @@ def sent() -> Iterator[list[int]]:
     from te_fsdp.sharding import outer_flat
 
     found: list[int] = []
-    stock = outer_flat.start_reduce_scatter
+    stock = outer_flat.reduce_scatter
 
     def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found.append(output.numel())
         return stock(output, *args, **kwargs)
 
-    outer_flat.start_reduce_scatter = counting
+    outer_flat.reduce_scatter = counting
     try:
         yield found
     finally:
-        outer_flat.start_reduce_scatter = stock
+        outer_flat.reduce_scatter = stock
 
 
 # --- against one process
@@ -147,25 +147,25 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
         orders: Blocks of each rank.
         alone: Negative control: the ranks do not agree on one order.
     """
-    from te_fsdp.sharding import no_shard_overlap
+    from te_fsdp.move import order
 
-    stock = no_shard_overlap.maximum
+    stock = order.maximum
     pair = Pair(blocks=4)
-    agree = no_shard_overlap.UnitOrder.agree
+    agree = order.UnitOrder.agree
 
     def spoilt(self: Any, meshes: Any) -> None:
-        no_shard_overlap.maximum = lambda *args, **kwargs: None
+        order.maximum = lambda *args, **kwargs: None
         try:
             agree(self, meshes)
         finally:
-            no_shard_overlap.maximum = stock
+            order.maximum = stock
 
     if alone:
-        no_shard_overlap.UnitOrder.agree = spoilt
+        order.UnitOrder.agree = spoilt
     try:
         found = [pair.both(seed, orders) for seed in (1, 2, 3)]
     finally:
-        no_shard_overlap.UnitOrder.agree = agree
+        order.UnitOrder.agree = agree
     pair.checks.require(24)
     return found
 

@@ -94,15 +94,15 @@ def _sums(calls: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _spoilt(what: str) -> Iterator[None]:
-    from te_fsdp.sharding import no_shard_overlap
-    from te_fsdp.sharding.no_shard_overlap import UnitOrder
+    from te_fsdp.move import order
+    from te_fsdp.move.order import UnitOrder
 
     agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
 
     def alone(self: UnitOrder, meshes: Any) -> None:
-        stock, no_shard_overlap.maximum = no_shard_overlap.maximum, lambda *a, **k: None
+        stock, order.maximum = order.maximum, lambda *a, **k: None
         agree(self, meshes)
-        no_shard_overlap.maximum = stock
+        order.maximum = stock
 
     if what == "order":
         UnitOrder.agree = alone

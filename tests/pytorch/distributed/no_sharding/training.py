@@ -157,20 +157,19 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 @contextlib.contextmanager
 def spoiled(what: str) -> Iterator[None]:
     """Negative controls: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
+    from te_fsdp.move.start import Pending, start
     from te_fsdp.sharding import no_shard_bucket, no_shard_reduce
 
     stock = no_shard_reduce.pack
     if what == "reduction":
-        no_shard_bucket.start_all_reduce = lambda flat, *args, **kwargs: lambda: flat
+        no_shard_bucket.start = lambda flat, *args: Pending(lambda: flat)
     if what == "order":
         turned = -1 if dist.get_rank() else 1
         no_shard_reduce.pack = lambda parts, tp: stock(parts[::turned], tp)
     try:
         yield
     finally:
-        from te_fsdp.sharding.comm import start_all_reduce
-
-        no_shard_bucket.start_all_reduce, no_shard_reduce.pack = start_all_reduce, stock
+        no_shard_bucket.start, no_shard_reduce.pack = start, stock
 
 
 def clip_both(checks: Findings, subject: nn.Module, reference: nn.Module, who: str) -> None:

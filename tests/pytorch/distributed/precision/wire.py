@@ -38,14 +38,18 @@ def fp16_averages(large: float) -> dict[str, list[list[float]]]:
     Returns:
         By collective, what each average is.
     """
-    from te_fsdp.sharding.comm import GradComm, reduce_scatter_gradients, start_all_reduce
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from te_fsdp.move.comm import GradComm
+    from te_fsdp.move.start import start
 
     comm, group, ranks = GradComm(torch.float16), dist.group.WORLD, dist.get_world_size()
     found: dict[str, list[list[float]]] = {"all_reduce": [], "reduce_scatter": []}
     for value in (large, 2.0 ** dist.get_rank()):
         whole = torch.full((2 * ranks,), value, device=harness.device())
-        found["all_reduce"].append(start_all_reduce(whole.clone(), group, comm)().unique().tolist())
+        reduced = start(whole.clone(), Partial("avg"), Replicate(), group, comm).wait()
+        found["all_reduce"].append(reduced.unique().tolist())
         part = torch.empty(2, device=harness.device())
-        reduce_scatter_gradients(part, whole, group, comm)
+        start(whole, Partial("avg"), Shard(0), group, comm, into=part).wait()
         found["reduce_scatter"].append(part.unique().tolist())
     return found

@@ -1,0 +1,125 @@
+"""Many tensors in one piece of memory, so that one collective moves them all; and how a tensor is cut into rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Buffer", "Rows"]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where tensors lie in one piece of memory, one after the other.
+
+    Attributes:
+        sizes: Elements of each.
+        align: Each begins at a multiple of so many elements, so that kernels may read several at once.
+        more: Elements behind the last one, for flags.
+    """
+
+    sizes: tuple[int, ...]
+    align: int = 1
+    more: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return sum(map(self.room, self.sizes)) + self.more
+
+    def room(self, size: int) -> int:
+        """Elements that a tensor of ``size`` elements takes."""
+        return -(-size // self.align) * self.align
+
+    def pieces(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
+        start = 0
+        for size in self.sizes:
+            yield memory[..., start : start + size]
+            start += self.room(size)
+
+    def pack(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        more: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensors in new memory, by one kernel. Local operation.
+
+        Args:
+            tensors: Of at most so many elements as :attr:`sizes` says; what is missing is filled with zeros, ``None``
+                wholly.
+            dtype: Of the memory; tensors of another one are cast.
+            device: Where.
+            more: What lies behind them, of :attr:`more` elements.
+
+        Returns:
+            1-D, :attr:`numel` elements.
+        """
+        held = [0 if tensor is None else tensor.numel() for tensor in tensors]
+        gaps = [self.room(size) - numel for size, numel in zip(self.sizes, held, strict=True)]
+        # One for all: they are views of it.
+        zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
+        found = [zeros[:0]]
+        for tensor, gap in zip(tensors, gaps, strict=True):
+            if tensor is not None:
+                found.append(tensor.reshape(-1).to(dtype))
+            if gap:
+                found.append(zeros[:gap])
+        if more is not None:
+            found.append(more)
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a tensor is cut over ranks along one dim: as ``torch.chunk`` cuts, the last ranks have fewer rows or none.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dim: The dim that is cut.
+        ranks: Over how many.
+    """
+
+    shape: torch.Size
+    dim: int
+    ranks: int
+
+    @property
+    def step(self) -> int:
+        """Rows of each rank, but for the last ones."""
+        return -(-self.shape[self.dim] // self.ranks)
+
+    @property
+    def numel(self) -> int:
+        """Elements that each rank sends or receives: its rows, padded to :attr:`step`."""
+        rows = self.shape[self.dim]
+        return self.step * (math.prod(self.shape) // rows) if rows else 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have the same number of rows."""
+        return self.shape[self.dim] == self.step * self.ranks
+
+    def split(self, whole: torch.Tensor, into: torch.Tensor) -> None:
+        """Write each rank's rows of a tensor to ``into``, of shape (ranks, :attr:`numel`). Local operation."""
+        if self.is_even:
+            rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
+            into.view(rows.shape).copy_(rows)
+            return
+        into.zero_()
+        for rank, rows in enumerate(whole.split(self.step, self.dim)):
+            into[rank, : rows.numel()].copy_(rows.reshape(-1))
+
+    def join(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write all ranks' rows, of shape (ranks, :attr:`numel`), to a tensor. Local operation."""
+        if self.is_even:
+            rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
+            rows.copy_(gathered.view(rows.shape))
+            return
+        for rank, rows in enumerate(whole.split(self.step, self.dim)):
+            rows.copy_(gathered[rank, : rows.numel()].view(rows.shape))
