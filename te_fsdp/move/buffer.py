@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,18 +90,18 @@ class Rows:
     dim: int
     ranks: int
 
-    @property
+    @functools.cached_property
     def step(self) -> int:
         """Rows of each rank, but for the last ones."""
         return -(-self.shape[self.dim] // self.ranks)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements that each rank sends or receives: its rows, padded to :attr:`step`."""
         rows = self.shape[self.dim]
         return self.step * (math.prod(self.shape) // rows) if rows else 0
 
-    @property
+    @functools.cached_property
     def is_even(self) -> bool:
         """Whether all ranks have the same number of rows."""
         return self.shape[self.dim] == self.step * self.ranks

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from te_fsdp import _torch
 from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.move.buffer import Rows
 from te_fsdp.parameters import facts_of, noted
 from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of
@@ -62,6 +63,11 @@ class Copies:
         return self.mesh.get_group(0)
 
     @property
+    def partial(self) -> Partial:
+        """How gradients that are not reduced lie on the holders, in DTensor's words."""
+        return Partial("sum" if self.sums else "avg")
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the holders."""
         return tuple(dist.get_process_group_ranks(self.group))
@@ -76,14 +82,13 @@ class Chunk:
 
     Attributes:
         parameter: The parameter: plain, or a DTensor.
+        dtype: Of its main weight and of the average of its gradients: fp32 for low-precision parameters.
         copies: Its holders.
         ranks: Their global ranks.
         size: Number of holders.
         dim: The dim that is cut.
-        rows: Rows of the local tensor.
-        step: Rows per holder, the last ones may have fewer.
+        rows: How the local tensor is cut over the holders.
         low, high: This rank's rows.
-        width: Elements per row.
         obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_install``).
     """
 
@@ -92,21 +97,11 @@ class Chunk:
         self._specs: dict[torch.dtype, Any] = {}
         self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
         self.parameter, self.copies, self.ranks = parameter, copies, copies.ranks
+        self.dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.dim = _dim_to_cut(parameter, copies.mesh)
-        self.size, self.rows = copies.mesh.size(0), local.shape[self.dim]
-        self.step = -(-self.rows // self.size)
-        self.low, self.high = chunk_range(self.rows, self.size, copies.mesh.get_local_rank(0))
-        self.width = math.prod(local.shape) // self.rows if self.rows else 0
-
-    @property
-    def numel(self) -> int:
-        """Elements that each holder sends or receives: its rows, padded to :attr:`step`."""
-        return self.step * self.width
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all holders have the same number of rows."""
-        return self.rows == self.step * self.size
+        self.size = copies.mesh.size(0)
+        self.rows = Rows(local.shape, self.dim, self.size)
+        self.low, self.high = chunk_range(local.shape[self.dim], self.size, copies.mesh.get_local_rank(0))
 
     def has_whole(self, unit: int) -> bool:
         """Whether every holder of every piece has equally many rows, a multiple of ``unit``.
@@ -131,10 +126,6 @@ class Chunk:
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor like the parameter's local one; a view."""
         return local.narrow(self.dim, self.low, self.high - self.low)
-
-    def by_holder(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor like the local one as ``(holders, *shape)``, where rows are even; a view."""
-        return local.unflatten(self.dim, (self.size, self.step)).movedim(self.dim, 0)
 
     def distributed(self, rows: torch.Tensor) -> DTensor:
         """DTensor of the parameter's shape around this rank's rows, on ``copies.mesh``. Local operation."""

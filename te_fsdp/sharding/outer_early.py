@@ -4,6 +4,7 @@
     first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on:
                          once all ranks have told one
     later told ones      a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
+                         (:mod:`te_fsdp.move.order`)
     the step             (or a norm) the holders tell each other what has begun; what has not begins, in the same order
 
 So every holder calls the same collectives in the same order, whatever it has used. Each begins at most once between two
@@ -13,15 +14,17 @@ What has begun is worthless if a gradient has changed since: after an exception 
 ``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All holders then
 complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
 saved. The question at the step goes over the CPU, and waits for no device.
+
+This file is the whole of the overlap. ``StandIns`` makes an :class:`EarlyAverages`, asks whether averages are
+``expected``, and calls ``forget`` and ``finish``; ``shard_optimizer`` calls :func:`watch_units`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,31 +35,21 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.comm import COMM_DTYPES, GradComm
 from te_fsdp.move.order import UnitOrder
+from te_fsdp.move.start import Pending, SideStream, current_stream
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
-from te_fsdp.sharding.outer_flat import Average, Way, by_group, comm_for, start_average
+from te_fsdp.sharding.outer_flat import Average, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import gradient_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
 if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
 
-__all__ = ["Cut", "EarlyAverages", "watch_units"]
+__all__ = ["EarlyAverages", "watch_units"]
 
 _log = logging.getLogger("te_fsdp")
 
-
-class Cut(NamedTuple):
-    """A parameter whose gradient is to be averaged.
-
-    Attributes:
-        parameter: The parameter.
-        chunk: This rank's rows.
-        dtype: Of the average.
-    """
-
-    parameter: torch.Tensor
-    chunk: Chunk
-    dtype: torch.dtype
+#: Dtypes that gradients may cross the wire in, ``None`` for their own: their places are told to other ranks.
+_WIRES = (None, *COMM_DTYPES)
 
 
 @dataclass(eq=False)
@@ -72,30 +65,24 @@ class _Plan:
     """
 
     state: ShardingState
-    units: dict[str, list[Cut]]
+    units: dict[str, list[Chunk]]
     groups: list[str]
     order: UnitOrder
     steps: int = 0
 
-    @property
-    def agreed(self) -> tuple[str, ...]:
-        """The units that may begin early, in order; none before the holders have agreed."""
-        return self.order.agreed or ()
 
-
-@dataclass(eq=False)
-class _Begun:
+class _Begun(NamedTuple):
     """A unit whose averages are under way.
 
     Attributes:
         unit: Its name.
         sources: For each parameter the gradient that was sent, and its version then; ``None``: there was none.
-        finish: Waits, where nothing has waited yet, and returns the averages, in the order of the parameters.
+        pending: The averages, in the order of the parameters.
     """
 
     unit: str
     sources: list[tuple[weakref.ref[torch.Tensor], int] | None]
-    finish: Callable[[], list[Average]]
+    pending: Pending[list[Average]]
 
 
 @dataclass(eq=False)
@@ -103,21 +90,20 @@ class EarlyAverages:
     """The averages of one optimizer's gradients that may begin in backward.
 
     Attributes:
-        cuts: What the optimizer trains and averages now, in its order; the same on all holders.
+        chunks: What the optimizer trains and averages now, in its order; the same on all holders.
     """
 
-    cuts: Callable[[], list[Cut]]
+    chunks: Callable[[], list[Chunk]]
     _plans: dict[tuple[int, ...], _Plan | None] = field(default_factory=dict)
-    _plan: _Plan | None = None
-    _armed: bool = False
-    _told: int = 0
-    _settled: int = 0
+    _plan: _Plan | None = None  # of the backward that runs
+    _armed: int | None = None  # which of the loop's last backwards that is
+    _settled: int = 0  # how many there were before the last step
     _events: dict[str, list[Any]] = field(default_factory=dict)
     _begun: list[_Begun] = field(default_factory=list)
     _spoilt: bool = False
-    _comm: tuple[GradComm | None] | None = None
+    _comm: GradComm | None = None  # as it was when the first of them began
     _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    _stream: Any = None
+    _side: SideStream = field(default_factory=SideStream)
 
     # --- during backward
 
@@ -146,13 +132,13 @@ class EarlyAverages:
 
     def _arm(self, state: ShardingState) -> _Plan | None:
         """The plan of the backward that runs; it begins when this is the first unit that it leaves."""
-        if self._armed and self._told == state.told:
+        if self._armed == state.told:
             return self._plan
-        plan = self._plan_of(self.cuts())
+        plan = self._plan_of(self.chunks())
         if self._begun and plan is not self._plan:
             self._spoilt = True
             return None
-        self._armed, self._told, self._plan = True, state.told, plan
+        self._armed, self._plan = state.told, plan
         self._events.clear()
         if plan is not None:
             plan.order.begin(plan.groups)
@@ -160,52 +146,26 @@ class EarlyAverages:
 
     def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
-        cuts = plan.units[unit]
-        assert self._groups is not None
-        given = [None if empty else gradient_of(cut.parameter) for cut in cuts]
-        sources = [None if g is None else (weakref.ref(g), _torch.version_of(g)) for g in given]
-        locals_ = [None if g is None else _torch.local_of(g) for g in given]
+        chunks = plan.units[unit]
+        given = [None if empty else gradient_of(chunk.parameter) for chunk in chunks]
+        local = [None if g is None else _torch.local_of(g) for g in given]
         if self._comm is None:
-            comm = comm_for(cuts[0].chunk)
-            self._comm = (None if comm is None else replace(comm),)
-        way = Way(
-            self._groups[0], self._comm[0], flags=False, async_op=plan.state.meshes.device.type == "cpu"
+            self._comm = replace(comm_for(chunks[0]) or GradComm())
+        assert self._groups is not None
+        averages = functools.partial(
+            *(start_average, chunks, local),
+            comm=lambda chunk, comm=self._comm: comm,
+            group=self._groups[0],
+            flags=False,
         )
-        dtypes = [cut.dtype for cut in cuts]
-        parts: list[tuple[list[int], Callable[[], list[Average]]]] = []
+        events = self._events.pop(unit, [])
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
-            self._aside(plan.state.meshes.device, self._events.pop(unit, []), locals_),
+            self._side.after_current(plan.state.meshes.device, events),
         ):
-            for (_, dtype), places in by_group([cut.chunk for cut in cuts], dtypes).items():
-                chunks, gradients = [cuts[at].chunk for at in places], [locals_[at] for at in places]
-                parts.append((places, start_average(chunks, gradients, dtype, way)))
-        self._begun.append(_Begun(unit, sources, functools.partial(_finished, parts, len(cuts))))
-
-    @contextlib.contextmanager
-    def _aside(
-        self, device: torch.device, events: Sequence[Any], read: Sequence[torch.Tensor | None]
-    ) -> Iterator[None]:
-        """Work on a stream of its own, after events and all that the current stream has been given.
-
-        Args:
-            device: Where. Without streams nothing changes.
-            events: To wait for.
-            read: What is read there; its memory is not given away before.
-        """
-        if device.type == "cpu":
-            yield
-            return
-        module = torch.get_device_module(device.type)
-        if self._stream is None:
-            self._stream = module.Stream(device)
-        self._stream.wait_stream(module.current_stream(device))
-        for event in filter(None, events):
-            self._stream.wait_event(event)
-        with module.stream(self._stream):
-            yield
-        for tensor in filter(lambda t: t is not None, read):
-            tensor.record_stream(self._stream)  # type: ignore[union-attr]
+            pending = self._side.begun(lambda async_op: averages(async_op=async_op), local)
+        sources = [None if g is None else (weakref.ref(g), _torch.version_of(g)) for g in given]
+        self._begun.append(_Begun(unit, sources, pending))
 
     # --- between backward and step
 
@@ -215,16 +175,16 @@ class EarlyAverages:
 
         The same on all ranks.
         """
-        plan = self._plan_of(self.cuts())
-        return plan is not None and bool(plan.agreed) and plan.state.told != self._settled
+        plan = self._plan_of(self.chunks())
+        return plan is not None and bool(plan.order.agreed) and plan.state.told != self._settled
 
     def forget(self) -> None:
         """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
-        self._armed = False
+        self._armed = None
         self._spoilt |= bool(self._begun)
 
     @torch.no_grad()
-    def finish(self, cuts: list[Cut]) -> dict[int, Average | None]:
+    def finish(self, chunks: list[Chunk]) -> dict[int, Average | None]:
         """Complete what has begun on any of the holders.
 
         Collective over the holders: the reductions that have not begun here, and one all-reduce of a few integers and
@@ -233,55 +193,53 @@ class EarlyAverages:
         process groups are made, and two integers for each unit all-reduced.
 
         Args:
-            cuts: What is to be averaged.
+            chunks: What is to be averaged.
 
         Returns:
             ``id`` of a parameter -> its average, ``None`` where no holder has a gradient; empty if all is yet to be
             averaged. Parameters of units that never begin early are left out.
         """
-        plan = self._plan_of(cuts)
+        plan = self._plan_of(chunks)
         active = self._plan if self._begun else plan
         try:
             found: dict[int, Average | None] = {}
-            if active is not None and active.agreed:
-                found = self._complete(active, spoilt=self._spoilt or active is not plan)
+            if active is not None and active.order.agreed:
+                found = self._complete(active, active.order.agreed, spoilt=self._spoilt or active is not plan)
             if plan is not None and plan.order.agreed is None and self._all_have_told(plan):
                 self._agree(plan)
             return found
         finally:
             if plan is not None:
                 self._settled = plan.state.told
-            self._begun, self._spoilt, self._armed, self._comm = [], False, False, None
+            self._begun, self._spoilt, self._armed, self._comm = [], False, None, None
             self._events.clear()
 
-    def _complete(self, plan: _Plan, *, spoilt: bool) -> dict[int, Average | None]:
+    def _complete(self, plan: _Plan, agreed: tuple[str, ...], *, spoilt: bool) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
-        units = [plan.units[unit] for unit in plan.agreed]
+        chunks = [chunk for unit in agreed for chunk in plan.units[unit]]
         for begun in self._begun:
             spoilt |= any(map(_has_changed, plan.units[begun.unit], begun.sources))
-        has = [gradient_of(cut.parameter) is not None for cuts in units for cut in cuts]
-        asked = torch.tensor([len(self._begun), spoilt, _code(self._comm), *has], dtype=torch.int32)
+        wire = 0 if self._comm is None else 1 + _WIRES.index(self._comm.dtype)
+        has = [gradient_of(chunk.parameter) is not None for chunk in chunks]
+        asked = torch.tensor([len(self._begun), spoilt, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
-        most, dropped, code, *exist = asked.tolist()
+        most, dropped, wire, *exist = asked.tolist()
         if most == 0:
             return {}
-        if self._comm is None and code:
-            self._comm = (_decoded(code, comm_for(units[0][0].chunk)),)
-        for unit in plan.agreed[len(self._begun) : most if dropped else None]:
+        if self._comm is None:  # others have begun, maybe where gradients travelled in another dtype
+            self._comm = replace(comm_for(chunks[0]) or GradComm(), dtype=_WIRES[wire - 1])
+        for unit in agreed[len(self._begun) : most if dropped else None]:
             self._begin(plan, unit, empty=bool(dropped))
-        averages = [average for begun in self._begun for average in begun.finish()]
-        if self._stream is not None:
-            now = torch.get_device_module(self._stream.device.type).current_stream(self._stream.device)
-            now.wait_stream(self._stream)
-            for average in averages:
-                average.rows.record_stream(now)
+        averages = [average for begun in self._begun for average in begun.pending.wait()]
+        now: Any = current_stream(plan.state.meshes.device)
+        for average in averages if now is not None else ():
+            average.rows.record_stream(now)  # their memory is the side stream's
         if dropped:
             _say_dropped()
             return {}
-        cuts = (cut for several in units for cut in several)
-        rows = zip(cuts, averages, exist, strict=True)
-        return {id(cut.parameter): average if there else None for cut, average, there in rows}
+        there = zip(chunks, averages, exist, strict=True)
+        return {id(chunk.parameter): average if exists else None for chunk, average, exists in there}
 
     def _all_have_told(self, plan: _Plan) -> bool:
         """Whether the loops of all ranks have told their last backward since the last step; the same on all ranks.
@@ -311,58 +269,38 @@ class EarlyAverages:
             dist.all_reduce(torch.zeros(1, device=plan.state.meshes.device), group=self._groups[0])
         plan.order.agree(plan.state.meshes)
 
-    # --- plans
-
-    def _plan_of(self, cuts: list[Cut]) -> _Plan | None:
+    def _plan_of(self, chunks: list[Chunk]) -> _Plan | None:
         """The plan for parameters; ``None`` where nothing of theirs can begin early. Local operation."""
-        trained = tuple(id(cut.parameter) for cut in cuts)
+        trained = tuple(id(chunk.parameter) for chunk in chunks)
         if trained not in self._plans:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.clear()
-            self._plans[trained] = _planned(cuts)
+            self._plans[trained] = _planned(chunks)
         return self._plans[trained]
 
 
-def _planned(cuts: list[Cut]) -> _Plan | None:
-    states = {id(state): state for cut in cuts if (state := state_of(cut.parameter)) is not None}
-    if len(states) != 1 or len({cut.chunk.ranks for cut in cuts}) != 1:
+def _planned(chunks: list[Chunk]) -> _Plan | None:
+    states = {id(state): state for chunk in chunks if (state := state_of(chunk.parameter)) is not None}
+    if len(states) != 1 or len({chunk.ranks for chunk in chunks}) != 1:
         return None
     (state,) = states.values()
-    units: dict[str, list[Cut]] = {}
+    units: dict[str, list[Chunk]] = {}
     groups: list[str] = []
     for name, unit in state.modules.items():
         own = [set(map(id, group)) for group in _fsdp2.sharded_by_group(unit)]
-        mine = [cut for cut in cuts if any(id(cut.parameter) in ids for ids in own)]
+        mine = [chunk for chunk in chunks if any(id(chunk.parameter) in ids for ids in own)]
         if mine:
             units[name] = mine
-            groups += [name for ids in own if any(id(cut.parameter) in ids for cut in mine)]
+            groups += [name for ids in own if any(id(chunk.parameter) in ids for chunk in mine)]
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
 
 
-def _finished(parts: list[tuple[list[int], Callable[[], list[Average]]]], count: int) -> list[Average]:
-    """The averages of a unit, from those of its dtypes."""
-    found = {at: average for places, finish in parts for at, average in zip(places, finish(), strict=True)}
-    return [found[at] for at in range(count)]
-
-
-def _has_changed(cut: Cut, source: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
+def _has_changed(chunk: Chunk, source: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
     """Whether a gradient is another than the one that was sent."""
-    gradient = gradient_of(cut.parameter)
+    gradient = gradient_of(chunk.parameter)
     if gradient is None or source is None:
         return (gradient is None) != (source is None)
     return source[0]() is not gradient or source[1] != _torch.version_of(gradient)
-
-
-def _code(comm: tuple[GradComm | None] | None) -> int:
-    """The wire's dtype as a number; 0 where nothing has begun."""
-    if comm is None:
-        return 0
-    return 1 if comm[0] is None or comm[0].dtype is None else 2 + COMM_DTYPES.index(comm[0].dtype)
-
-
-def _decoded(code: int, comm: GradComm | None) -> GradComm | None:
-    """How another rank's gradients travel that have begun."""
-    return None if comm is None else replace(comm, dtype=None if code == 1 else COMM_DTYPES[code - 2])
 
 
 def _own_groups(meshes: Meshes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -402,9 +340,6 @@ def _say_told_by_some() -> None:
 _ASKED_ALWAYS = 8
 #: Sets of trained parameters whose plans are kept.
 _MOST_PLANS = 8
-
-
-# ----------------------------------------------------------------------------------------------------------- the model
 
 
 def watch_units(state: ShardingState) -> None:

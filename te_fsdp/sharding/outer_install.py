@@ -84,8 +84,8 @@ def start_install(
     ]
 
     def finish() -> None:
-        for complete in gathers:
-            complete()
+        for gather in gathers:
+            gather.wait()
         for part in whole:
             write(_torch.local_of(part.chunk.parameter), part.whole)
         for chunk in {id(part.chunk): part.chunk for part in packed}.values():
@@ -126,7 +126,7 @@ def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
         return f"no table of the buffers of {_te.format_of(local)}"
     if block > 1 and not chunk.has_whole(block):
         what = "columns" if chunk.dim else "rows"
-        return f"{chunk.rows} {what} over {chunk.size} ranks, a scale spans {block}"
+        return f"{chunk.rows.shape[chunk.dim]} {what} over {chunk.size} ranks, a scale spans {block}"
     try:
         buffers_of_parts(local, "weight")
     except PlacementError:

@@ -26,8 +26,8 @@ from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
-from te_fsdp.sharding.outer_early import Cut, EarlyAverages
-from te_fsdp.sharding.outer_flat import Average, Part, average, by_group, start_gather
+from te_fsdp.sharding.outer_early import EarlyAverages
+from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
 from te_fsdp.sharding.outer_gradients import give_gradient, gradient_of, zero_gradient
 from te_fsdp.sharding.outer_install import install, write
 from te_fsdp.sharding.outer_unaveraged import guard, is_averaged, open_averaged, reopen
@@ -236,11 +236,8 @@ class StandIns:
             return
         mains = [self.make(optimizer, c.parameter) for c in cut]
         whole = self.opened and self._are_averaged(cut)
-        averaged = [_own_rows(c) if whole or c.chunk.copies.reduced else None for c in cut]
-        if not whole:
-            self._average(cut, averaged)
-        for (parameter, chunk, _), main, known in zip(cut, mains, averaged, strict=True):
-            rows = None if known is None else known.result()
+        for chunk, main, known in zip(cut, mains, self._averages(cut, whole), strict=True):
+            parameter, rows = chunk.parameter, None if known is None else known.result()
             if rows is None:
                 continue
             assert main is not None
@@ -254,20 +251,16 @@ class StandIns:
         ready = {key: main for key, (main, _, _) in self.ready.items()}
         take_over_gradients((c.parameter for c in cut if id(c.parameter) in ready), ready)
 
-    def _cut(self, optimizer: Optimizer) -> list[Cut]:
+    def _cut(self, optimizer: Optimizer) -> list[Chunk]:
         """The trained parameters that are cut. Local operation."""
         held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        return [
-            Cut(p, chunk, torch.float32 if is_low(p) else p.dtype)
-            for p in held
-            if (chunk := self.chunk(p)) is not None
-        ]
+        return [chunk for p in held if (chunk := self.chunk(p)) is not None]
 
-    def _averaged_over_holders(self) -> list[Cut]:
+    def _averaged_over_holders(self) -> list[Chunk]:
         """Those of them whose gradients do not arrive equal. Local operation."""
         optimizer = self._optimizer()
         cut = [] if optimizer is None else self._cut(optimizer)
-        return [c for c in cut if not c.chunk.copies.reduced]
+        return [c for c in cut if not c.copies.reduced]
 
     def _is_done(self, parameters: list[torch.Tensor]) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
@@ -294,26 +287,23 @@ class StandIns:
             self.ready = {}
         return bool(kept)
 
-    def _average(self, cut: list[Cut], found: list[Average | None]) -> None:
-        """Put averages in place of ``None``: rows of each gradient in the dtype of its stand-in.
+    def _averages(self, cut: list[Chunk], whole: bool) -> list[Average | None]:
+        """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective.
 
-        Leaves ``None`` for one that is not there to be cut.
+        Args:
+            cut: The parameters.
+            whole: Whether all gradients are averages already.
         """
-        early = self.early.finish([c for c in cut if not c.chunk.copies.reduced])
-        places = []
-        for place, c in enumerate(cut):
-            if id(c.parameter) in early:
-                found[place] = early[id(c.parameter)]
-            elif not c.chunk.copies.reduced:
-                places.append(place)
-        chunks, dtypes = [cut[place].chunk for place in places], [cut[place].dtype for place in places]
-        for (_, dtype), members in by_group(chunks, dtypes).items():
-            here = [places[member] for member in members]
-            gradients = [gradient_of(cut[place].parameter) for place in here]
-            locals_ = [None if g is None else _torch.local_of(g) for g in gradients]
-            rows = average([cut[place].chunk for place in here], locals_, dtype)
-            for place, own in zip(here, rows, strict=True):
-                found[place] = own
+        found = {id(c.parameter): _own_rows(c) for c in cut if whole or c.copies.reduced}
+        if not whole:
+            found |= self.early.finish([c for c in cut if not c.copies.reduced])
+        rest = [c for c in cut if id(c.parameter) not in found]
+        gradients = [
+            None if g is None else _torch.local_of(g) for g in (gradient_of(c.parameter) for c in rest)
+        ]
+        averages = start_average(rest, gradients).wait()
+        found |= {id(c.parameter): average for c, average in zip(rest, averages, strict=True)}
+        return [found[id(c.parameter)] for c in cut]
 
     # --- whole averages
 
@@ -323,7 +313,8 @@ class StandIns:
         parts, gradients = [], []
         optimizer = self._optimizer()
         assert optimizer is not None
-        for parameter, chunk, _ in self._cut(optimizer):
+        for chunk in self._cut(optimizer):
+            parameter = chunk.parameter
             gradient = gradient_of(parameter)
             if gradient is not None and id(parameter) in self.ready:  # the same ones on all holders
                 whole, rows = _torch.local_of(gradient), self.ready[id(parameter)][0].grad
@@ -331,25 +322,23 @@ class StandIns:
                 parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
                 if not chunk.copies.reduced:
                     gradients.append(gradient)
-        start_gather(parts)()
+        start_gather(parts).wait()
         for gradient in gradients:
             open_averaged(gradient)
         for main, _, _ in self.ready.values():
             give_gradient(main, None)
         self.ready, self.opened = {}, True
 
-    def _are_averaged(self, cut: list[Cut]) -> bool:
+    def _are_averaged(self, cut: list[Chunk]) -> bool:
         """Whether the gradients of all holders are whole averages; otherwise none is any more.
 
         Collective over the holders: one all-reduce of three integers for each group of them, which is waited for: one
         holder alone may have run a backward since, or cleared its gradients.
         """
-        mine = [c for c in cut if not c.chunk.copies.reduced]
+        mine = [c for c in cut if not c.copies.reduced]
         whole = True
-        for ranks, chunk in {c.chunk.ranks: c.chunk for c in mine}.items():
-            found = [
-                g for c in mine if c.chunk.ranks == ranks and (g := gradient_of(c.parameter)) is not None
-            ]
+        for ranks, chunk in {c.ranks: c for c in mine}.items():
+            found = [g for c in mine if c.ranks == ranks and (g := gradient_of(c.parameter)) is not None]
             told = [not all(map(is_averaged, found)), len(found), -len(found)]
             seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
             maximum(seen, chunk.copies.group)
@@ -358,7 +347,7 @@ class StandIns:
         for c in () if whole else mine:
             gradient = gradient_of(c.parameter)
             if gradient is not None:
-                reopen(gradient, c.chunk.size if c.chunk.copies.sums else 1)
+                reopen(gradient, c.size if c.copies.sums else 1)
         return whole
 
     # --- hooks of the optimizer
@@ -394,12 +383,12 @@ class StandIns:
         self.stand_down(optimizer)
 
 
-def _own_rows(cut: Cut) -> Average | None:
+def _own_rows(chunk: Chunk) -> Average | None:
     """This rank's rows of a gradient that is equal on all holders; ``None`` where there is none."""
-    gradient = gradient_of(cut.parameter)
+    gradient = gradient_of(chunk.parameter)
     if gradient is None:
         return None
-    return Average(cut.chunk.of(_torch.local_of(gradient)).to(cut.dtype, copy=True).contiguous())
+    return Average(chunk.of(_torch.local_of(gradient)).to(chunk.dtype, copy=True).contiguous())
 
 
 def _settle(parameter: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness.collectives import recorded
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from hfsdp.models import ADAM, Case, Run
 from hfsdp.wire import large_from
@@ -54,18 +54,18 @@ def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
     """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
     from te_fsdp.sharding import outer_flat
 
-    stock = outer_flat.reduce_scatter
+    stock = outer_flat.start
 
-    def added(*args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **{**kwargs, "op": dist.ReduceOp.SUM})
+    def added(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(buffer, Partial("sum") if isinstance(source, Partial) else source, *args, **kwargs)
 
-    outer_flat.reduce_scatter = added
+    outer_flat.start = added
     try:
         parity(axes, [case])
     except AssertionError as error:
         return str(error)
     finally:
-        outer_flat.reduce_scatter = stock
+        outer_flat.start = stock
     return ""
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness.collectives import recorded
 from no_sharding.overlap import Chain
 from torch import nn
+from torch.distributed.tensor import Partial
 
 from hfsdp.wire import logged
 
@@ -26,17 +27,18 @@ def sent() -> Iterator[list[int]]:
     from te_fsdp.sharding import outer_flat
 
     found: list[int] = []
-    stock = outer_flat.reduce_scatter
+    stock = outer_flat.start
 
-    def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(output.numel())
-        return stock(output, *args, **kwargs)
+    def counting(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(source, Partial):
+            found.append(kwargs["into"].numel())
+        return stock(buffer, source, *args, **kwargs)
 
-    outer_flat.reduce_scatter = counting
+    outer_flat.start = counting
     try:
         yield found
     finally:
-        outer_flat.reduce_scatter = stock
+        outer_flat.start = stock
 
 
 # --- against one process
