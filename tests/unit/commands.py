@@ -1,21 +1,20 @@
-"""Commands as a user starts them, in a process of their own."""
+"""Commands as a user starts them, in a process of their own (`tests.forkserver`)."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(module: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a module with this interpreter in a folder; what it printed, and its exit status, come back."""
+def start(python: str, module: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a module in a folder; what it printed, and its exit status, come back."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [python, "-m", module, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -23,3 +22,17 @@ def start(module: str, words: Sequence[str], folder: Path) -> subprocess.Complet
         timeout=300,
         check=False,
     )
+
+
+def run_ranks(python: str, code: str, *words: str, count: int = 2) -> None:
+    """Run a text of Python, its arguments a rank and the words given here, for all ranks at once; each ends well."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([python, "-c", code, str(rank), *words], env=environment) for rank in range(count)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in started] == [0] * count
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -12,6 +12,7 @@ from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_fsdp import emulation
+from tests.forkserver import ForkServer
 
 # The same cases on every machine and in every run: a failure seen once can be seen again. HYPOTHESIS_PROFILE=search
 # draws new ones.
@@ -39,6 +40,14 @@ def fake_world() -> Iterator[Callable[..., None]]:
     yield start_fake_world
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[str]:
+    """Stands for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    server = ForkServer()
+    yield server.executable
+    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,10 @@ def _worker():
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def killed(tmp_path_factory: pytest.TempPathFactory, python: str) -> tuple[Path, list[dict]]:
     """Directories of jobs that were killed, and what is known of each."""
     directory = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, str(SCRIPT), str(directory), str(SEED), str(TRIALS)]
+    command = [python, str(SCRIPT), str(directory), str(SEED), str(TRIALS)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     texts = "\n".join(path.read_text() for path in directory.glob("*.txt"))
     assert ran.returncode == 0, f"seed {SEED}: {ran.stderr}\n{texts}"
@@ -130,9 +129,9 @@ for instant in instants:
 """
 
 
-def test_killed_at_the_steps_of_a_commit(tmp_path: Path) -> None:
+def test_killed_at_the_steps_of_a_commit(tmp_path: Path, python: str) -> None:
     """The few instants that random moments seldom hit."""
-    command = [sys.executable, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
+    command = [python, "-c", INSTANTS_SCRIPT, str(tmp_path), *INSTANTS]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
     for instant in INSTANTS:

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -41,12 +40,12 @@ def names(where: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list[dict[str, Any]]]:
     """What came of jobs that met, by plan."""
     where = tmp_path_factory.mktemp("met")
     plans = ("stopped", "killed", "replaced", "slow")
     (where / "stopped").mkdir()
-    command = [sys.executable, str(SCRIPT), str(where), *plans]
+    command = [python, str(SCRIPT), str(where), *plans]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr
     outcomes = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -432,9 +431,9 @@ for name in ("x.pt", "x.safetensors", "x"):
 """
 
 
-def test_a_limit_that_the_system_sets(tmp_path: Path) -> None:
+def test_a_limit_that_the_system_sets(tmp_path: Path, python: str) -> None:
     """Real errors, through torch.save and DCP, which make others of them."""
-    command = [sys.executable, "-c", LIMIT, str(tmp_path)]
+    command = [python, "-c", LIMIT, str(tmp_path)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     told = [line for line in (ran.stdout + ran.stderr).splitlines() if "too large (File too large)" in line]

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model.weight, expected)
 
 
-def test_the_interpreter_waits_for_a_running_save(tmp_path: Path) -> None:
+def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -> None:
     """It ends well in one process; in its child it fails, which is reported though nobody asks."""
     code = """
 import os, sys, time
@@ -198,7 +197,7 @@ handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchr
 os.write(1, b"running %s\\n" % str(not handle.done()).encode())  # in one piece: two processes write
 raise SystemExit(3)
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [python, "-c", code, str(tmp_path)]
     # The te_fsdp of this tree, whichever is installed.
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

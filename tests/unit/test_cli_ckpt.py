@@ -49,17 +49,17 @@ def run_json(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0
 # ------------------------------------------------------------------------------------------ as a process
 
 
-def test_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
     """Exit codes of the real program, which has neither TransformerEngine nor a process group."""
     make(tmp_path / "step-100")
-    good = start("te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
+    good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
     assert "good, 2 files" in good.stdout
     data = next((tmp_path / "step-100").glob("*.distcp"))
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
-    bad = start("te_fsdp.cli", ["ckpt", "verify", "step-100", "--json"], tmp_path)
+    bad = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100", "--json"], tmp_path)
     assert bad.returncode == 1
     (problem,) = json.loads(bad.stdout)["problems"]
     assert problem.startswith(f"{data.name}: its contents have changed (CRC-32 of bytes ")

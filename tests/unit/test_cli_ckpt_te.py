@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +284,7 @@ def test_export_of_quantized_weights(
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8"], indirect=True)
-def test_without_transformer_engine(te: Any, recipe: str, tmp_path: Path) -> None:
+def test_without_transformer_engine(te: Any, recipe: str, tmp_path: Path, python: str) -> None:
     """The same conversion in a process that has not imported TE gives the same bytes."""
     model = trained(te, recipe)
     torch.save(model.state_dict(), tmp_path / "s.pt")
@@ -298,7 +297,7 @@ def test_without_transformer_engine(te: Any, recipe: str, tmp_path: Path) -> Non
         "assert not any(name.startswith('transformer_engine') for name in sys.modules); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", probe],
+        [python, "-c", probe],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TE_FSDP_EMULATION": ""},
         capture_output=True,

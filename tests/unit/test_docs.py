@@ -31,11 +31,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def run(command: str, folder: Path) -> str:
-    """Run a command of the page with this interpreter; returns what it printed."""
+def run(python: str, command: str, folder: Path) -> str:
+    """Run a command of the page; returns what it printed."""
     program, *arguments = shlex.split(command)
     module = {"torchrun": "torch.distributed.run", "te-fsdp": "te_fsdp.cli"}[program]
-    result = start(module, arguments, folder)
+    result = start(python, module, arguments, folder)
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 
@@ -47,7 +47,7 @@ def losses(output: str) -> dict[int, float]:
     }
 
 
-def test_the_quickstart_runs(tmp_path):
+def test_the_quickstart_runs(tmp_path, python):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < 4:
         pytest.skip(f"the quickstart's commands need 4 GPUs, found {gpus}")
@@ -58,7 +58,7 @@ def test_the_quickstart_runs(tmp_path):
     assert len(commands) == 2, commands
     assert all(("te_fsdp.emulation" in command) == (gpus == 0) for command in commands), commands
 
-    first, second = (run(command, tmp_path) for command in commands)
+    first, second = (run(python, command, tmp_path) for command in commands)
     assert "placements" in first, f"no report in\n{first}"
     assert "float8 (bfloat16)" in first, f"no quantized weight in\n{first}"
     assert list(losses(first)) == list(range(10)), first
@@ -67,7 +67,7 @@ def test_the_quickstart_runs(tmp_path):
     assert all(math.isfinite(loss) for loss in everything), everything
     # Ten steps take a fifth off the toy task's loss: a resume without the weights would begin at the top.
     assert losses(second)[10] < 0.9 * losses(first)[0], everything
-    assert json.loads(run(f"{look} --json", tmp_path))["extra"]["step"] == 20
+    assert json.loads(run(python, f"{look} --json", tmp_path))["extra"]["step"] == 20
 
 
 @every_page

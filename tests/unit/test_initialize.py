@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -137,7 +136,7 @@ def test_an_error_of_reset_parameters_comes_through():
         te_fsdp.materialize(Broken(2, 2, device="meta"))
 
 
-def test_without_transformer_engine():
+def test_without_transformer_engine(python):
     """A model of plain modules needs no TE; asking for a TE class says how to get it."""
     script = """
 import sys
@@ -154,7 +153,7 @@ except ImportError as error:
     print(error)
 """
     result = subprocess.run(
-        [sys.executable, "-c", script],
+        [python, "-c", script],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

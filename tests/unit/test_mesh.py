@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -393,7 +392,7 @@ def test_on_the_cpu(fake_world):
     assert meshes.te_kwargs() == {"tp_group": None, "tp_size": 1}
 
 
-def test_a_process_without_torchrun():
+def test_a_process_without_torchrun(python):
     """Meshes.build starts a world of one rank by itself, which then trains; and keeps one that runs already."""
     script = """
 import torch, torch.distributed as dist
@@ -416,7 +415,7 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TE_FSDP_EMULATION")
     environment = {k: v for k, v in os.environ.items() if k not in variables}
     result = subprocess.run(
-        [sys.executable, "-c", script],
+        [python, "-c", script],
         env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.unit.commands import run_ranks
 from tests.unit.emulation import reference as ref
 from tests.unit.emulation import two_processes
 
@@ -16,9 +17,10 @@ def cases(table):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, python):
     folder = str(tmp_path_factory.mktemp("two"))
-    torch.multiprocessing.spawn(two_processes.work, args=(folder,), nprocs=2)
+    code = "import sys; from tests.unit.emulation import two_processes as t; t.work(int(sys.argv[1]), sys.argv[2])"
+    run_ranks(python, code, folder)
     return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
 
 

@@ -9,6 +9,7 @@ from te_fsdp import emulation
 from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex import formats
 from te_fsdp.emulation.tex.formats import cast
+from tests.unit.commands import run_ranks
 from tests.unit.emulation.formats_inputs import make
 from tests.unit.emulation.test_formats_update import build, snapshot
 
@@ -160,6 +161,13 @@ def test_split_sizes():
         formats.split_quantize(torch.zeros(SHAPE), [32, 32], [build("mxfp8")])
 
 
+TWO_RANKS = """
+import sys
+from tests.unit.emulation import test_formats_refusals
+test_formats_refusals._two_ranks(int(sys.argv[1]), *sys.argv[2:])
+"""
+
+
 def _two_ranks(rank: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     emulation.install("10.0")
@@ -185,9 +193,9 @@ def _two_ranks(rank: int, store: str, results: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_amax_reduction_of_two_ranks(tmp_path):
+def test_amax_reduction_of_two_ranks(tmp_path, python):
     """With reduction the shards' scales are those of the whole tensor, and the data are its rows."""
-    torch.multiprocessing.spawn(_two_ranks, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=2)
+    run_ranks(python, TWO_RANKS, str(tmp_path / "store"), str(tmp_path / "rank"))
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}")
         alone, together, whole = found["current"]

@@ -1,9 +1,9 @@
 """Installation, refusals, entry points, and what user code's torch looks like afterwards."""
 
+import functools
 import os
 import runpy
 import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -16,11 +16,16 @@ from te_fsdp.emulation import _patches
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def python(*arguments, cwd=None, path=(), **environment):
-    """Run Python with the project importable; the completed process, with output as text."""
+@pytest.fixture
+def run(python):
+    """Runs Python with the project importable; returns the completed process, with output as text."""
+    return functools.partial(run_with, python)
+
+
+def run_with(python, *arguments, cwd=None, path=(), **environment):
     env = {name: value for name, value in os.environ.items() if not name.startswith("TE_FSDP_")}
     env.update(PYTHONPATH=os.pathsep.join([str(ROOT), *map(str, path)]), OMP_NUM_THREADS="1", **environment)
-    command = [sys.executable, *map(str, arguments)]
+    command = [python, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -80,11 +85,11 @@ print("all refused")
 """
 
 
-def test_refusals_and_what_importing_does(tmp_path):
+def test_refusals_and_what_importing_does(tmp_path, run):
     (tmp_path / "transformer_engine_torch.py").write_text("raise ImportError\n")
     script = tmp_path / "script.py"
     script.write_text(REFUSALS)
-    done = python(script, tmp_path)
+    done = run(script, tmp_path)
     assert done.returncode == 0 and "all refused" in done.stdout, done.stderr
 
 
@@ -165,16 +170,16 @@ if __name__ == "__main__":
 """
 
 
-def test_launcher_runs_scripts_and_modules(tmp_path):
+def test_launcher_runs_scripts_and_modules(tmp_path, run):
     (tmp_path / "program.py").write_text("import beside\n" + PROGRAM)
     (tmp_path / "beside.py").write_text("")
-    done = python("-m", "te_fsdp.emulation", "--arch", "9.0", tmp_path / "program.py", "--arch", "x")
+    done = run("-m", "te_fsdp.emulation", "--arch", "9.0", tmp_path / "program.py", "--arch", "x")
     assert done.stdout.splitlines()[-1:] == ["['--arch', 'x'] (4, 32) (9, 0) 9.0 True"], done.stderr
-    done = python("-m", "te_fsdp.emulation", "-m", "program", "1", path=[tmp_path], cwd=tmp_path)
+    done = run("-m", "te_fsdp.emulation", "-m", "program", "1", path=[tmp_path], cwd=tmp_path)
     assert done.stdout.splitlines()[-1:] == ["['1'] (4, 32) (10, 0) 10.0 True"], done.stderr
 
 
-def test_launcher_under_torchrun(tmp_path):
+def test_launcher_under_torchrun(tmp_path, run):
     script = tmp_path / "program.py"
     script.write_text(
         "import os, torch.distributed as d, transformer_engine.pytorch as te\n"
@@ -192,7 +197,7 @@ def test_launcher_under_torchrun(tmp_path):
         "-m",
         "te_fsdp.emulation",
     ]
-    done = python(*launch, "--arch", "10.0", script)
+    done = run(*launch, "--arch", "10.0", script)
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout, done.stderr
 
 
@@ -210,7 +215,7 @@ def test_launcher_errors(tmp_path, capsys, monkeypatch):
         main(["--arch", other, "x.py"])
 
 
-def test_pytest_plugin(tmp_path):
+def test_pytest_plugin(tmp_path, run):
     (tmp_path / "test_it.py").write_text(
         "import transformer_engine.pytorch as te\nfrom te_fsdp import emulation\n"
         "def test_arch():\n    assert emulation.arch() == (9, 0) and te.is_fp8_available()\n"
@@ -225,9 +230,9 @@ def test_pytest_plugin(tmp_path):
         "--rootdir",
         tmp_path,
     ]
-    done = python(*arguments, "-v", TE_FSDP_EMULATION="9.0")
+    done = run(*arguments, "-v", TE_FSDP_EMULATION="9.0")
     assert done.returncode == 0 and "emulated on the CPU, architecture 9.0" in done.stdout, (
         done.stdout + done.stderr
     )
-    done = python(*arguments, TE_FSDP_EMULATION="7.0")
+    done = run(*arguments, TE_FSDP_EMULATION="7.0")
     assert done.returncode == 4 and "unknown architecture '7.0'" in done.stderr
