@@ -14,10 +14,8 @@ and :func:`broadcast` makes replicas equal. Gradients cross the wire in the dtyp
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,109 +23,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from te_fsdp.errors import PrecisionError
 from te_fsdp.move.buffer import Buffer
+from te_fsdp.move.pending import Pending, current_stream
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from te_fsdp.move.comm import GradComm
 
-__all__ = ["LARGE", "Pending", "SideStream", "broadcast", "current_stream", "reduce_scatter", "start"]
-
-T = TypeVar("T")
-U = TypeVar("U")
+__all__ = ["LARGE", "broadcast", "reduce_scatter", "start"]
 
 #: Elements of a tensor that is worth a collective of its own: packing it would cost more than it saves.
 LARGE = 1 << 20
-
-
-@dataclass(eq=False)
-class Pending(Generic[T]):
-    """A move that has begun, and what is left to do to have its result.
-
-    Attributes:
-        finish: Gives the result, once what it is made of has come: casts, divides, unpacks. It issues no collective,
-            but for fp32 sums of an all-reduce (an all-gather).
-        work: The transport's handle; ``None``: the stream that it was started on waits already.
-        stream: What the result's memory belongs to; ``None`` where the device has no streams.
-        event: After which the result is there; ``None``: when ``work`` says so.
-    """
-
-    finish: Callable[[], T]
-    work: Any = None
-    stream: Any = None
-    event: Any = None
-
-    @torch.no_grad()
-    def wait(self, *streams: Any) -> T:
-        """The result. The current stream waits for it (without streams: the caller), and those given do.
-
-        Local operation, but for :attr:`finish`.
-        """
-        if self.work is not None:
-            self.work.wait()
-        now: Any = None if self.stream is None else current_stream(self.stream.device)
-        if self.event is not None:
-            for stream in (now, *streams):
-                stream.wait_event(self.event)
-        result = self.finish()
-        if now != self.stream and isinstance(result, torch.Tensor):
-            result.record_stream(now)
-        return result
-
-    def then(self, finish: Callable[[T], U]) -> Pending[U]:
-        """The same move, with more to do in the end."""
-        return Pending(lambda: finish(self.wait()))
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that work on ``device`` goes to now; ``None`` for the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-class SideStream:
-    """A stream beside the one that computes, on which whole moves run, with what is packed and unpacked for them.
-
-    On the CPU there are no streams: transports work in the background, and what they bring is unpacked by the wait.
-    """
-
-    def __init__(self) -> None:
-        self._stream: Any = None
-
-    @contextlib.contextmanager
-    def after_current(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[None]:
-        """Work on it, after all that the current stream has been given, and after events that are not ``None``."""
-        if device.type == "cpu":
-            yield
-            return
-        module = torch.get_device_module(device.type)
-        if self._stream is None:
-            self._stream = module.Stream(device)
-        self._stream.wait_stream(module.current_stream(device))
-        for event in filter(None, events):
-            self._stream.wait_event(event)
-        with module.stream(self._stream):
-            yield
-
-    def begun(
-        self, begin: Callable[[bool], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
-    ) -> Pending[T]:
-        """Begin something within :meth:`after_current`. Collective as that.
-
-        Args:
-            begin: Begins it; gets whether to let nothing wait.
-            touched: Other streams' tensors that it reads and writes: their memory is not given away before.
-        """
-        pending = begin(self._stream is None)
-        if self._stream is None:
-            return pending
-        result = pending.wait()
-        for tensor in touched:
-            if tensor is not None:
-                tensor.record_stream(self._stream)
-        return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
-
-
-# ----------------------------------------------------------------------------------------------------------- the moves
 
 
 @torch.no_grad()

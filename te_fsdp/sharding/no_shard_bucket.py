@@ -16,7 +16,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _torch
 from te_fsdp.move.buffer import Buffer
-from te_fsdp.move.start import Pending, current_stream, start
+from te_fsdp.move.pending import Pending, current_stream
+from te_fsdp.move.start import start
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -30,7 +30,7 @@ from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError
 from te_fsdp.move.comm import comm_of
 from te_fsdp.move.order import UnitOrder
-from te_fsdp.move.start import current_stream
+from te_fsdp.move.pending import current_stream
 from te_fsdp.sharding.no_shard_bucket import Bucket, Reduction, Slot, all_ranks, pack
 from te_fsdp.sharding.outer_chunks import set_copies
 from te_fsdp.sharding.replicas import check_whole

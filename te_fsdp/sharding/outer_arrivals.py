@@ -10,18 +10,20 @@ The holders begin all of it in the step, in one order, whatever they use afterwa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _fsdp2, _te, _torch
-from te_fsdp.sharding.arrivals import Departure
+from te_fsdp.move.pending import UnitGather
 from te_fsdp.sharding.outer_chunks import Chunk, is_unmanaged
 from te_fsdp.sharding.outer_install import install, start_install, why_not_bytes
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from te_fsdp.sharding.state import ShardingState
 
 __all__ = ["can_arrive_later", "install_by_unit", "watch_state_dicts"]
@@ -35,7 +37,7 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
     """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_install.install` does.
 
     Collective over the holders: as that, but for what travels together, which is of one unit. Nothing waits for it but
-    :class:`~te_fsdp.sharding.arrivals.Arrivals`.
+    :class:`~te_fsdp.move.pending.PendingGathers`.
 
     Args:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
@@ -51,13 +53,13 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
             at_once.append((chunk, rows))
     install(at_once)
     for state in {id(state): state for state, _ in units.values()}.values():
-        departures = [
-            Departure(name, unit, functools.partial(_start, members))
+        gathers = [
+            _gather_of(name, unit, members)
             for name, unit in reversed(state.modules.items())  # outer before inner
             if (members := later.get((id(state), name)))
         ]
-        if departures:
-            state.arrivals.begin(departures, _torch.local_of(cut[0][0].parameter).device)
+        if gathers:
+            state.arrivals.begin(gathers, _torch.local_of(cut[0][0].parameter).device)
 
 
 def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
@@ -97,7 +99,7 @@ def _may_travel_later(chunk: Chunk) -> bool:
     return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(chunk) is None)
 
 
-def _start(members: Sequence[Cut], async_op: bool) -> tuple[Callable[[], None], Iterable[torch.Tensor]]:
-    """One unit's."""
+def _gather_of(name: str, unit: nn.Module, members: Sequence[Cut]) -> UnitGather:
     touched = [rows for _, rows in members]
-    return start_install(members, async_op=async_op, written=touched), touched
+    begin = lambda async_op: start_install(members, async_op=async_op, written=touched)  # noqa: E731
+    return UnitGather(name, unit, begin, touched)

@@ -35,7 +35,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.comm import COMM_DTYPES, GradComm
 from te_fsdp.move.order import UnitOrder
-from te_fsdp.move.start import Pending, SideStream, current_stream
+from te_fsdp.move.pending import Pending, SideStream, current_stream
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_flat import Average, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import gradient_of

@@ -12,13 +12,14 @@ amax together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
+from te_fsdp.move.pending import Pending
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
@@ -42,7 +43,7 @@ def install(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
     Args:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
     """
-    start_install(cut)()
+    start_install(cut).wait()
 
 
 @torch.no_grad()
@@ -51,17 +52,14 @@ def start_install(
     *,
     async_op: bool = False,
     written: list[torch.Tensor] | None = None,
-) -> Callable[[], None]:
-    """Begin :func:`install`. Collective as that; what is left to do issues none, unless weights travel as fp32.
+) -> Pending[None]:
+    """Begin :func:`install`. Collective as that; the wait issues none, unless weights travel as fp32.
 
     Args:
         cut: As there; main weights and parameters must not change until the end.
-        async_op: Whether nothing waits for the gathers before the returned function is called.
+        async_op: Whether nothing waits for the gathers before.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
             that travel as fp32.
-
-    Returns:
-        Completes the parameters.
     """
     plain: list[Part] = []
     packed: list[Part] = []
@@ -91,7 +89,7 @@ def start_install(
         for chunk in {id(part.chunk): part.chunk for part in packed}.values():
             finish_writing(_torch.local_of(chunk.parameter))
 
-    return finish
+    return Pending(finish)
 
 
 def write(local: torch.Tensor, value: torch.Tensor) -> None:

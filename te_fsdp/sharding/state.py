@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError
+from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.arrivals import Arrivals
 from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class ShardingState:
     failed: bool = False
     dropped: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: PendingGathers = field(default_factory=PendingGathers)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None
     stepping: weakref.ref[Optimizer] | None = None

@@ -42,10 +42,10 @@ def late(fault: str = "") -> Iterator[None]:
         fault: "never": nobody waits; "ahead": a forward that gathers ahead waits for its own unit alone; "" for none.
     """
     from te_fsdp import _fsdp2
+    from te_fsdp.move.pending import PendingGathers
     from te_fsdp.sharding import outer_arrivals
-    from te_fsdp.sharding.arrivals import Arrivals
 
-    wait, ahead, start = Arrivals.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install
+    wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
         torch.cuda._sleep(50_000_000)
@@ -54,20 +54,20 @@ def late(fault: str = "") -> Iterator[None]:
     if harness.device_type() == "cuda":
         outer_arrivals.start_install = delayed
     if fault == "never":
-        Arrivals.wait = lambda self, *names: self._under_way.clear()
+        PendingGathers.wait = lambda self, *names: self._pending.clear()
     elif fault == "ahead":
         _fsdp2.gathers_ahead = lambda unit: False
     try:
         yield
     finally:
-        Arrivals.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install = wait, ahead, start
+        PendingGathers.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install = wait, ahead, start
 
 
 def under_way(model: nn.Module) -> list[str]:
     """Units whose new weights nobody has waited for."""
     from te_fsdp.sharding.state import sharding_state
 
-    return list(sharding_state(model).arrivals._under_way)
+    return list(sharding_state(model).arrivals._pending)
 
 
 def compare(checks: harness.Comparisons, what: str, ours: Trainer, theirs: Trainer) -> None:

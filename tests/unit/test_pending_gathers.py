@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from te_fsdp import _fsdp2
-from te_fsdp.sharding import arrivals
-from te_fsdp.sharding.arrivals import Arrivals, Departure
+from te_fsdp.move import pending
+from te_fsdp.move.pending import Pending, PendingGathers, UnitGather
 
 DEVICE = torch.device("cuda", 0)
 
@@ -21,6 +22,7 @@ class Stream:
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.events = name, log, 0
+        self.device = DEVICE
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -65,7 +67,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device([])
-    monkeypatch.setattr(arrivals.torch, "get_device_module", lambda kind: found)
+    monkeypatch.setattr(pending.torch, "get_device_module", lambda kind: found)
     return found
 
 
@@ -78,20 +80,24 @@ def streams(monkeypatch: pytest.MonkeyPatch, device: Device) -> list[Stream]:
     return found
 
 
-def begin(device: Device, *names: str) -> Arrivals:
+def begin(device: Device, *names: str) -> PendingGathers:
     """Units on their way."""
-    found = Arrivals()
+    found = PendingGathers()
 
-    def start(name: str, async_op: bool) -> Any:
+    log = device.log
+
+    def start(name: str, touched: list[Any], async_op: bool) -> Any:
         assert not async_op
-        log = device.log
-        touched = [
+        touched.append(
             SimpleNamespace(record_stream=lambda s: log.append(f"memory of {name} is kept for {s.name}"))
-        ]
+        )
         log.append(f"{name} begins on {device.now.name}")
-        return lambda: log.append(f"{name} ends on {device.now.name}"), touched
+        return Pending(lambda: log.append(f"{name} ends on {device.now.name}"))
 
-    units = [Departure(name, name, lambda async_op, name=name: start(name, async_op)) for name in names]
+    units = []
+    for name in names:
+        touched: list[Any] = []
+        units.append(UnitGather(name, name, functools.partial(start, name, touched), touched))
     found.begin(units, DEVICE)
     return found
 
