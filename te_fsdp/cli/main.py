@@ -1,4 +1,4 @@
-"""Entry point of ``te-fsdp``: finds the group of commands, which parses its own arguments."""
+"""Entry point of ``te-fsdp``: finds the command or group of commands, which parses its own arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-#: Group -> its module (with ``main(arguments) -> exit code``) and what it is for.
-_GROUPS = {"ckpt": ("te_fsdp.cli.ckpt", "checkpoints: inspect, verify, diff, convert, export")}
+#: Command, or group of commands -> its module (with ``main(arguments) -> exit code``) and what it is for.
+_GROUPS = {
+    "ckpt": ("te_fsdp.cli.ckpt", "checkpoints: inspect, verify, diff, convert, export"),
+    "env": ("te_fsdp.cli.env", "this environment: versions, GPUs, patches in force, faults and their cures"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,15 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _GROUPS:
         return importlib.import_module(_GROUPS[words[0]][0]).main(words[1:])
+    if words[:1] == ["--version"]:
+        import te_fsdp
+
+        print(f"te-fsdp {te_fsdp.__version__}")
+        return 0
     asked = bool(words) and words[0] in ("-h", "--help")
-    lines = ["usage: te-fsdp GROUP COMMAND ...", ""]
+    lines = ["usage: te-fsdp COMMAND ...", "       te-fsdp --version", ""]
     lines += [f"  {name:8} {purpose}" for name, (_, purpose) in _GROUPS.items()]
     lines += [
         "",
-        "te-fsdp GROUP --help lists a group's commands. Exit codes: 0 good, 1 problem found, 2 wrong usage.",
+        "te-fsdp COMMAND --help tells more. Exit codes: 0 good, 1 problem found, 2 wrong usage.",
     ]
     if words and not asked:
-        lines = [f"te-fsdp: no group {words[0]!r}", "", *lines]
+        lines = [f"te-fsdp: no command {words[0]!r}", "", *lines]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

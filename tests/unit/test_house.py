@@ -23,7 +23,8 @@ MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_patches.py")
 TE_DOORS = tuple(
-    f"te_fsdp/{name}.py" for name in ("_te", "_te_delayed", "_te_formats", "_te_grouped", "_te_patches")
+    f"te_fsdp/{name}.py"
+    for name in ("_te", "_te_delayed", "_te_attention", "_te_formats", "_te_grouped", "_te_patches")
 )
 # Reads files in which TE has pickled its tensors, without TE: what stands in them is a file format.
 TE_FILES = "te_fsdp/checkpoint/portable/pickled.py"

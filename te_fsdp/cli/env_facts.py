@@ -1,0 +1,271 @@
+"""What this machine and environment are, as one record: :class:`Facts`. Looks; judges nothing, changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Facts", "Gpu", "gather"]
+
+#: Variables that change what runs here; everything else of the environment stays unsaid.
+_VARIABLES = re.compile(
+    r"NVTE_|NCCL_|TE_FSDP_|TORCH_NCCL_|TORCH_SYMM|TORCHINDUCTOR|PYTORCH_|CUDA_|CUDNN_|LD_LIBRARY_PATH$|OMP_NUM_THREADS$"
+)
+_PARTS = re.compile(r"transformer[-_.]engine([-_.].*)?$", re.IGNORECASE)
+_LIMIT = 120
+"""Seconds that a command asked for facts may take."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: Its model.
+        capability: Compute capability, "9.0" of Hopper.
+        memory: Bytes.
+        links: How it reaches each GPU of the machine as ``nvidia-smi topo`` says: "NV18", "PIX", "SYS", "X" itself.
+        peers: Ordinals of GPUs whose memory it can address, which copies and symmetric memory need.
+    """
+
+    name: str
+    capability: str
+    memory: int
+    links: list[str] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The environment.
+
+    Attributes:
+        python, te_fsdp, torch: Versions.
+        executable: The interpreter.
+        torch_cuda: CUDA version that torch was built with; ``None``: a CPU build.
+        cuda_problem: Why torch sees no GPU though its build could; empty if it sees some or is a CPU build.
+        driver: Of the NVIDIA kernel module; ``None`` without one.
+        nccl, cudnn: Versions that torch loads; ``None`` in a CPU build.
+        cudnn_home: Folder of the cuDNN that came with torch; ``None`` if none came.
+        cudnn_files: Other copies of cuDNN's main library that the loader could find: real paths, first found first.
+        te: Parts of TransformerEngine as they are installed, "transformer_engine_cu13" -> versions found on the path.
+        te_bindings: Whether its compiled part for PyTorch is there.
+        te_says: What :mod:`te_fsdp.cli.env_te` found, or ``{"error": ...}``.
+        flash_attention: Versions by distribution.
+        nvcc: Path of the compiler that builds TE's bindings.
+        symmetric_memory: Whether this torch has it.
+        gpus: In torch's order.
+        emulation: ``TE_FSDP_EMULATION``.
+        variables: Environment variables that matter here.
+    """
+
+    python: str
+    executable: str
+    te_fsdp: str
+    torch: str
+    torch_cuda: str | None = None
+    cuda_problem: str = ""
+    driver: str | None = None
+    nccl: str | None = None
+    cudnn: str | None = None
+    cudnn_home: str | None = None
+    cudnn_files: list[str] = field(default_factory=list)
+    te: dict[str, list[str]] = field(default_factory=dict)
+    te_bindings: bool = False
+    te_says: dict[str, Any] = field(default_factory=dict)
+    flash_attention: dict[str, str] = field(default_factory=dict)
+    nvcc: str | None = None
+    symmetric_memory: bool = False
+    gpus: list[Gpu] = field(default_factory=list)
+    emulation: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def gather() -> Facts:
+    """Look at this process's environment. Imports torch, starts CUDA if there is a GPU, runs TE in another process."""
+    import torch
+
+    import te_fsdp
+
+    parts = _te_parts()
+    # By distribution too: TE loads its compiled module from a folder of its own, where no import finds it.
+    bindings = (
+        "transformer_engine_torch" in parts
+        or importlib.util.find_spec("transformer_engine_torch") is not None
+    )
+    home = _cudnn_home()
+    return Facts(
+        python=platform.python_version(),
+        executable=sys.executable,
+        te_fsdp=te_fsdp.__version__,
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        cuda_problem=_cuda_problem(),
+        driver=_driver(),
+        nccl=_nccl(),
+        cudnn=_version(torch.backends.cudnn.version()) if torch.version.cuda else None,
+        cudnn_home=home,
+        cudnn_files=_cudnn_files(home),
+        te=parts,
+        te_bindings=bindings,
+        te_says=_te_says(parts, bindings),
+        flash_attention=_flash_attention(),
+        nvcc=_nvcc(),
+        symmetric_memory=importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
+        gpus=_gpus(),
+        emulation=os.environ.get("TE_FSDP_EMULATION", ""),
+        variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+    )
+
+
+def _run(*command: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr; code 127 if it cannot be started."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LIMIT, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 127, "", str(error)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _te_parts() -> dict[str, list[str]]:
+    """Distributions of TransformerEngine; several versions where several folders of the path hold one."""
+    found: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if _PARTS.match(name):
+            versions = found.setdefault(re.sub(r"[-.]", "_", name.lower()), [])
+            if distribution.version not in versions:
+                versions.append(distribution.version)
+    return dict(sorted(found.items()))
+
+
+def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
+    """TE's own words, from a process of its own; under emulation where the bindings are not there."""
+    if "transformer_engine" not in parts:
+        return {"error": "not installed"}
+    environment = dict(os.environ)
+    if not bindings:
+        environment.setdefault("TE_FSDP_EMULATION", "10.0")
+    code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.env_te", environment=environment)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if code == 0 and lines:
+        return json.loads(lines[-1])
+    told = [line for line in errors.splitlines() if line.strip()]
+    ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+    return {"error": told[-1].strip() if told else ended}
+
+
+def _flash_attention() -> dict[str, str]:
+    found = {}
+    for name in ("flash-attn", "flash-attn-3", "flash_attn_3", "flash-attn-4"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _nvcc() -> str | None:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        path = Path(os.environ.get(variable) or "/nonexistent", "bin", "nvcc")
+        if path.is_file():
+            return str(path)
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return shutil.which("nvcc") or (str(usual) if usual.is_file() else None)
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError):
+        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else None
+    return None
+
+
+def _cuda_problem() -> str:
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch raises RuntimeError and AssertionError, and others since
+        return (str(error).splitlines() or ["unknown"])[0]
+    return ""
+
+
+def _nccl() -> str | None:
+    import torch
+
+    with contextlib.suppress(Exception):  # a build without NCCL has no such function, or one that raises
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return None
+
+
+def _version(number: int | None) -> str | None:
+    """CuDNN's number, 91900 of 9.19.0."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+
+
+def _cudnn_home() -> str | None:
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        spec = importlib.util.find_spec("nvidia.cudnn")
+        if spec is not None and spec.submodule_search_locations:
+            return str(next(iter(spec.submodule_search_locations)))
+    return None
+
+
+def _cudnn_files(home: str | None) -> list[str]:
+    """Copies of libcudnn.so beside torch's, in the order in which the loader looks: LD_LIBRARY_PATH, then its cache."""
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    found = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
+    _, cache, _ = _run("ldconfig", "-p")
+    found += re.findall(r"libcudnn\.so\.\S+ .*=> (\S+)", cache)
+    return list(dict.fromkeys(_outside(found, home)))
+
+
+def _outside(paths: Iterable[str], home: str | None) -> list[str]:
+    real = [os.path.realpath(path) for path in paths]
+    return [path for path in real if home is None or not path.startswith(os.path.realpath(home) + os.sep)]
+
+
+def _gpus() -> list[Gpu]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    count, links = torch.cuda.device_count(), _links()
+    found = []
+    for ordinal in range(count):
+        properties = torch.cuda.get_device_properties(ordinal)
+        peers = [
+            other
+            for other in range(count)
+            if other != ordinal and torch.cuda.can_device_access_peer(ordinal, other)
+        ]
+        row = links[ordinal] if ordinal < len(links) else []
+        capability = f"{properties.major}.{properties.minor}"
+        found.append(Gpu(properties.name, capability, properties.total_memory, row, peers))
+    return found
+
+
+def _links() -> list[list[str]]:
+    """Rows of ``nvidia-smi topo -m``, the columns of GPUs alone."""
+    _, out, _ = _run("nvidia-smi", "topo", "-m")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in out.splitlines()]
+    # The heading begins with GPU0 as well; only a row has an X, for the GPU itself.
+    rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
+    return [row[1 : 1 + len(rows)] for row in rows]

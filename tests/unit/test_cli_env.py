@@ -1,0 +1,178 @@
+"""``te-fsdp env``: what it finds here, and what it says of environments that are not right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from te_fsdp import _fsdp2_patches, _te_patches
+from te_fsdp.cli import env, env_facts
+from te_fsdp.cli.env_facts import Facts, Gpu
+from te_fsdp.cli.env_faults import faults
+from tests.unit.commands import start
+
+GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)
+TE = {
+    name: ["2.20.2"] for name in ("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch")
+}
+SOUND = Facts(
+    python="3.12.3",
+    executable="python",
+    te_fsdp="0.1",
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    driver="580.65",
+    cudnn="9.19.0",
+    cudnn_home="/site/nvidia/cudnn",
+    te=TE,
+    te_bindings=True,
+    te_says={"recipes": {"float8": ""}, "emulated": None, "attention": {"backend": "fused", "reasons": []}},
+    gpus=[dataclasses.replace(GPU, peers=[1]), dataclasses.replace(GPU, peers=[0])],
+)
+OTHER_CUDNN = ["/usr/lib/libcudnn.so.9.14.0"]
+#: What is changed -> what the fault says, and its cure.
+WRONG = {
+    "old torch": (
+        {"torch": "2.9.1"},
+        "torch 2.9.1; supported are 2.11 to 2.15",
+        "pip install 'torch>=2.11,<2.16'",
+    ),
+    "new python": ({"python": "3.13.0"}, "Python 3.13.0", "environment with Python 3.10 to 3.12"),
+    "old te": (
+        {"te": {"transformer_engine": ["2.9.0"]}},
+        "TransformerEngine 2.9.0",
+        "transformer-engine>=2.18,<2.21",
+    ),
+    "two cores": (
+        {"te": {**TE, "transformer_engine_cu12": ["2.20.2"]}},
+        "several cores of TransformerEngine: transformer_engine_cu13, transformer_engine_cu12",
+        "pip uninstall transformer_engine_cu13 transformer_engine_cu12",
+    ),
+    "two versions": (
+        {"te": {**TE, "transformer_engine_torch": ["2.19.0"]}},
+        "transformer_engine_torch 2.19.0",
+        "--no-build-isolation 'te-fsdp[gpu]'",
+    ),
+    "a version twice": (
+        {"te": {**TE, "transformer_engine": ["2.20.2", "2.18.0"]}},
+        "2.20.2 and 2.18.0",
+        "pip uninstall",
+    ),
+    "another cuda": (
+        {"torch_cuda": "12.8"},
+        "CUDA 12.8, TransformerEngine's core with CUDA 13",
+        "'te-fsdp[gpu-cu12]'",
+    ),
+    "torch for cpus": (
+        {"torch": "2.13.0+cpu", "torch_cuda": None},
+        "a build without CUDA",
+        "--force-reinstall torch",
+    ),
+    "hidden": (
+        {"gpus": [], "cuda_problem": "CUDA_VISIBLE_DEVICES hides all GPUs"},
+        "hides all",
+        "unset CUDA_VISIBLE",
+    ),
+    "driver": (
+        {"gpus": [], "cuda_problem": "driver too old"},
+        "sees no GPU: driver too old",
+        "update the driver (580.65)",
+    ),
+    "no te": ({"te": {}, "te_bindings": False}, "TransformerEngine is not installed", "'te-fsdp[gpu]'"),
+    "no te, no gpu": ({"te": {}, "te_bindings": False, "gpus": []}, "not installed", "'te-fsdp[emulation]'"),
+    "no bindings": (
+        {"te": {"transformer_engine": ["2.20.2"]}, "te_bindings": False},
+        "bindings for PyTorch",
+        "missing: install a CUDA toolkit",
+    ),
+    "undefined symbol": (
+        {"te_says": {"error": "ImportError: x.so: undefined symbol: _ZN3c10"}},
+        "cannot be imported: ImportError: x.so: undefined symbol",
+        "--force-reinstall --no-deps transformer_engine_torch",
+    ),
+    "aborts": ({"te_says": {"error": "ended by signal 6"}}, "ended by signal 6", "--no-cache-dir"),
+    "emulation beside gpus": (
+        {"emulation": "9.0"},
+        "TE_FSDP_EMULATION=9.0 on a machine with GPUs",
+        "unset TE_FSDP",
+    ),
+    "emulation beside bindings": (
+        {"emulation": "9.0", "gpus": []},
+        "compiled bindings",
+        "te-fsdp[emulation] alone",
+    ),
+    "two cudnn": (
+        {"cudnn_files": OTHER_CUDNN},
+        "two versions of cuDNN: torch's 9.19.0",
+        "export CUDNN_HOME=/site/nvidia/cudnn LD_LIBRARY_PATH=/site/nvidia/cudnn/lib:$LD_LIBRARY_PATH",
+    ),
+    "ampere": ({"gpus": [dataclasses.replace(GPU, capability="8.0")]}, "compute capability 8.0", "bf16"),
+    "no peers": ({"gpus": [GPU, GPU]}, "cannot address the memory", "peer access"),
+    "mixed gpus": (
+        {"gpus": [dataclasses.replace(GPU, peers=[1]), Gpu("L40S", "8.9", 1, peers=[0])]},
+        "several kinds",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+}
+
+
+def test_nothing_is_wrong_where_nothing_is():
+    assert faults(SOUND) == []
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_fault_has_a_cure(case):
+    change, what, cure = WRONG[case]
+    found = faults(dataclasses.replace(SOUND, **change))
+    assert len(found) == 1, found
+    assert what in found[0].what
+    assert cure in found[0].cure
+    assert found[0].why
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cudnn_files": OTHER_CUDNN, "variables": {"LD_LIBRARY_PATH": "/site/nvidia/cudnn/lib:/usr/lib"}},
+        {"cudnn_files": ["/opt/libcudnn.so.9.19.0"]},
+        {"torch": "2.11.0a0+eb65b36914.nv26.02"},
+    ],
+    ids=["torch's cuDNN first", "the same cuDNN twice", "NVIDIA's container"],
+)
+def test_what_looks_wrong_and_is_not(change):
+    assert faults(dataclasses.replace(SOUND, **change)) == []
+
+
+def test_links_of_gpus(monkeypatch):
+    table = (
+        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\n"
+        "GPU0\t X \tNV18\tPIX\t0-31\nGPU1\tNV18\t X \tSYS\t32-63\nNIC0\tPIX\tSYS\t X\n"
+    )
+    monkeypatch.setattr(env_facts, "_run", lambda *command: (0, table, ""))
+    assert env_facts._links() == [["X", "NV18"], ["NV18", "X"]]
+
+
+def test_exit_code_and_text(monkeypatch, capsys):
+    change, what, cure = WRONG["two cudnn"]
+    monkeypatch.setattr(env, "gather", lambda: dataclasses.replace(SOUND, **change))
+    assert env.main([]) == 1
+    said = capsys.readouterr().out
+    assert f"Fault 1: {what}" in said
+    assert f"cure: {cure}" in said
+    monkeypatch.setattr(env, "gather", lambda: dataclasses.replace(SOUND, **WRONG["ampere"][0]))
+    assert env.main(["--json"]) == 0  # a note: bf16 works
+    assert [fault["breaks"] for fault in json.loads(capsys.readouterr().out)["faults"]] == [False]
+    assert env.main(["--no-such-option"]) == 2
+
+
+def test_this_environment(tmp_path):
+    """As a user starts it: TransformerEngine's own words, patches as the tables have them, one JSON document."""
+    done = start("te_fsdp.cli", ["env", "--json"], tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["ok"] else 1), done.stderr
+    assert found["te_says"]["recipes"]["float8"] == ""
+    assert found["te_says"]["attention"]["backend"] in ("flash", "fused", "unfused")
+    rows = [*_te_patches.PATCHES.values(), *_fsdp2_patches.PATCHES]
+    assert [row["why"] for row in found["patches"]] == [row.why for row in rows]
