@@ -23,7 +23,7 @@ from te_fsdp.parameters import places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
-from te_fsdp.sharding.outer_unaveraged import guard_gradients
+from te_fsdp.sharding.outer_gradients import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.replicas import check_replicas, check_same_model
 from te_fsdp.sharding.sharding_plan import Plan, Request, Wish, plan_sharding

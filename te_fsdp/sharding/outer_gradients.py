@@ -1,28 +1,43 @@
-"""Gradients of parameters whose optimizer state is cut over their holders: where they are, and what they are worth.
+"""Gradients of parameters whose optimizer state is cut over their holders: where they are, and who may read them.
 
 ``parameter.grad`` is this rank's own gradient, which the holders have not averaged. The average exists in rows, on the
 stand-in that the optimizer will update, once somebody has asked for it: a step, or a norm.
+
+With ``outer_strategy="optim"`` (HFSDP) whatever reads ``.grad`` before that (torch's clipping, a loss scaler, a log)
+would find another number on each copy of the model, and scale each by another factor. Such a gradient is therefore a
+DTensor that computes nothing, an :class:`UnaveragedGradient`:
+
+    works     shape, dtype and the like; zeros; multiplication or division by one number, the same on all ranks; what
+              FSDP2 and te_fsdp do, by way of the local tensor
+    raises    everything else, on each rank that tries it
+
+``te_fsdp.finish_grad_reduce(model, outer=True)`` makes ``.grad`` the average, and an ordinary DTensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterable
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from te_fsdp import _torch
+from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_chunks import copies_of
+from te_fsdp.sharding.outer_chunks import OUTER, copies_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from te_fsdp.sharding.outer_state import StandIns
+    from te_fsdp.sharding.state import ShardingState
 
 __all__ = [
+    "UnaveragedGradient",
     "averaged",
     "check_step",
     "current",
@@ -31,6 +46,11 @@ __all__ = [
     "gather_averages",
     "give_gradient",
     "gradient_of",
+    "guard",
+    "guard_gradients",
+    "is_averaged",
+    "open_averaged",
+    "reopen",
     "zero_gradient",
 ]
 
@@ -55,6 +75,9 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
+# ------------------------------------------------------------------------------------------------------------ averages
+
+
 def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors whose ``grad`` is the model's gradient: stand-ins of cut parameters, all others themselves.
 
@@ -65,19 +88,11 @@ def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
             changed since they were averaged.
     """
-    found, seen = [], set()
-    for parameter in parameters:
-        stand_ins = _stand_ins(parameter)
-        if stand_ins is None:
-            if parameter.requires_grad:
-                check_sharded(parameter, "clip_grad_norm_ or grad_norm before shard_optimizer")
-            found.append(parameter)
-            continue
-        if id(stand_ins) not in seen:
-            seen.add(id(stand_ins))
-            stand_ins.reduce()
-        found.append(stand_ins.ready[id(parameter)][0] if id(parameter) in stand_ins.ready else parameter)
-    return found
+    given = list(parameters)
+    for stand_ins in _all_stand_ins(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
+        stand_ins.reduce()
+    known = (_ready(parameter) for parameter in given)
+    return [p if ready is None else ready[0] for p, ready in zip(given, known, strict=True)]
 
 
 def current(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -85,12 +100,8 @@ def current(parameter: torch.Tensor) -> torch.Tensor | None:
 
     For changes that are the same on all ranks and linear, such as scaling. Local operation.
     """
-    stand_ins = _stand_ins(parameter)
-    known = None if stand_ins is None else stand_ins.ready.get(id(parameter))
-    own = gradient_of(parameter)
-    if known is None or own is None or known[1]() is not own:
-        return own
-    return known[0].grad
+    known, own = _ready(parameter), gradient_of(parameter)
+    return own if known is None or own is None or known[1]() is not own else known[0].grad
 
 
 def forget_average(parameter: torch.Tensor) -> None:
@@ -107,8 +118,7 @@ def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
     Raises:
         OrderError: Gradients have changed since they were averaged.
     """
-    found = {id(stand_ins): stand_ins for stand_ins in map(_stand_ins, parameters) if stand_ins is not None}
-    for stand_ins in found.values():
+    for stand_ins in _all_stand_ins(parameters):
         if stand_ins.early.expected:
             stand_ins.reduce()
 
@@ -122,14 +132,7 @@ def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
         OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
             changed since they were averaged.
     """
-    found: dict[int, StandIns] = {}
-    for parameter in parameters:
-        stand_ins = _stand_ins(parameter)
-        if stand_ins is not None:
-            found[id(stand_ins)] = stand_ins
-        elif parameter.requires_grad:
-            check_sharded(parameter, "finish_grad_reduce(outer=True) before shard_optimizer")
-    for stand_ins in found.values():
+    for stand_ins in _all_stand_ins(parameters, "finish_grad_reduce(outer=True) before shard_optimizer"):
         stand_ins.gather_averages()
 
 
@@ -145,10 +148,10 @@ def check_step(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if gradient_of(parameter) is not None:
-                check_sharded(parameter, f"{type(optimizer).__name__}.step()")
+                _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
 
 
-def check_sharded(parameter: torch.Tensor, what: str) -> None:
+def _check_sharded(parameter: torch.Tensor, what: str) -> None:
     """Raise for a parameter whose gradients wait for an optimizer that averages them."""
     copies = copies_of(parameter)
     if copies is None or copies.reduced:
@@ -167,3 +170,170 @@ def _stand_ins(parameter: torch.Tensor) -> StandIns | None:
     """The stand-ins of the living optimizer that cuts a parameter's state."""
     facts = facts_of(parameter)
     return facts.stand_ins() if facts is not None and facts.stand_ins is not None else None
+
+
+def _ready(parameter: torch.Tensor) -> Any:
+    """The stand-in of a parameter whose gradient was averaged, and of which gradient (``StandIns.ready``)."""
+    stand_ins = _stand_ins(parameter)
+    return None if stand_ins is None else stand_ins.ready.get(id(parameter))
+
+
+def _all_stand_ins(parameters: Iterable[torch.Tensor], what: str = "") -> list[StandIns]:
+    """Those of several parameters, each once; with ``what``, raise for trained ones that should have some."""
+    found: dict[int, StandIns] = {}
+    for parameter in parameters:
+        stand_ins = _stand_ins(parameter)
+        if stand_ins is not None:
+            found[id(stand_ins)] = stand_ins
+        elif what and parameter.requires_grad:
+            _check_sharded(parameter, what)
+    return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------ gradients of one copy alone
+
+#: Attribute of a gradient that is the average over all copies.
+_AVERAGED = "_te_fsdp_averaged"
+#: Attribute of a gradient: its parameter's label.
+_LABEL = "_te_fsdp_label"
+#: Attributes that are values; the others are shape, dtype and the like.
+_VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
+#: Methods and functions that tell the shape and the like, or change no value.
+_NO_VALUES = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset"),
+    *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
+    *("requires_grad_", "detach", "detach_"),
+)
+#: Linear, so that they give the same before and after the average.
+_LINEAR = (
+    *("zero_", "mul_", "div_", "__imul__", "__itruediv__", "multiply_", "divide_", "true_divide_"),
+    *("_foreach_zero_", "_foreach_mul_", "_foreach_div_"),
+)
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    """A method that raises OrderError."""
+
+    def refuse(self: torch.Tensor, *unused: Any, **more: Any) -> NoReturn:
+        _refuse(what, self)
+
+    return refuse
+
+
+class UnaveragedGradient(DTensor):
+    """A gradient that is averaged over one copy of the model alone, see above."""
+
+    __slots__ = ()
+
+    to_local = _refusing("to_local")
+    full_tensor = _refusing("full_tensor")
+    redistribute = _refusing("redistribute")
+    __deepcopy__ = _refusing("deepcopy")
+    __reduce_ex__ = _refusing("pickle")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what is harmless.
+
+        Not ``__torch_dispatch__``: torch before 2.13 does not ask a subclass of DTensor for its own.
+
+        Raises:
+            OrderError: Anything else.
+        """
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__
+            harmless = name not in _VALUES
+        else:
+            linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
+            harmless = linear or name in _NO_VALUES
+        if not harmless:
+            given = args[0] if args and isinstance(args[0], (list, tuple)) else args
+            _refuse(name, next((g for g in given if isinstance(g, cls)), None))
+        result = _torch.plain_results(func, types, args, kwargs or {})
+        return guard(result) if type(result) is DTensor else result
+
+    def __repr__(self, **unused: Any) -> str:
+        """Without values."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+
+
+def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
+    label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
+    shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
+    raise OrderError(
+        f"{what} on the gradient of {label or f'a parameter{shape}'}",
+        expected=f"a gradient that is averaged over {OUTER}",
+        got="one that is averaged over this copy of the model alone, as each backward leaves it with "
+        'outer_strategy="optim"',
+        why="Each copy would see other numbers",
+        fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
+        "outer=True) on all ranks after the last backward, which makes .grad the average",
+    )
+
+
+def guard(gradient: torch.Tensor) -> torch.Tensor:
+    """The same gradient, as one that is averaged over one copy alone. Local operation."""
+    if type(gradient) is DTensor:
+        gradient.__class__ = UnaveragedGradient
+    return gradient
+
+
+def is_averaged(gradient: torch.Tensor) -> bool:
+    """Whether :func:`open_averaged` was called on a gradient, and nothing was added since. Local operation."""
+    return _AVERAGED in gradient.__dict__
+
+
+def open_averaged(gradient: torch.Tensor) -> None:
+    """Take note that a gradient is the average over all copies now: everybody may read it. Local operation."""
+    if type(gradient) is UnaveragedGradient:
+        gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
+    setattr(gradient, _AVERAGED, True)
+
+
+def reopen(gradient: torch.Tensor, divisor: int) -> None:
+    """Make an averaged gradient this copy's again, so that it can be added to and averaged with what was added.
+
+    Local operation. The average of equal values is that value; sums must not be added up again.
+
+    Args:
+        gradient: Of any kind; changed only if it is averaged.
+        divisor: Number of copies if gradients are sums over them, else 1.
+    """
+    if gradient.__dict__.pop(_AVERAGED, False):
+        if divisor != 1:
+            _torch.local_of(gradient).div_(divisor)
+        guard(gradient)
+
+
+def guard_gradients(state: ShardingState) -> None:
+    """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation."""
+    copies = state.meshes.size(OUTER)
+    if state.outer == "optim" and copies > 1:
+        before = functools.partial(_before, 1 if state.average_gradients else copies)
+        for unit in state.modules.values():
+            _fsdp2_patches.around_reductions(unit, before, _after)
+
+
+@torch.no_grad()
+def _before(divisor: int, parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            reopen(parameter.grad, divisor)
+
+
+def _after(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(gradient) is DTensor:
+            gradient.__class__ = UnaveragedGradient
+            facts = facts_of(parameter)
+            setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")

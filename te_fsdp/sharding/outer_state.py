@@ -28,9 +28,16 @@ from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_early import EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
-from te_fsdp.sharding.outer_gradients import give_gradient, gradient_of, zero_gradient
+from te_fsdp.sharding.outer_gradients import (
+    give_gradient,
+    gradient_of,
+    guard,
+    is_averaged,
+    open_averaged,
+    reopen,
+    zero_gradient,
+)
 from te_fsdp.sharding.outer_install import install, write
-from te_fsdp.sharding.outer_unaveraged import guard, is_averaged, open_averaged, reopen
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
