@@ -140,12 +140,15 @@ def base_module_class() -> type[nn.Module]:
 
 def kind_of(module: nn.Module) -> str | None:
     """The kind of a module, ``None`` if TE does not own its class, ``"unknown"`` for TE modules without rules."""
-    if not is_loaded():
-        return None
+    return _kind_of_class(type(module)) if is_loaded() else None
+
+
+@functools.cache
+def _kind_of_class(cls: type) -> str | None:
     for kind in KINDS:
-        if isinstance(module, module_class(kind)):
+        if issubclass(cls, module_class(kind)):
             return kind
-    from_te = any(c.__module__.split(".")[0] == "transformer_engine" for c in type(module).__mro__)
+    from_te = any(c.__module__.split(".")[0] == "transformer_engine" for c in cls.__mro__)
     return "unknown" if from_te else None
 
 

@@ -23,7 +23,7 @@ __all__ = ["NO_SHARD", "Binding", "binding_of", "is_exempt"]
 #: Key in the module's ``__dict__``.
 KEY = "_te_fsdp_binding"
 #: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset
-#: of names of own ones (``"*"``: all own ones).
+#: of names of own ones.
 NO_SHARD = "_te_fsdp_no_shard"
 
 
@@ -143,10 +143,10 @@ def binding_of(module: object) -> Binding | None:
 
 
 def is_exempt(module: Any, name: str) -> bool:
-    """Whether a module's own parameter is kept whole on all data-parallel ranks (:func:`te_fsdp.fsdp_no_shard`)."""
+    """Whether a module's own parameter is, or shall be, kept whole on all data-parallel ranks. Local operation."""
     mark = module.__dict__.get(NO_SHARD, ())
-    if mark is True or name in mark or "*" in mark:
+    if mark is True or name in mark:
         return True
     parameter = module._parameters.get(name)
     facts = None if parameter is None else facts_of(parameter)
-    return facts is not None and facts.no_shard
+    return facts is not None and (facts.no_shard or (facts.plan is not None and facts.plan.storage.is_whole))

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.layout.storage import ParameterPlan
+
 __all__ = [
     "KEY",
     "Facts",
@@ -55,6 +57,7 @@ class Facts:
         label: Full name of a bound parameter that may be quantized.
         tp_replica: Whether every tensor-parallel rank holds it whole, and must hold the same.
         no_shard: Whether ``fsdp_no_shard`` was called for it.
+        plan: What ``fully_shard`` has settled about it.
         ep_mesh: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
         replicas: Who holds a parameter alike that FSDP2 does not manage (``sharding.outer_chunks.Copies``).
         gradient: What its gradient has to be, if of another dtype than itself (``precision_plan.OtherGradient``).
@@ -67,6 +70,7 @@ class Facts:
     label: str | None = None
     tp_replica: bool = False
     no_shard: bool = False
+    plan: ParameterPlan | None = None
     ep_mesh: DeviceMesh | None = None
     replicas: Any = None
     gradient: Any = None
@@ -77,7 +81,7 @@ class Facts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Meshes are shared by the copy: process groups cannot be copied."""
-        return dataclasses.replace(self, state=None, record=None, stand_ins=None, replaced=None)
+        return dataclasses.replace(self, plan=None, state=None, record=None, stand_ins=None, replaced=None)
 
     def __reduce__(self) -> Any:
         """Pickles leave it behind. An empty dict takes its place, which ``torch.load(weights_only=True)`` can read."""

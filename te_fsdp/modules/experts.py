@@ -132,7 +132,7 @@ def with_cuts(
         grid = item.meshes.grid
         if item.experts is not None:
             own = plan_cuts(quantizable([item]), grid, stays_whole).get(id(item.module), {})
-            cuts = {item.experts.registered_name(name): dim for name, dim in own.items()}
+            cuts = {item.registered(name): dim for name, dim in own.items()}
         singles = single_cuts(item.module, grid, item.experts, item.name)
         found.append(dataclasses.replace(item, cuts={**cuts, **singles}))
     return found

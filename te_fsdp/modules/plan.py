@@ -82,6 +82,13 @@ class ModulePlan:
     meshes: Meshing = Meshing()
     cuts: Mapping[str, int] = field(default_factory=dict)
 
+    def registered(self, name: str) -> str:
+        """The name that an own parameter has once the module is bound, that of all experts if it becomes one of it."""
+        single = name.rstrip("0123456789")
+        if name not in self.rules and single in self.rules:
+            return single
+        return name if self.experts is None else self.experts.registered_name(name)
+
 
 def quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
     """Label, owner, name and rule of every parameter that TE may hold quantized and that is not bound yet."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from torch.distributed.tensor import DTensor
+
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import is_exempt
+from te_fsdp.axes import AXES
 from te_fsdp.modules.copies import make_equal
-from te_fsdp.parameters import places_of
-from te_fsdp.sharding.experts import is_expert, reduction_of
+from te_fsdp.parameters import Place, places_of
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, sharding_state
 
@@ -54,21 +55,15 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         release_params(model)
     held: dict[int, tuple[torch.Tensor, list[dist.ProcessGroup]]] = {}
     for place in places_of(model):
-        groups = _holders(state, place.owner, place.name) if state is not None else []
+        groups = _holders(state, place) if state is not None else []
         held.setdefault(id(place.parameter), (place.parameter, groups))
     make_equal(held.values(), optimizer)
 
 
-def _holders(state: ShardingState, module: nn.Module, name: str) -> list[dist.ProcessGroup]:
+def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
     """Groups of data-parallel ranks that hold a parameter alike, of which its own mesh says nothing."""
-    meshes = state.meshes
-    if is_exempt(module, name):
-        mesh, _ = reduction_of(module, meshes)
-    elif state.outer == "optim":
-        root = (
-            meshes.expert_mesh if is_expert(module) and meshes.expert_mesh is not None else meshes.device_mesh
-        )
-        mesh = root["dp_replicate"]
-    else:
-        return []
-    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    plan, meshes = state.plans[place.label], state.meshes
+    root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
+    own = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
+    alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
+    return [root.get_group(axis) for axis in alike if axis not in (own or ()) and root[axis].size() > 1]

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from te_fsdp.layout.storage import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.experts import Selection
     from te_fsdp.sharding.state import ShardingState
-    from te_fsdp.sharding.strategies import Strategy
 
-__all__ = ["divide_gradients", "fsdp_mesh", "reduction_of", "with_expert_units"]
+__all__ = ["divide_gradients", "fsdp_mesh", "is_expert", "with_expert_units"]
 
 
 def with_expert_units(
-    model: nn.Module, meshes: Meshes, units: dict[str, Strategy], selection: Selection = None
-) -> dict[str, Strategy]:
+    model: nn.Module, meshes: Meshes, units: dict[str, str], selection: Selection = None
+) -> dict[str, str]:
     """``units`` and the expert modules, which cannot share a unit with parameters on other meshes. Local operation.
 
     Returns:
@@ -49,31 +49,16 @@ def with_expert_units(
     return {name: units.get(name) or nearest_strategy(name, units) for name in names}
 
 
-def reduction_of(module: nn.Module, meshes: Meshes) -> tuple[DeviceMesh, int]:
-    """Over which ranks the gradients of a module's own parameters are summed, and by what the sum is divided.
-
-    Local operation.
-
-    Returns:
-        Data-parallel mesh, (``dp_replicate``, ``dp_shard``) or ``dp_shard`` alone, without ``ep`` for an expert module;
-        number of all data-parallel ranks.
-    """
-    dense = meshes.size("dp_replicate") * meshes.size("dp_shard")
-    mesh = meshes.expert_fsdp_with_size_one if is_expert(module) else meshes.fsdp_with_size_one
-    return mesh, dense
-
-
 def is_expert(module: nn.Module) -> bool:
     """Whether a bound module's parameters are dealt out over ``ep``."""
     binding = binding_of(module)
     return binding is not None and binding.experts is not None
 
 
-def fsdp_mesh(state: ShardingState, unit: nn.Module) -> DeviceMesh:
-    """What FSDP2 shards a unit over. With the optimizer cut over ``dp_replicate``, it shall not reduce over that."""
-    meshes = state.meshes
+def fsdp_mesh(meshes: Meshes, unit: nn.Module, storage: Storage) -> DeviceMesh:
+    """What FSDP2 shards a unit over. What is added up over ``dp_replicate`` later, it shall not reduce over that."""
     experts = is_expert(unit)
-    if state.outer == "optim":
+    if storage.gradient[0] == "P":
         root = meshes.expert_mesh if experts and meshes.expert_mesh is not None else meshes.device_mesh
         return root["dp_shard"]
     return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
@@ -99,10 +84,11 @@ def divide_gradients(state: ShardingState, policy: MixedPrecisionPolicy) -> None
         experts = is_expert(unit)
         if average and not experts:
             continue
-        mesh, ranks = fsdp_mesh(state, unit), 1
+        storage, ranks = state.units[name], 1
+        mesh = fsdp_mesh(state.meshes, unit, storage)
         if average:
-            ranks = state.meshes.device_mesh["dp_shard"].size()
-            ranks *= state.meshes.size("dp_replicate") if state.outer != "optim" else 1
+            ranks = state.meshes.size("dp_shard")
+            ranks *= state.meshes.size("dp_replicate") if storage.gradient[0] != "P" else 1
         shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
         # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
         own = policy if state.precision_plan is None else state.precision_plan.fsdp2_policy(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
 from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
@@ -19,15 +20,15 @@ from te_fsdp.modules.apply import bind
 from te_fsdp.modules.experts import Selection
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
-from te_fsdp.parameters import places_of
+from te_fsdp.parameters import noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_gradients import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.replicas import check_replicas, check_same_model
-from te_fsdp.sharding.sharding_plan import Plan, Request, Wish, plan_sharding
-from te_fsdp.sharding.state import KEY, mark
+from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
+from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
 from te_fsdp.sharding.units import Wanted
 from te_fsdp.sharding.unused import reduce_unused
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import ModulePlan
+    from te_fsdp.sharding.no_shard import Exempt
 
 __all__ = ["fully_shard"]
 
@@ -99,49 +101,70 @@ def fully_shard(
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
         _check_ranks(plan, fused)
-        plan.exempt.commit(meshes.device)
-        _replace_parameters(plan)
-        _finish(plan, check_inputs)
-        fuse_wgrad(plan.state, fused)
-    _log.debug("fully_shard: %d units over %s", len(plan.state.units), meshes)
+        state = _begin(plan)
+        _replace_parameters(plan, state)
+        _finish(plan, state, check_inputs)
+        fuse_wgrad(state, fused)
+    _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
     return model
 
 
-def _check_ranks(plan: Plan, fused: list[nn.Module]) -> None:
+def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
-    model, meshes = plan.state.model, plan.state.meshes
-    refuse_whole(fused, plan.exempt.keys, model)
-    check_same_model(model, meshes, plan.modules, plan.settings())
-    check_replicas(model, plan.modules, meshes)
+    refuse_whole(fused, {key for key, row in plan.parameters.items() if row.storage.is_whole}, plan.model)
+    check_same_model(plan)
+    check_replicas(plan)
 
 
-def _replace_parameters(plan: Plan) -> None:
+def _begin(plan: ModelPlan) -> ShardingState:
+    """Note the plan on each parameter, and move what stays whole from the CPU, as FSDP2 moves all else. Local."""
+    model, device, request = plan.model, plan.meshes.device, plan.request
+    for place in places_of(model):
+        row = noted(place.parameter).plan = plan.parameters[id(place.owner), place.name]
+        if row.storage.is_whole and place.parameter.device.type == "cpu" != device.type:
+            place.parameter.data = place.parameter.data.to(device)
+    for module in model.modules() if "" in plan.whole else ():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                module._buffers[name] = buffer.to(device)
+    return ShardingState(
+        model,
+        plan.meshes,
+        plan.units,
+        request.outer_strategy,
+        request.precision,
+        request.average_gradients,
+        plan.precision,
+        {row.label: row for row in plan.parameters.values()},
+    )
+
+
+def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
     """Bind the model and apply FSDP2 to it."""
-    with replacing(plan.state.model, "fully_shard"):
-        bind(plan.state.model, plan.modules)
-        for binding in filter(None, map(binding_of, plan.state.model.modules())):
+    with replacing(plan.model, "fully_shard"):
+        bind(plan.model, plan.modules)
+        for binding in filter(None, map(binding_of, plan.model.modules())):
             binding.weight_mesh_agreed = True  # one object gives both meshes
-        _apply_fsdp2(plan)
+        _apply_fsdp2(plan, state)
 
 
-def _apply_fsdp2(plan: Plan) -> None:
+def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
     """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
-    state, model = plan.state, plan.state.model
+    model, precision = plan.model, plan.precision
     options: dict[str, Any] = {"mp_policy": plan.mp_policy}
-    stash, precision = stash_quantized(model), state.precision_plan
+    stash = stash_quantized(model)
     if precision is not None:
         precision.widen(model)
     options["shard_placement_fn"] = _placements(plan.modules)
-    options["ignored_params"] = plan.exempt.ignored()
-    for name, row in reversed(state.units.items()):
-        unit = model.get_submodule(name)
-        if id(unit) in plan.exempt.whole:
+    options["ignored_params"] = {item.parameter for item in plan.exempt}
+    for name, row in reversed(plan.units.items()):
+        if name in plan.whole:
             continue
-        state.modules[name] = unit
-        options["mesh"] = fsdp_mesh(state, unit)
+        unit = state.modules[name] = model.get_submodule(name)
+        options["mesh"] = fsdp_mesh(plan.meshes, unit, row)
         if precision is not None:
             options["mp_policy"] = precision.fsdp2_policy(name)
-        fsdp2_fully_shard(unit, reshard_after_forward=row.release_after_forward, **options)
+        fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
     divide_gradients(state, plan.mp_policy)
     restore_quantized(model, stash)
 
@@ -154,22 +177,21 @@ def _placements(modules: Iterable[ModulePlan]) -> Callable[[nn.Parameter], Shard
     return (lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None) if dims else None
 
 
-def _drop_flat_shards(plan: Plan) -> None:
+def _drop_flat_shards(plan: ModelPlan, state: ShardingState) -> None:
     """No high-precision copies of quantized shards in FSDP2, neither now nor when a shard is quantized later."""
     cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
-    for unit in plan.state.modules.values():
+    for unit in state.modules.values():
         for managed in _torch.managed_by(unit):
             if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
                 _fsdp2_patches.keep_no_flat_shard(managed)
 
 
-def _finish(plan: Plan, check_inputs: bool) -> None:
+def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
     """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
 
     And what it shall not keep: flat copies of quantized shards.
     """
-    state = plan.state
-    _drop_flat_shards(plan)
+    _drop_flat_shards(plan, state)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):
@@ -182,11 +204,14 @@ def _finish(plan: Plan, check_inputs: bool) -> None:
         state.precision_plan.install(state.model)
     reduce_unused(state.model)
     guard_gradients(state)
-    if plan.exempt.parameters:
+    if exempt := plan.exempt:
+        if rank() == 0:
+            _log.info("%s", _told(exempt))
         state.replicated = ReplicatedGradients(
             state.model,
-            plan.exempt,
+            exempt,
             state.meshes,
+            units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
             grads_dtype=getattr(state.precision, "main_grads_dtype", None),
             average=state.average_gradients,
             beside_fsdp2=bool(state.modules),
@@ -196,3 +221,16 @@ def _finish(plan: Plan, check_inputs: bool) -> None:
     watch_inputs(state.model, state.meshes.tp if check_inputs else None)
     watch_forward(state)
     watch_steps()
+
+
+def _told(exempt: Sequence[Exempt]) -> str:
+    """What stays whole, in a line for the log."""
+    parameters = [item.parameter for item in exempt]
+    trained = sum(parameter.requires_grad for parameter in parameters)
+    elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
+    names = ", ".join(item.plan.label for item in exempt[:3])
+    more = f" and {len(exempt) - 3} more" if len(exempt) > 3 else ""
+    return (
+        f"no_shard: {len(exempt)} parameters of {elements:,} elements stay whole on every data-parallel "
+        f"rank, {trained} of them trained: {names}{more}"
+    )

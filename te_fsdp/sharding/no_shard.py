@@ -10,30 +10,23 @@ same thing for all parameters of a unit.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from te_fsdp import _torch
-from te_fsdp.agree import rank
-from te_fsdp.binding import NO_SHARD, binding_of, is_exempt
-from te_fsdp.errors import OrderError, PlacementError, message
+from te_fsdp.binding import NO_SHARD, binding_of
+from te_fsdp.errors import OrderError, message
 from te_fsdp.modules.replaced import registered_at
-from te_fsdp.modules.single import single_names
-from te_fsdp.parameters import noted, places_of
-from te_fsdp.sharding.ties import unit_by_module
+from te_fsdp.parameters import noted
 
 if TYPE_CHECKING:
-    from te_fsdp.quantized.shards import Key
-    from te_fsdp.sharding.strategies import Strategy
+    from te_fsdp.layout.storage import ParameterPlan
 
-__all__ = ["Exempt", "NoShard", "fsdp_no_shard", "plan_no_shard"]
-
-_log = logging.getLogger("te_fsdp")
+__all__ = ["Exempt", "fsdp_no_shard"]
 
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
@@ -77,13 +70,9 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     for parameter in parameters:
         noted(parameter).no_shard = True
     for module, name in owned:
-        _add_mark(module, name)
-
-
-def _add_mark(module: nn.Module, name: str) -> None:
-    known = module.__dict__.get(NO_SHARD, frozenset())
-    if known is not True:
-        module.__dict__[NO_SHARD] = known | {name}
+        known = module.__dict__.get(NO_SHARD, frozenset())
+        if known is not True:
+            module.__dict__[NO_SHARD] = known | {name}
 
 
 def _check_unsharded(module: nn.Module) -> None:
@@ -99,170 +88,17 @@ def _check_unsharded(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Exempt:
-    """An exempt parameter by its owner.
+    """A parameter that stays whole, by its owner: initialisation and loading replace the parameter itself.
 
     Attributes:
-        label: Name in the model.
-        module: Owner; for tied parameters the first one.
-        name: Name in the owner.
-        unit: Its unit if that has strategy ``no_shard``; ``None`` if it is exempt from a unit that is sharded.
+        plan: What is settled about it; of its first place if it is tied.
+        module: The owner.
     """
 
-    label: str
+    plan: ParameterPlan
     module: nn.Module
-    name: str
-    unit: str | None
-
-    @property
-    def cut_state(self) -> bool:
-        """Whether its optimizer state shall be cut nevertheless: that of its unit is."""
-        return self.unit is None
 
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter that is there now."""
-        return self.module._parameters[self.name]  # type: ignore[return-value]
-
-    def bound(self) -> Exempt:
-        """The same by the names it has when its module is bound: experts then count globally."""
-        binding, name = binding_of(self.module), self.name
-        if binding is None:
-            return self
-        single = name.rstrip("0123456789")
-        if single in single_names(self.module):
-            name = single  # made of the parameters of all experts
-        elif binding.experts is not None:
-            name = binding.experts.registered_name(name)
-        return replace(self, label=self.label.removesuffix(self.name) + name, name=name)
-
-
-@dataclass(frozen=True)
-class NoShard:
-    """What of a model stays whole.
-
-    Attributes:
-        model: The root.
-        parameters: Each exempt parameter once, in the order of their names: the same on all ranks.
-        keys: Each of them at every place where it is registered.
-        whole: Ids of modules that have parameters, all of them exempt, in them and below them.
-        units: Names of the units with strategy ``no_shard``, as backward leaves them if forward runs through the tree.
-    """
-
-    model: nn.Module
-    parameters: tuple[Exempt, ...]
-    keys: frozenset[Key]
-    whole: frozenset[int]
-    units: tuple[str, ...]
-
-    def has(self, module: nn.Module, name: str) -> bool:
-        """Whether a module's own parameter stays whole, by the name that it has now or when its module is bound."""
-        return (id(module), name) in self.keys
-
-    def ignored(self) -> set[nn.Parameter]:
-        """The exempt parameters there are now, for FSDP2's ``ignored_params``."""
-        return {exempt.parameter for exempt in self.bound()}
-
-    def bound(self) -> list[Exempt]:
-        """The exempt parameters by the names that they have when the model is bound, each once."""
-        found = {(id(exempt.module), exempt.name): exempt for exempt in (e.bound() for e in self.parameters)}
-        return list(found.values())
-
-    def without_units(self, units: dict[str, Strategy]) -> dict[str, Strategy]:
-        """The units that are left: no unit is made of a module that is exempt as a whole."""
-        return {
-            name: row
-            for name, row in units.items()
-            if not (name and row.shards and id(self.model.get_submodule(name)) in self.whole)
-        }
-
-    def commit(self, device: torch.device) -> None:
-        """Mark them where they are not yet (strategy ``no_shard``), move them, and say so on rank 0.
-
-        Local operation. Moves from the CPU what FSDP2 moves for others: parameters, and buffers if all is exempt.
-        """
-        for module in self.model.modules():
-            own = [(id(module), name) in self.keys for name, p in module._parameters.items() if p is not None]
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (id(module), name) in self.keys:
-                    _add_mark(
-                        module, "*" if all(own) else name
-                    )  # names of experts change when they are bound
-                    noted(parameter).no_shard = True
-                    if parameter.device.type == "cpu" != device.type:
-                        parameter.data = parameter.data.to(device)
-            for name, buffer in module._buffers.items() if id(self.model) in self.whole else ():
-                if buffer is not None and buffer.device.type == "cpu":
-                    module._buffers[name] = buffer.to(device)
-        if self.parameters and rank() == 0:
-            _log.info("%s", self)
-
-    def __str__(self) -> str:
-        parameters = [exempt.parameter for exempt in self.parameters]
-        trained = sum(parameter.requires_grad for parameter in parameters)
-        elements = sum(parameter.numel() for parameter in parameters)
-        names = ", ".join(exempt.label for exempt in self.parameters[:3])
-        more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-        return (
-            f"no_shard: {len(parameters)} parameters of {elements:,} elements stay whole on every data-parallel "
-            f"rank, {trained} of them trained: {names}{more}"
-        )
-
-
-def plan_no_shard(model: nn.Module, units: Mapping[str, Strategy]) -> NoShard:
-    """Find what stays whole: what is marked, and what the innermost unit around it does not shard.
-
-    Local operation; changes nothing. Gives the same on all ranks that hold the same model.
-
-    Args:
-        model: The root.
-        units: Name -> strategy of each unit, ``""`` for the root.
-
-    Raises:
-        PlacementError: A parameter registered at several places, some of them exempt and some not.
-    """
-    names = dict(model.named_modules(remove_duplicate=False))
-    marked = {id(sub) for m in names.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
-    inside = unit_by_module(model, units)
-    places: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
-    for place in places_of(model, remove_duplicate=False):
-        replicated = id(place.owner) in marked or not units[inside[place.path]].shards
-        exempt = replicated or is_exempt(place.owner, place.name)
-        places.setdefault(id(place.parameter), []).append((place.label, place.owner, place.name, exempt))
-    for several in places.values():
-        _check_agreed(several)
-    found = [several for several in places.values() if several[0][3]]
-    keys = frozenset(
-        (id(place[1]), name) for several in found for place in several for name in _names(*place[1:3])
-    )
-    whole = frozenset(id(module) for module in names.values() if _is_whole(module, keys))
-    first = sorted((several[0][:3] for several in found), key=lambda place: place[0])
-    kept = tuple(name for name in reversed(list(units)) if not units[name].shards)
-    parameters = []
-    for label, module, name in first:
-        unit = inside[label.rpartition(".")[0]]
-        parameters.append(Exempt(label, module, name, unit if unit in kept else None))
-    return NoShard(model, tuple(parameters), keys, whole, kept)
-
-
-def _names(module: nn.Module, name: str) -> tuple[str, ...]:
-    """A parameter's own name, and that of the parameter of all experts that binding makes of it."""
-    single = name.rstrip("0123456789")
-    return (name, single) if single in single_names(module) else (name,)
-
-
-def _is_whole(module: nn.Module, keys: frozenset[Key]) -> bool:
-    own = [(id(place.owner), place.name) in keys for place in places_of(module)]
-    return bool(own) and all(own)
-
-
-def _check_agreed(places: list[tuple[str, nn.Module, str, bool]]) -> None:
-    """A tied parameter is exempt everywhere or nowhere."""
-    exempt = [label for label, _, _, flag in places if flag]
-    others = [label for label, _, _, flag in places if not flag]
-    if exempt and others:
-        raise PlacementError(
-            f"{exempt[0]} is exempt from sharding, but tied to {', '.join(others)}",
-            expected="all owners of a tied parameter exempt, or none",
-            why="One tensor cannot be whole for one owner and cut for another",
-            fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
-        )
+        return self.module._parameters[self.plan.name]  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
-from te_fsdp.binding import binding_of
 from te_fsdp.errors import OrderError
+from te_fsdp.layout.storage import EXEMPT
 from te_fsdp.move.comm import comm_of
 from te_fsdp.move.order import UnitOrder
 from te_fsdp.move.pending import current_stream
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.no_shard import NoShard
+    from te_fsdp.sharding.no_shard import Exempt
 
 __all__ = ["ReplicatedGradients"]
 
@@ -51,8 +51,9 @@ class ReplicatedGradients:
 
     Args:
         model: The root. The reduction is bound to the gradients of what its forward returns.
-        plan: What is exempt.
+        exempts: What stays whole.
         meshes: The job's meshes.
+        units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
         grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
         average: Divide gradients by the number of data-parallel ranks; otherwise they are sums.
         beside_fsdp2: Whether FSDP2 manages other parameters of the model: its reductions and those that begin during
@@ -62,32 +63,32 @@ class ReplicatedGradients:
     def __init__(
         self,
         model: nn.Module,
-        plan: NoShard,
+        exempts: Sequence[Exempt],
         meshes: Meshes,
         *,
+        units: Sequence[str] = (),
         grads_dtype: torch.dtype | None = None,
         average: bool = True,
         beside_fsdp2: bool = False,
     ) -> None:
-        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(plan.units))
+        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(units))
         if not average:
             dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
         self._slots = []
-        for exempt in plan.bound():
-            binding = binding_of(exempt.module)
-            rule = binding.rules.get(exempt.name) if binding is not None else None
-            ranks = experts if getattr(binding, "ep_mesh", None) is not None else dense
-            partial = rule is not None and rule.partial_grad and meshes.size("tp") > 1
+        for exempt in exempts:
+            plan = exempt.plan
+            ranks = experts if plan.experts else dense
+            partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
             # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
-            unit = None if partial or ranks.group is None else exempt.unit
+            unit = None if partial or ranks.group is None or plan.storage.strategy == EXEMPT else plan.unit
             self._slots.append(Slot(exempt, ranks, partial, unit, grads_dtype))
         self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
         self._sync, self._owes = True, False
         self._inside: dict[Slot, None] = {}
         self._away: set[Slot] = set()
         self._running = False
-        units = {slot.unit for slot in self._slots}
-        self._units = [unit for unit in plan.units if unit in units]
+        travel = {slot.unit for slot in self._slots}
+        self._units = [unit for unit in units if unit in travel]
         self._order, self._trained = UnitOrder(self._units), tuple[Slot, ...]()
         self._orders = {self._trained: self._order}
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
@@ -117,7 +118,7 @@ class ReplicatedGradients:
         has not, and all must come to the reduction, or refuse to go on.
         """
         return [
-            slot.exempt.label
+            slot.exempt.plan.label
             for slot in self._slots
             if slot.unreduced is not None
             or slot in self._inside
@@ -205,7 +206,7 @@ class ReplicatedGradients:
                 handle.remove()
             slot.hooked, replaced = weakref.ref(parameter), True
             self._buckets = None
-            if slot.exempt.cut_state and slot.ranks.mesh is not None:
+            if slot.exempt.plan.storage.optimizer == "SS" and slot.ranks.mesh is not None:
                 set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
                 parameter.grad_dtype = self._grads_dtype
@@ -224,9 +225,7 @@ class ReplicatedGradients:
             InitError: They do not.
         """
         self.attach()
-        check_whole(
-            ((e.label, e.module, e.name) for e in (slot.exempt for slot in self._slots)), self._meshes
-        )
+        check_whole([slot.exempt for slot in self._slots], self._meshes)
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
@@ -275,7 +274,7 @@ class ReplicatedGradients:
         """
         if slot in self._away:
             raise OrderError(
-                f"{slot.exempt.label}: a gradient after the reduction of its unit has begun",
+                f"{slot.exempt.plan.label}: a gradient after the reduction of its unit has begun",
                 expected="no more uses of the parameter than in the first backward that reduced",
                 got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
                 fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "

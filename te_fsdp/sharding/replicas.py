@@ -10,17 +10,17 @@ import torch
 
 from te_fsdp import _torch
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
-from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, MeshError
 from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import places_of
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.layout.storage import ParameterPlan
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import ModulePlan
+    from te_fsdp.sharding.no_shard import Exempt
+    from te_fsdp.sharding.sharding_plan import ModelPlan
 
 __all__ = ["check_replicas", "check_same_model", "check_whole"]
 
@@ -28,9 +28,7 @@ __all__ = ["check_replicas", "check_same_model", "check_whole"]
 _MOST = 1000
 
 
-def check_same_model(
-    model: nn.Module, meshes: Meshes, planned: Iterable[ModulePlan], settings: str = ""
-) -> None:
+def check_same_model(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
     Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
@@ -39,19 +37,16 @@ def check_same_model(
     Collective over the world: three max all-reduces of a few integers per axis.
 
     Args:
-        model: The root.
-        meshes: The job's meshes.
-        planned: Its bound modules.
-        settings: What else must be the same on all ranks.
+        plan: The model's, before it is bound.
 
     Raises:
         MeshError: The models or the settings differ.
     """
-    experts = _expert_modules(planned)
+    model, meshes, settings = plan.model, plan.meshes, plan.settings()
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
-    for label, module, _, p in places_of(model):
+    for label, module, name, p in places_of(model):
         told = (label, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
-        described[id(module) in experts].append(told)
+        described[plan.parameters[id(module), name].experts].append(told)
     dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
     same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
     mesh = meshes.expert_mesh or meshes.device_mesh
@@ -77,12 +72,7 @@ def check_same_model(
         )
 
 
-def _expert_modules(planned: Iterable[ModulePlan]) -> set[int]:
-    """By id."""
-    return {id(item.module) for item in planned if item.experts is not None}
-
-
-def check_replicas(model: nn.Module, planned: Iterable[ModulePlan], meshes: Meshes) -> None:
+def check_replicas(plan: ModelPlan) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
@@ -92,46 +82,51 @@ def check_replicas(model: nn.Module, planned: Iterable[ModulePlan], meshes: Mesh
 
     Collective over the world: max all-reduces of two integers per parameter and axis, small object gathers.
 
+    Args:
+        plan: The model's, before it is bound.
+
     Raises:
         InitError: Names the parameters that differ, or that do not.
     """
-    planned = list(planned)
-    rules = {id(item.module): item.rules for item in planned}
-    held: dict[bool, list[_Held]] = {False: [], True: []}
-    experts = _expert_modules(planned)
-    for label, module, name, parameter in places_of(model):
-        local = _torch.local_of(parameter)
-        if not local.is_meta:
-            rule = rules.get(id(module), {}).get(name)
-            whole = rule is None or rule.shard_dim is None
-            held[id(module) in experts].append(_Held(label, checksum(local), whole))
+    meshes, experts = plan.meshes, any(row.experts for row in plan.parameters.values())
+    held = _on_device(
+        (place.label, place.parameter, plan.parameters[id(place.owner), place.name])
+        for place in places_of(plan.model)
+    )
     bad = _differing(held[False], meshes.device_mesh)
     with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
         _check_none(bad, sum(map(len, held.values())))
-    if (meshes.tp is not None or meshes.ep is not None) and on_device(planned):
+    if (meshes.tp is not None or meshes.ep is not None) and on_device(plan.modules):
         with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-            refuse_equal_shards(find_equal_shards(planned, meshes.tp, meshes.ep))
+            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp, meshes.ep))
 
 
-def check_whole(parameters: Iterable[tuple[str, nn.Module, str]], meshes: Meshes) -> None:
-    """:func:`check_replicas` of some parameters of a bound model that data parallelism does not cut.
+def check_whole(parameters: Iterable[Exempt], meshes: Meshes) -> None:
+    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut.
 
     Args:
-        parameters: Label, owner and name in the owner of each; those on meta are left out.
+        parameters: Those on meta are left out.
         meshes: The job's meshes.
     """
-    held: dict[bool, list[_Held]] = {False: [], True: []}
-    for label, module, name in parameters:
-        binding, local = binding_of(module), _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
-        if not local.is_meta:
-            rule = binding.rules.get(name) if binding is not None else None
-            item = _Held(label, checksum(local), rule is None or rule.shard_dim is None)
-            held[binding is not None and binding.ep_mesh is not None].append(item)
+    held = _on_device((item.plan.label, item.parameter, item.plan) for item in parameters)
     with raised_on_all_ranks(meshes.device_mesh, "materialize"):
         bad = _differing(held[False], meshes.device_mesh)
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
         _check_none(bad, sum(map(len, held.values())))
+
+
+def _on_device(
+    parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
+) -> dict[bool, list[_Held]]:
+    """What has values by now, of experts (``True``) and of others."""
+    held: dict[bool, list[_Held]] = {False: [], True: []}
+    for label, parameter, plan in parameters:
+        local = _torch.local_of(parameter)
+        if not local.is_meta:
+            whole = plan.rule is None or plan.rule.shard_dim is None
+            held[plan.experts].append(_Held(label, checksum(local), whole))
+    return held
 
 
 def _check_none(bad: list[str], count: int) -> None:

@@ -14,8 +14,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from te_fsdp.layout.storage import Pace
 from te_fsdp.sharding.state import ShardingState, required_state
-from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError
+from te_fsdp.layout.storage import Pace
 from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.strategies import Pace
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from te_fsdp.layout.storage import ParameterPlan, Storage
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.strategies import Strategy
 
 __all__ = [
     "Replicated",
@@ -105,7 +105,7 @@ class ShardingState:
     Attributes:
         model: The root model.
         meshes: The job's meshes.
-        units: Name -> strategy of each unit; ``""`` is the root with what its units have left.
+        units: Name -> storage of each unit; ``""`` is the root with what its units have left.
         outer: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``.
         precision: The precision policy, or ``None``.
         replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
@@ -114,6 +114,7 @@ class ShardingState:
         outer_watched: Whether it hears of reductions that FSDP2 has enqueued.
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
+        plans: Full name -> what is settled about a parameter.
         before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
             the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
         after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
@@ -139,11 +140,12 @@ class ShardingState:
 
     model: nn.Module
     meshes: Meshes
-    units: dict[str, Strategy]
+    units: dict[str, Storage]
     outer: str = "no_shard"
     precision: Any = None
     average_gradients: bool = True
     precision_plan: Any = None
+    plans: dict[str, ParameterPlan] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     replicated: Replicated | None = None
     outer_optimizer: Any = None
@@ -319,7 +321,8 @@ def refuse_in_backward(where: str) -> None:
 
 
 def mark(state: ShardingState) -> None:
-    """Let :func:`state_of` find ``state`` from each parameter that the model has now. Local operation."""
+    """Let each parameter that the model has now know ``state``, and what is settled about it. Local operation."""
     reference = weakref.ref(state)
-    for parameter in state.parameters().values():
-        parameters.noted(parameter).state = reference
+    for name, parameter in state.parameters().items():
+        facts = parameters.noted(parameter)
+        facts.state, facts.plan = reference, state.plans.get(name)

@@ -172,7 +172,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     started = state.gathers.pop(name, None) is not None  # this forward waits for it
     if not started and not _fsdp2.is_gathered(unit):
         # Released again in each forward and backward: only start_param_gather can make these stale.
-        if state.units[name].release_after_forward:
+        if state.units[name].gather == "pass":
             state.versions.pop(name, None)
         else:
             state.versions[name] = versions_of(unit)
@@ -196,7 +196,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
 def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: Any) -> None:
     """Gathered parameters that are kept are those that ``model.parameters()`` gives: let them be recognised."""
     for name, unit in state.modules.items():
-        kept = not state.units[name].release_after_forward
+        kept = state.units[name].gather != "pass"
         if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
             mark_gathered(unit)
             state.recognised.add(name)

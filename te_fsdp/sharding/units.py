@@ -1,8 +1,8 @@
-"""The units of a model: found, checked, and each given its strategy."""
+"""What ``fully_shard`` is asked for: which modules become units, with which strategy, in whose words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,16 +10,52 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, meant
+from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
 from te_fsdp.sharding.state import state_of
-from te_fsdp.sharding.strategies import DEFAULT, Strategy, strategy_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_accepted", "check_order", "find_units", "nearest_strategy"]
+__all__ = [
+    "DEFAULT",
+    "check_accepted",
+    "check_order",
+    "check_outer",
+    "check_strategy",
+    "find_units",
+    "nearest_strategy",
+    "unit_by_module",
+]
 
 #: How users name units: classes, or names in the tree.
 Wanted = Iterable[type | str] | type | str
+#: What a model gets that names no strategy.
+DEFAULT = "optim_grads_params"
+
+_HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
+_HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
+#: Words of DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them, and what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("0", "zero0", "stage0", "zerostage0", "ddp", "no", "none", "false", "replicate"), "no_shard"
+    ),
+    **dict.fromkeys(("1", "zero1", "stage1", "zerostage1", "optimizer", "zero", "os"), "optim"),
+    **dict.fromkeys(("2", "zero2", "stage2", "zerostage2", "shardgradop", "osg", "gradop"), "optim_grads"),
+    **dict.fromkeys(("3", "zero3", "stage3", "zerostage3", "fullshard", "fullyshard"), "optim_grads_params"),
+    **dict.fromkeys(("full", "fsdp", "fsdp2", "params", "true", "osgp"), "optim_grads_params"),
+    **dict.fromkeys(("hybridshard", "hsdp", "hybrid"), _HYBRID.format("optim_grads_params")),
+    "hybridshardzero2": _HYBRID.format("optim_grads"),
+    "hfsdp": _HFSDP,
+}
+_OUTER_ELSEWHERE = {
+    **dict.fromkeys(
+        ("0", "zero0", "ddp", "no", "none", "false", "replicate", "hsdp", "hybridshard"), "no_shard"
+    ),
+    **dict.fromkeys(
+        ("1", "2", "3", "zero1", "zero2", "zero3", "hfsdp", "full", "fullshard", "true"), "optim"
+    ),
+    **dict.fromkeys(("optimgrads", "optimgradsparams", "shardgradop", "optimizer", "zero"), "optim"),
+}
 
 
 def check_order(model: nn.Module) -> None:
@@ -78,8 +114,8 @@ def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
 
 
 def find_units(
-    model: nn.Module, units: Wanted | None, strategy: str | Strategy | Mapping[type | str, str | Strategy]
-) -> dict[str, Strategy]:
+    model: nn.Module, units: Wanted | None, strategy: str | Mapping[type | str, str]
+) -> dict[str, str]:
     """The modules that become units, and the strategy of each.
 
     Args:
@@ -87,7 +123,7 @@ def find_units(
         units: Classes or names; ``None``: every ``te.TransformerLayer``.
         strategy: One for all units, or one for each class or name. A key holds for the module that it names and for
             all in it, as far as no key of a module further in says otherwise; that module becomes a unit. ``""``
-            is the root. What no key reaches gets :data:`te_fsdp.sharding.strategies.DEFAULT`.
+            is the root. What no key reaches gets :data:`DEFAULT`.
 
     Returns:
         Name -> strategy of the root and of these, outer before inner, each module once.
@@ -97,12 +133,12 @@ def find_units(
     """
     names = dict(model.named_modules())
     chosen = _default_units(names) if units is None else _find_all(names, units)
-    given: dict[str, Strategy] = {}
+    given: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         given = _strategies_by_name(names, strategy)
         chosen |= given.keys()
     else:
-        given[""] = strategy_of(strategy)
+        given[""] = check_strategy(strategy)
     inner = [name for name in names if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
 
@@ -142,21 +178,21 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     return found
 
 
-def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, Strategy]:
+def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, str]:
     """A mapping of classes and names, as one of names: a name beats a class."""
-    found: dict[str, Strategy] = {}
+    found: dict[str, str] = {}
     for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-        row = strategy_of(strategy[want])
+        word = check_strategy(strategy[want])
         for name in _find(names, want):
-            if isinstance(want, type) and found.get(name, row) != row:
+            if isinstance(want, type) and found.get(name, word) != word:
                 raise PlacementError(
                     f"{name or 'model'}: two strategies",
                     expected="one class of the mapping that it is an instance of, or equal strategies",
-                    got=f"{found[name]} and {row}",
+                    got=f"{found[name]} and {word}",
                     fix="name the module",
                 )
             for own in _with_forward(names, name):
-                found[own] = row
+                found[own] = word
     return found
 
 
@@ -174,7 +210,7 @@ def _is_container(module: nn.Module) -> bool:
     return listing and type(module).forward is torch.nn.Module.forward
 
 
-def nearest_strategy(name: str, given: dict[str, Strategy]) -> Strategy:
+def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
     """The strategy of the innermost module around ``name`` that has one."""
     while name not in given and name:
         name = name.rpartition(".")[0]
@@ -185,3 +221,52 @@ def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
     """The first few names of the tree, for a message."""
     named = [n for n in names if n]
     return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
+
+
+def unit_by_module(model: nn.Module, units: Collection[str]) -> dict[str, str]:
+    """The innermost unit around each module, by name; a module of several names has them all. Local operation.
+
+    Args:
+        model: The root.
+        units: Names of the units; the root is one in any case.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = {id(modules[name]): name for name in units}
+    inside: dict[str, str] = {}
+    for name, module in modules.items():  # parents come before their children
+        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
+    return inside
+
+
+def check_strategy(word: Any) -> str:
+    """``word`` if it is one of :data:`te_fsdp.layout.storage.STRATEGIES`.
+
+    Raises:
+        PlacementError: It is not.
+    """
+    if not isinstance(word, str) or word not in STRATEGIES:
+        raise _no_such("strategy", word, STRATEGIES, _ELSEWHERE)
+    return word
+
+
+def check_outer(outer: Any) -> str:
+    """``outer`` if it is one of :data:`te_fsdp.layout.storage.OUTER_STRATEGIES`.
+
+    Raises:
+        PlacementError: It is not.
+    """
+    if not isinstance(outer, str) or outer not in OUTER_STRATEGIES:
+        raise _no_such("outer_strategy", outer, OUTER_STRATEGIES, _OUTER_ELSEWHERE)
+    return outer
+
+
+def _no_such(option: str, given: Any, words: tuple[str, ...], elsewhere: Mapping[str, str]) -> PlacementError:
+    """The error of a word that is none of ours, with the one that it probably stands for."""
+    near = meant(given, words, elsewhere)
+    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    return PlacementError(
+        f"fully_shard: {option}",
+        expected=f"one of {words}",
+        got=repr(given),
+        fix=fix if near is not None else f"one of these; {option} may be left out",
+    )

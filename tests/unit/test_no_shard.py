@@ -11,11 +11,10 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.sharding.no_shard import plan_no_shard
-from te_fsdp.sharding.strategies import STRATEGIES
-from te_fsdp.sharding.ties import check_ties
+from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
+from te_fsdp.sharding.sharding_plan import Request, exempt_of, plan_sharding, plan_storage
 
-SHARD, WHOLE = STRATEGIES["optim_grads_params"], STRATEGIES["no_shard"]
+SHARD, WHOLE = STORAGE["optim_grads_params", "no_shard"], STORAGE["no_shard", "no_shard"]
 
 
 class Net(nn.Module):
@@ -37,7 +36,12 @@ ENCODER = ["encoder.0.bias", "encoder.0.weight", "encoder.1.0.bias", "encoder.1.
 def planned(model: nn.Module, **units: object) -> list[str]:
     """Names of what stays whole."""
     rows = {name.replace("__", "."): row for name, row in units.items()}
-    return [exempt.label for exempt in plan_no_shard(model, {"": SHARD, **rows}).parameters]
+    return [plan.label for plan in exempt(model, {"": SHARD, **rows})]
+
+
+def exempt(model: nn.Module, units: dict[str, Storage]) -> list[ParameterPlan]:
+    """Plans of what stays whole."""
+    return [item.plan for item in exempt_of(model, plan_storage(model, units))]
 
 
 def test_a_module_a_parameter_and_several():
@@ -48,11 +52,22 @@ def test_a_module_a_parameter_and_several():
     te_fsdp.fsdp_no_shard(model.scale)
     te_fsdp.fsdp_no_shard(iter([model.blocks[1], model.head.bias]))
     assert planned(model) == ["blocks.1.bias", "blocks.1.weight", *ENCODER, "head.bias", "scale"]
-    plan = plan_no_shard(model, {"": SHARD})
-    assert {id(model.encoder), id(model.encoder[1]), id(model.blocks[1])} <= plan.whole
-    assert not {id(model), id(model.head), id(model.blocks)} & plan.whole
-    assert plan.ignored() == {exempt.parameter for exempt in plan.parameters}
-    assert list(plan.without_units({"": SHARD, "encoder": SHARD, "head": SHARD})) == ["", "head"]
+
+
+def test_no_unit_is_made_of_what_stays_whole(fake_world):
+    fake_world(1)
+    model = Net("meta")
+    te_fsdp.fsdp_no_shard([model.encoder, model.scale, model.blocks[1], model.head.bias])
+    units = ["encoder", "head", "blocks.0"]
+    plan = plan_sharding(model, te_fsdp.Meshes.build(device_type="cpu"), Request(units))
+    assert list(plan.units) == ["", "blocks.0", "head"]
+    assert plan.whole == {"encoder", "encoder.0", "encoder.1", "encoder.1.0", "blocks.1"}
+    assert {item.parameter for item in plan.exempt} == {
+        *model.encoder.parameters(),
+        *model.blocks[1].parameters(),
+        model.scale,
+        model.head.bias,
+    }
 
 
 def test_what_is_added_below_a_marked_module_is_exempt_too():
@@ -103,21 +118,26 @@ def test_strategy_no_shard_holds_for_the_innermost_unit():
     everything = planned(model, encoder=WHOLE, blocks__0=SHARD)
     assert everything == ENCODER
     rows = {"": WHOLE, "blocks.0": SHARD}
-    plan = plan_no_shard(model, rows)
-    assert "blocks.0.weight" not in [e.label for e in plan.parameters] and len(plan.parameters) == 9
-    assert not any(exempt.cut_state for exempt in plan.parameters)
-    assert id(model) in plan_no_shard(model, {"": WHOLE}).whole
+    plans = exempt(model, rows)
+    assert "blocks.0.weight" not in [plan.label for plan in plans] and len(plans) == 9
+    assert {plan.storage for plan in plans} == {WHOLE}
     te_fsdp.fsdp_no_shard(model.head)
-    assert all(exempt.cut_state for exempt in plan_no_shard(model, {"": SHARD}).parameters)
+    assert {plan.storage for plan in exempt(model, {"": SHARD})} == {STORAGE[EXEMPT, "no_shard"]}
 
 
-def test_a_plan_changes_nothing_until_it_is_committed(caplog):
-    model = Net()
-    plan = plan_no_shard(model, {"": SHARD, "head": WHOLE})
-    assert planned(model) == []
+def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
+    fake_world(1)
+    model, meshes = Net(), te_fsdp.Meshes.build(device_type="cpu")
+    strategy = {"": "optim", "head": "no_shard"}
+    plan_sharding(model, meshes, Request(strategy=strategy))
+    assert planned(model) == [] and all(not p.__dict__ for p in model.parameters())
     with caplog.at_level(logging.INFO, "te_fsdp"):
-        plan.commit(torch.device("cpu"))
-    assert planned(model) == ["head.bias", "head.weight"]
+        te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    notes = {row.name: row.note for row in te_fsdp.report(model)}
+    assert [name for name, note in notes.items() if note.startswith("no_shard")] == [
+        "head.weight",
+        "head.bias",
+    ]
     (record,) = caplog.records
     assert "2 parameters of 6 elements" in record.getMessage() and "head.bias" in record.getMessage()
 
@@ -137,10 +157,10 @@ def test_ties_with_an_exempt_owner():
     with pytest.raises(PlacementError, match=r"head.weight is exempt.*tied to blocks.0.weight"):
         planned(model)
     te_fsdp.fsdp_no_shard(model.head.weight)
-    plan = plan_no_shard(model, {"": SHARD, "blocks.0": SHARD})
-    assert [e.label for e in plan.parameters] == ["blocks.0.weight", "head.bias"]
-    assert {(id(model.head), "weight"), (id(model.blocks[0]), "weight")} <= plan.keys
-    check_ties(model, {"", "blocks.0"}, plan.keys)
+    rows = plan_storage(model, {"": SHARD, "blocks.0": SHARD})
+    assert [item.plan.label for item in exempt_of(model, rows)] == ["blocks.0.weight", "head.bias"]
+    assert rows[id(model.head), "weight"].storage == rows[id(model.blocks[0]), "weight"].storage
+    assert rows[id(model.head), "weight"].owners == ("blocks.0.weight", "head.weight")
 
 
 @pytest.mark.parametrize(
@@ -154,17 +174,19 @@ def test_ties_with_an_exempt_owner():
 def test_ties_across_units(units, error):
     model = Net()
     model.head.weight = model.blocks[0].weight
+    rows = dict.fromkeys(("", *units), SHARD)
     if error is None:
-        check_ties(model, {"", *units})
+        plan_storage(model, rows)
         return
     with pytest.raises(PlacementError, match=error):
-        check_ties(model, {"", *units})
+        plan_storage(model, rows)
 
 
 def test_another_name_of_a_unit_is_no_tie():
     model = Net()
     model.last = model.blocks[1]
-    check_ties(model, {"", "blocks.1"})
+    rows = plan_storage(model, {"": SHARD, "blocks.1": SHARD})
+    assert rows[id(model.last), "weight"].label == "blocks.1.weight"
 
 
 def test_forward_methods_of_modules_that_gather_nothing():

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStra
 
 import te_fsdp
 from te_fsdp.errors import PlacementError, meant
-from te_fsdp.sharding.strategies import OUTER_STRATEGIES, STRATEGIES, check_outer, strategy_of
-from te_fsdp.sharding.units import find_units
+from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
+from te_fsdp.sharding.units import check_outer, check_strategy, find_units
 
 WORDS = {
     "no_shard": [
@@ -53,7 +53,7 @@ WORDS = {
 @pytest.mark.parametrize(("ours", "word"), [(ours, word) for ours, words in WORDS.items() for word in words])
 def test_the_word_meant(ours, word):
     with pytest.raises(PlacementError) as caught:
-        strategy_of(word)
+        check_strategy(word)
     text = str(caught.value)
     assert text.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in text
     assert text.endswith(f"Fix: strategy='{ours}'.")
@@ -61,7 +61,7 @@ def test_the_word_meant(ours, word):
 
 @pytest.mark.parametrize("ours", STRATEGIES)
 def test_ours_is_taken(ours):
-    assert strategy_of(ours).name == ours
+    assert check_strategy(ours) == ours
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_two_axes_in_a_word(word):
     with pytest.raises(
         PlacementError, match=r"Fix: strategy='optim_grads.*Meshes.build\(dp_replicate="
     ) as caught:
-        strategy_of(word)
+        check_strategy(word)
     assert ("outer_strategy='optim'" in str(caught.value)) == (word == "hfsdp")
 
 
@@ -79,7 +79,7 @@ def test_two_axes_in_a_word(word):
 def test_no_word_at_all(word):
     """Nothing is suggested that nobody can have meant."""
     with pytest.raises(PlacementError, match=r"Fix: one of these; strategy may be left out\.$"):
-        strategy_of(word)
+        check_strategy(word)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_in
 from te_fsdp.compat.megatron_fsdp.state import allocate_before_state_dict
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
 from te_fsdp.errors import OrderError
+from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.sharding.main_weights import main_weights
 from te_fsdp.sharding.outer_optimizer import shard_optimizer
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
 from te_fsdp.sharding.state import ShardingState, state_of
-from te_fsdp.sharding.strategies import OUTER_STRATEGIES
 
 if TYPE_CHECKING:
     from torch import nn

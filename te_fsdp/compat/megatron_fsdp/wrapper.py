@@ -19,6 +19,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.errors import InitError
+from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.move.comm import comm_of
 from te_fsdp.sharding.broadcast import broadcast_params
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
@@ -28,7 +29,6 @@ from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.reductions import finish_grad_reduce, scale_gradients, start_grad_reduce, zero_grad
 from te_fsdp.sharding.schedule import microbatch, set_auto_sync, sync
 from te_fsdp.sharding.state import ShardingState, required_state
-from te_fsdp.sharding.strategies import OUTER_STRATEGIES
 
 __all__ = ["MegatronFSDP"]
 

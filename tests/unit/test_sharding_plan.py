@@ -1,0 +1,199 @@
+"""The plan of `fully_shard` by value: units, storage, cuts; made once, without touching the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import te_fsdp
+from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, Pace
+from te_fsdp.modules import checks
+from te_fsdp.sharding import fully_shard as entry
+from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding
+
+#           parameter gradient optimizer gather reduce, over (dp_replicate, dp_shard)
+TABLE = {
+    ("no_shard", "no_shard"): "RR RR RR never last",
+    ("optim", "no_shard"): "RS RS RS step last",
+    ("optim_grads", "no_shard"): "RS RS RS step each",
+    ("optim_grads_params", "no_shard"): "RS RS RS pass each",
+    ("fsdp_no_shard", "no_shard"): "RR RR SS never last",
+    ("no_shard", "optim"): "RR RR RR never last",
+    ("optim", "optim"): "RS PS SS step last",
+    ("optim_grads", "optim"): "RS PS SS step each",
+    ("optim_grads_params", "optim"): "RS PS SS pass each",
+    ("fsdp_no_shard", "optim"): "RR RR SS never last",
+}
+
+
+def test_the_table():
+    found = {
+        key: f"{r.parameter} {r.gradient} {r.optimizer} {r.gather} {r.reduce}" for key, r in STORAGE.items()
+    }
+    assert found == TABLE
+    assert STORAGE.keys() == {
+        (strategy, outer) for strategy in (*STRATEGIES, EXEMPT) for outer in OUTER_STRATEGIES
+    }
+
+
+@pytest.mark.parametrize("row", STORAGE.values(), ids=str)
+def test_what_every_row_must_keep(row):
+    """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
+    assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
+    assert row.is_whole == (row.gather == "never")
+    for parameter, gradient, optimizer in zip(row.parameter, row.gradient, row.optimizer, strict=True):
+        assert parameter == "R" or optimizer == "S"
+        assert gradient == parameter or (gradient, optimizer) == ("P", "S")
+    assert row.reduces(Pace.LAST) and row.releases(Pace.LAST) and not row.reduces(Pace.LOCAL)
+    assert (row.reduces(Pace.MORE), row.releases(Pace.MORE)) == (row.reduce == "each", row.gather == "pass")
+
+
+class Block(nn.Module):
+    """A norm between two linears, of which tp cuts the one by rows, the other by columns; 32 x 128 by default."""
+
+    def __init__(self, te, tp, hidden=32, ffn=128):
+        super().__init__()
+        options = {"bias": False, "device": "meta", "params_dtype": torch.bfloat16, **tp}
+        self.up = te.LayerNormLinear(hidden, ffn, parallel_mode="column" if tp else None, **options)
+        self.down = te.Linear(ffn, hidden, parallel_mode="row" if tp else None, **options)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Net(nn.Module):
+    """Two blocks, an embedding, and a head."""
+
+    def __init__(self, te, tp=None, *, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 32, device="meta")
+        self.blocks = nn.ModuleList(Block(te, tp or {}) for _ in range(2))
+        self.head = nn.Linear(32, 8, bias=False, device="meta")
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def shown(plan: ModelPlan) -> dict[str, str]:
+    """Label -> unit, storage over (dp_replicate, dp_shard), what tp cuts, what FSDP2 is told to cut."""
+    found = {}
+    for row in plan.parameters.values():
+        storage = f"{row.storage.parameter}/{row.storage.gradient}/{row.storage.optimizer}"
+        tp = "-" if row.rule is None or row.rule.shard_dim is None else row.rule.shard_dim
+        cut = "-" if row.cut_dim is None else row.cut_dim
+        found[row.label] = f"{row.unit or 'root'} {storage} tp={tp} cut={cut}" + " expert" * row.experts
+    return found
+
+
+def untouched(model: nn.Module, make) -> None:
+    """Nothing hangs on parameters or modules, and they are what their maker made."""
+    fresh = make()
+    assert [type(m) for m in model.modules()] == [type(m) for m in fresh.modules()]
+    for (name, parameter), (same, other) in zip(
+        model.named_parameters(), fresh.named_parameters(), strict=True
+    ):
+        assert (name, type(parameter), parameter.__dict__.keys()) == (
+            same,
+            type(other),
+            other.__dict__.keys(),
+        )
+
+
+def test_dense_over_tp_and_fsdp(te, fake_world):
+    fake_world(4)
+    meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type="cpu")
+
+    def make() -> Net:
+        from transformer_engine.common.recipe import MXFP8BlockScaling
+
+        with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+            return Net(te, meshes.te_kwargs())
+
+    model = make()
+    plan = plan_sharding(
+        model, meshes, Request(units="blocks.*", strategy={"": "optim", "blocks.1": "optim_grads"})
+    )
+    whole = "RS/RS/RS"
+    assert shown(plan) == {
+        "blocks.0.down.weight": f"blocks.0 {whole} tp=1 cut=1",  # 32 rows are one block
+        "blocks.0.up.layer_norm_bias": f"blocks.0 {whole} tp=- cut=-",
+        "blocks.0.up.layer_norm_weight": f"blocks.0 {whole} tp=- cut=-",
+        "blocks.0.up.weight": f"blocks.0 {whole} tp=0 cut=0",
+        "blocks.1.down.weight": f"blocks.1 {whole} tp=1 cut=1",
+        "blocks.1.up.layer_norm_bias": f"blocks.1 {whole} tp=- cut=-",
+        "blocks.1.up.layer_norm_weight": f"blocks.1 {whole} tp=- cut=-",
+        "blocks.1.up.weight": f"blocks.1 {whole} tp=0 cut=0",
+        "embedding.weight": f"root {whole} tp=- cut=-",
+        "head.weight": f"root {whole} tp=- cut=-",
+    }  # fmt: skip
+    assert {name: str(row) for name, row in plan.units.items()} == {
+        "": "optim", "blocks.0": "optim", "blocks.1": "optim_grads"
+    }  # fmt: skip
+    untouched(model, make)
+
+
+def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
+    """Copies of the model that share the optimizer's state; a tied weight that no unit cuts."""
+    fake_world(4)
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=2, device_type="cpu")
+    model = Net(te, tied=True)
+    te_fsdp.fsdp_no_shard(model.blocks[0].up)
+    units = {"": "optim_grads_params", "blocks.1": "no_shard", "head": "optim"}
+    with pytest.raises(te_fsdp.PlacementError, match="head.weight: one parameter in several units"):
+        plan_sharding(model, meshes, Request(strategy=units, outer_strategy="optim"))
+    te_fsdp.fsdp_no_shard(model.head.weight)
+    plan = plan_sharding(model, meshes, Request(strategy=units, outer_strategy="optim"))
+    cut, exempt, copied = "RS/PS/SS", "RR/RR/SS", "RR/RR/RR"
+    assert shown(plan) == {
+        "blocks.0.down.weight": f"root {cut} tp=- cut=-",
+        "blocks.0.up.layer_norm_bias": f"root {exempt} tp=- cut=-",
+        "blocks.0.up.layer_norm_weight": f"root {exempt} tp=- cut=-",
+        "blocks.0.up.weight": f"root {exempt} tp=- cut=-",
+        "blocks.1.down.weight": f"blocks.1 {copied} tp=- cut=-",
+        "blocks.1.up.layer_norm_bias": f"blocks.1 {copied} tp=- cut=-",
+        "blocks.1.up.layer_norm_weight": f"blocks.1 {copied} tp=- cut=-",
+        "blocks.1.up.weight": f"blocks.1 {copied} tp=- cut=-",
+        "embedding.weight": f"root {exempt} tp=- cut=-",
+        "head.weight": f"head {exempt} tp=- cut=-",
+    }  # fmt: skip
+    owners = {row.owners for row in plan.parameters.values() if len(row.owners) > 1}
+    assert owners == {("embedding.weight", "head.weight")}
+    assert [item.plan.label for item in plan.exempt if "blocks" not in item.plan.label] == [
+        "embedding.weight"
+    ]
+    # "head" is whole, and no unit any longer; "blocks.1" was asked for as one that is not cut.
+    assert list(plan.units) == ["", "blocks.1"] and {"embedding", "head", "blocks.0.up"} <= plan.whole
+
+
+def test_experts(te, fake_world):
+    """By global names, in units of their own, cut over the ranks that hold the same ones."""
+    fake_world(4)
+    meshes = te_fsdp.Meshes.build(dp_shard=2, ep=2, device_type="cpu")
+    options = {"bias": False, "device": "meta"}
+    model = nn.ModuleDict(
+        {"router": nn.Linear(8, 4, **options), "experts": te.GroupedLinear(2, 8, 16, **options)}
+    )
+    te_fsdp.fsdp_no_shard(model["experts"].weight1)
+    plan = plan_sharding(nn.Sequential(model), meshes, Request())
+    assert shown(plan) == {
+        "0.experts.weight0": "0.experts RS/RS/RS tp=- cut=- expert",
+        "0.experts.weight1": "0.experts RR/RR/SS tp=- cut=- expert",
+        "0.router.weight": "root RS/RS/RS tp=- cut=-",
+    }
+    (item,) = [item for item in plan.modules if item.experts is not None]
+    assert (item.experts.first, item.experts.count, item.experts.total) == (0, 2, 4)
+    assert item.meshes.ep_mesh == meshes.ep and item.meshes.weight_mesh == meshes.expert_weight
+
+
+def test_fully_shard_plans_once(te, fake_world, monkeypatch):
+    fake_world(1)
+    calls: list[str] = []
+
+    def counting(module: object, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs))
+
+    counting(entry, "plan_sharding")
+    counting(checks, "plan_tree")
+    te_fsdp.fully_shard(Net(te), te_fsdp.Meshes.build(device_type="cpu"), units=Block)
+    assert calls == ["plan_sharding", "plan_tree"]
