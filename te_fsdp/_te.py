@@ -19,11 +19,12 @@ import torch
 from te_fsdp._te_formats import FORMATS, SCALE_SOURCES, Format, unknown_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import nn
 
 __all__ = [
+    "QUANTIZER",
     "REDUCES_AMAX",
     "KINDS",
     "OF_THE_BYTES",
@@ -49,7 +50,6 @@ __all__ = [
     "is_fused_adam",
     "is_loaded",
     "is_quantized",
-    "keep_gathered",
     "kind_of",
     "module_class",
     "needs_shared_amax",
@@ -257,9 +257,13 @@ def set_quantizer(tensor: torch.Tensor, quantizer: Any) -> None:
     tensor._quantizer = quantizer  # type: ignore[attr-defined]
 
 
+#: Attribute of a quantized tensor: its quantizer. For what asks at every gather.
+QUANTIZER = "_quantizer"
+
+
 def quantizer_of(tensor: torch.Tensor) -> Any:
     """The quantizer that a quantized tensor carries, ``None`` for a plain one."""
-    return getattr(tensor, "_quantizer", None)
+    return getattr(tensor, QUANTIZER, None)
 
 
 def inverse_scale_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -420,11 +424,16 @@ def forget_transpose(tensor: torch.Tensor) -> None:
         tensor._transpose_invalid = True  # type: ignore[attr-defined]
 
 
-def forget_derived(tensor: torch.Tensor) -> None:
-    """Drop what TE has made of the gathered bytes of a weight: transposes, and scales with padding."""
-    forget_transpose(tensor)
-    row = format_of(tensor)
-    for buffer in row.buffers if row is not None else ():
+def forget_derived(tensor: torch.Tensor, row: Format) -> None:
+    """Drop what TE has made of the gathered bytes of a weight: transposes, and scales with padding.
+
+    Args:
+        tensor: A quantized weight.
+        row: Its format.
+    """
+    if getattr(tensor, "_transpose", None) is not None:
+        forget_transpose(tensor)
+    for buffer in row.buffers:
         if buffer.is_derived:
             setattr(tensor, buffer.attribute, None)
 
@@ -441,19 +450,6 @@ def travels_in_halves(tensor: torch.Tensor) -> bool:
     """Whether a gather brings one of two directions of a quantized tensor, neither of which gives the other."""
     row = format_of(tensor)
     return row is not None and row.halves
-
-
-def keep_gathered(tensor: torch.Tensor, gathered: Sequence[torch.Tensor]) -> None:
-    """Put the gathered buffers back that TE has taken off a weight for backward. Local operation.
-
-    Args:
-        tensor: What ``fsdp_post_all_gather`` made.
-        gathered: What it was given.
-    """
-    row = format_of(tensor)
-    for buffer, value in zip(row.dropped if row is not None else (), gathered, strict=False):
-        if getattr(tensor, buffer.attribute) is None:
-            setattr(tensor, buffer.attribute, value)
 
 
 def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:

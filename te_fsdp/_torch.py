@@ -31,6 +31,7 @@ __all__ = [
     "backward_id",
     "divide_factor",
     "dtensor",
+    "dtensors",
     "flatten_mesh",
     "find_managed",
     "fsdp_parameter_groups",
@@ -56,6 +57,7 @@ __all__ = [
     "untraced",
     "version_of",
     "with_local",
+    "with_placements",
     "without_data",
     "without_modes",
     "without_wrappers",
@@ -102,8 +104,11 @@ def locals_and_specs(
     parameters: Iterable[DTensor],
 ) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec]]:
     """:func:`local_of` and :func:`spec_of` of several DTensors at once: every forward of a module asks."""
-    held = list(parameters)
-    return tuple([p._local_tensor for p in held]), [p._spec for p in held]
+    found, specs = [], []
+    for parameter in parameters:
+        found.append(parameter._local_tensor)
+        specs.append(parameter._spec)
+    return tuple(found), specs
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
@@ -136,9 +141,25 @@ def dtensor(
         spec: From :func:`spec_of`.
         placements: Other placements than the spec's.
     """
-    if placements is not None and placements != spec.placements:
-        spec = replace(spec, placements=placements)
+    if placements is not None:
+        spec = with_placements(spec, placements)
     return DTensor(local, spec, requires_grad=False)
+
+
+def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
+    """A spec with other placements. Local operation."""
+    return spec if placements == spec.placements else replace(spec, placements=placements)
+
+
+def dtensors(
+    found: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec | None]
+) -> list[DTensor | None]:
+    """:func:`dtensor` of several tensors at once; ``None`` where a tensor or its spec is missing."""
+    made: list[DTensor | None] = []
+    for local, spec in zip(found, specs, strict=True):
+        missing = local is None or spec is None
+        made.append(None if missing else DTensor(local, spec, requires_grad=False))
+    return made
 
 
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
@@ -274,9 +295,8 @@ def default_store() -> torch.distributed.Store:
     return _get_default_store()
 
 
-def group_by_name(name: str) -> torch.distributed.ProcessGroup:
-    """The process group with torch's own name of it (``_resolve_process_group``)."""
-    return _resolve_process_group(name)  # type: ignore[bad-argument-type]
+#: The process group with torch's own name of it (``_resolve_process_group``). Every write into a weight asks.
+group_by_name: Callable[[str], torch.distributed.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 
 def managed_by(unit: nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from te_fsdp._torch import DTensorSpec
     from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.layout.rules import ParameterRule
 
@@ -36,14 +38,13 @@ class Installed:
     Attributes:
         shard: The sharded one.
         gathered: The gathered one, or whatever else was assigned.
-        releases: Whether the gathered one holds more than FSDP2 frees (:mod:`te_fsdp.quantized.installed`).
-        cut_within: Whether FSDP2 cuts it along another dim than the first.
+        release: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.installed`);
+            ``None`` for nothing.
     """
 
     shard: DTensor | None = None
     gathered: torch.Tensor | None = None
-    releases: bool = False
-    cut_within: bool = False
+    release: Callable[[], None] | None = None
 
 
 @dataclass
@@ -73,6 +74,8 @@ class Binding:
         installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
         recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
+        partial_specs: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the
+            same with that placement.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Binding:
     on_meta: bool = True
     recomputed: bool = False
     installed: dict[str, Installed] = field(default_factory=dict)
+    partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

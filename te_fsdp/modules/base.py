@@ -20,14 +20,7 @@ from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.parameters import attributes_of, carry_over, share
 from te_fsdp.quantized.all_gather import gather_missing
 from te_fsdp.quantized.amax import follow_history
-from te_fsdp.quantized.installed import (
-    check_cut,
-    is_cut_within,
-    is_gathered,
-    note_gathered,
-    release,
-    release_gathered,
-)
+from te_fsdp.quantized.installed import GATHERS, check_cut, note_gathered, release_of
 from te_fsdp.quantized.weight_mesh import adopt_shard
 
 if TYPE_CHECKING:
@@ -54,8 +47,8 @@ class MeshModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, on local tensors."""
-        binding = binding_of(self)
-        if binding is None:
+        binding: Binding | None = self.__dict__.get(KEY)
+        if binding is None or not self._parameters:  # TE's containers have none of their own
             return super().forward(*args, **kwargs)
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)
@@ -64,6 +57,8 @@ class MeshModule(torch.nn.Module):
             gather_missing(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
+            if not isinstance(output, tuple):
+                return output
             own = local or tuple([p for p in self._parameters.values() if p is not None])
             # The FSDP unit that frees the parameter may be this module or any ancestor.
             return keep_returned(output, own, copy=binding.under_fsdp)
@@ -85,8 +80,8 @@ class MeshModule(torch.nn.Module):
             if pair is None or (value is not pair.shard and value is not pair.gathered):
                 self._take_over(binding, name, old, value)
             else:
-                if pair.releases and value is pair.shard and old is pair.gathered:
-                    release(_torch.local_of(old), pair.cut_within)  # type: ignore[bad-argument-type]
+                if pair.release is not None and value is pair.shard and old is pair.gathered:
+                    pair.release()
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
                 if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):
                     share(old, value)
@@ -106,9 +101,14 @@ class MeshModule(torch.nn.Module):
         binding.carry(name, value)
         if not is_shard:
             note_gathered(old, value, binding)
-            pair.gathered, pair.releases = value, is_gathered(_torch.local_of(value))
+            pair.gathered, pair.release = value, release_of(value, pair.shard, binding)
             return
-        if not release_gathered(old, value, binding):
+        # Another tensor may have been the shard since this one was: what was known then is looked at again.
+        _torch.local_of(value).__dict__.pop(GATHERS, None)
+        release = release_of(old, value, binding)
+        if release is not None:
+            release()
+        else:
             check_cut(self, binding, name, value)
             _check_still_quantized(self, binding, name, old, value)
         if name not in binding.sharded and old is not None:
@@ -116,7 +116,7 @@ class MeshModule(torch.nn.Module):
             note_replaced(old, binding.label(name), "fully_shard")
         adopt_shard(binding, self, name, value)
         binding.under_fsdp = True
-        pair.shard, pair.cut_within = value, is_cut_within(value, binding)
+        pair.shard, pair.release = value, release_of(pair.gathered, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything but process groups, which the copy shares (they cannot be copied)."""

@@ -12,7 +12,7 @@ save what they are given, and the autograd node is taken off the very object at 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,42 +37,53 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, binding: Binding, names: tuple[str, ...], is_foreign: bool, *parameters: DTensor
+        ctx: Any, binding: Binding, names: Sequence[str], is_foreign: bool, *parameters: DTensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Specs, not the parameters: those would form a cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
-        local, specs = _torch.locals_and_specs(parameters)
-        ctx.specs = [spec if p.requires_grad else None for spec, p in zip(specs, parameters, strict=True)]
+        local, ctx.specs = _torch.locals_and_specs(parameters)
         if is_foreign:
             local = tuple([t.detach() for t in local])
-        frozen = [t for t, p in zip(local, parameters, strict=True) if not p.requires_grad]
+        frozen = []
+        for place, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                ctx.specs[place] = None
+                frozen.append(local[place])
         if frozen:
             ctx.mark_non_differentiable(*frozen)
         return local
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        wrapped = [
-            None if gradient is None or spec is None else _wrap(ctx.binding, name, spec, gradient)
-            for name, spec, gradient in zip(ctx.names, ctx.specs, gradients, strict=True)
-        ]
-        return None, None, None, *wrapped
+        binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
+        if binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+            for place, name in enumerate(ctx.names):
+                if binding.rules[name].partial_grad and specs[place] is not None:
+                    found[place], specs[place] = _partial(binding, name, specs[place], found[place])
+        return None, None, None, *_torch.dtensors(found, specs)
 
 
-def _wrap(binding: Binding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor) -> DTensor:
-    """Local gradient -> DTensor gradient.
+def _partial(
+    binding: Binding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor | None, _torch.DTensorSpec]:
+    """A gradient of which each rank of tp has another part, and the spec that says so; ``None`` stays ``None``.
 
-    A partial gradient stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over
-    data parallel. Without FSDP2 nobody would, so it is all-reduced over ``tp`` here.
+    It stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over data parallel. Without
+    FSDP2 nobody would, so it is all-reduced over ``tp`` here.
     """
-    if not binding.rules[name].partial_grad or binding.tp_mesh is None or binding.tp_mesh.size() == 1:
-        return _torch.dtensor(gradient, spec)
+    assert binding.tp_mesh is not None
     if binding.under_fsdp:
-        return _torch.dtensor(gradient, spec, (Partial(),))
-    gradient = gradient.contiguous()
-    dist.all_reduce(gradient, group=binding.tp_mesh.get_group())
-    return _torch.dtensor(gradient, spec)
+        # The gathered parameter is the same object in every backward, and so is its spec.
+        known = binding.partial_specs.get(name)
+        if known is None or known[0] is not spec:
+            partial = _torch.with_placements(spec, (Partial(),))
+            known = binding.partial_specs[name] = spec, partial
+        return gradient, known[1]
+    if gradient is not None:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=binding.tp_mesh.get_group())
+    return gradient, spec
 
 
 @contextmanager
@@ -97,12 +108,18 @@ def local_parameters(
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
     """
     own: dict[str, Any] = module._parameters  # type: ignore[assignment]
-    names = tuple([name for name, value in own.items() if isinstance(value, DTensor)])
+    names: list[str] = []
+    parameters: list[DTensor] = []
+    for name, value in own.items():
+        if isinstance(value, DTensor):
+            names.append(name)
+            parameters.append(value)
     if not names:
         yield ()
         return
-    parameters = tuple([own[name] for name in names])
-    _check_gathered(binding, names[0], parameters[0])
+    pair = binding.installed.get(names[0])
+    if pair is None or parameters[0] is not pair.gathered:  # that one is known to be whole
+        _check_gathered(binding, names[0], parameters[0])
     is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
         local = _ToLocal.apply(binding, names, is_foreign, *parameters)
@@ -128,16 +145,14 @@ def _is_foreign(cls: type) -> bool:
     return not any(base.__module__.partition(".")[0] == "transformer_engine" for base in cls.__mro__)
 
 
-def keep_returned(output: Any, local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
+def keep_returned(output: tuple[Any, ...], local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
     """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive it.
 
     Args:
-        output: What the forward returned: a tensor, or a tuple of tensors and others.
+        output: What the forward returned.
         local: What :func:`local_parameters` yielded, or the module's own parameters if that was nothing.
         copy: Whether FSDP2 may free the parameter after this forward, so that a view would dangle.
     """
-    if not isinstance(output, tuple):
-        return output
     inside = set(map(id, local))
     # Without gradients no view: it would require one as soon as its base does.
     kept = [

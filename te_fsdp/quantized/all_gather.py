@@ -30,6 +30,7 @@ different scales.
 from __future__ import annotations
 
 import functools
+import inspect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,11 +38,11 @@ import torch
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp._te_patches import install
-from te_fsdp.binding import Binding, binding_of
+from te_fsdp.binding import KEY, Binding
 from te_fsdp.quantized.amax import attach_group
-from te_fsdp.quantized.amax_mark import mend_empty, share_scale
+from te_fsdp.quantized.amax_mark import is_marked, mend_empty, share_scale
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.quantized.installed import is_gathered
+from te_fsdp.quantized.installed import GATHERED, GATHERS
 from te_fsdp.quantized.packing import (
     Columns,
     Piece,
@@ -58,9 +59,36 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp._te_formats import Format
+
 __all__ = ["gather_missing", "mend_hooks"]
 
-_SETTLED = "_te_fsdp_settled"
+
+class _Shard(NamedTuple):
+    """What is the same in all gathers of a shard, found in the first one and kept on the shard (``GATHERS``).
+
+    Found anew for a shard that takes another's place in its module (``MeshModule._take_over``), and when one of the
+    first four has changed: TE gives a weight another quantizer when the length of delayed scaling's history changes.
+
+    Attributes:
+        quantizer: The shard's.
+        weight_mesh: ``id`` of the binding's mesh, which goes from ``None`` to a mesh and never to another one.
+        ranks: That the gather is over.
+        whole: Shape of the gathered weight.
+        row: The format.
+        has_one_scale: Whether the amax of the whole weight is reduced over a group.
+        group: Name of that group; ``None`` where nothing cuts the weight.
+        is_even: Whether FSDP2 can gather one buffer as it is.
+    """
+
+    quantizer: Any
+    weight_mesh: int
+    ranks: int
+    whole: torch.Size
+    row: Format
+    has_one_scale: bool
+    group: str | None
+    is_even: bool
 
 
 class _Packed(NamedTuple):
@@ -89,7 +117,8 @@ def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
         # Gathered halves were not computed from one another: TE could not make this one again.
-        if not (_te.travels_in_halves(weight) and is_gathered(weight)):
+        row: Format | None = weight.__dict__.get(GATHERED)
+        if row is None or not row.halves:
             stock(weight)
 
     return clear_columnwise_cache
@@ -106,31 +135,50 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         # Called by hand, as TE's own tests do, it may have no module: then it is TE's, as of any unbound tensor.
-        binding = None if module is None else binding_of(module)
+        binding: Binding | None = None if module is None else module.__dict__.get(KEY)
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        group = _te.fsdp_group_of(module) if _reads_again(self, module, binding) else None
+        ranks, known = mesh.size(), self.__dict__.get(GATHERS)
+        now = getattr(self, _te.QUANTIZER), id(binding.weight_mesh), ranks, orig_size
+        if known is None or known[:4] != now:
+            known = None
+        # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+        again = binding.recomputed or module.__dict__.get("checkpoint") is True
+        # Gathers for backward must bring both halves where the module runs its forward again there.
+        group = _te.fsdp_group_of(module) if again and _te.travels_in_halves(self) else None
         both = group is not None and _torch.in_backward()
         with _fsdp2.as_if_kept(group) if both else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        agree_on_weight_mesh(binding, module, self)
-        attach_group(self, binding)
-        if _SETTLED not in self.__dict__:
-            self.__dict__[_SETTLED] = True
-            _fsdp2_patches.keep_no_flat_shards(module, self)
-        inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
+        if known is None:
+            known = _look_at(self, module, binding, now)
+        elif known.has_one_scale and not is_marked(self, known.group):
+            attach_group(self, binding)
+        if not known.is_even or (ranks == 1 and len(inputs) > 1):
+            inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
 
+    # Else FSDP2, which counts the parameters at every gather, has inspect read all of TE's function again.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
     return fsdp_pre_all_gather
 
 
-def _reads_again(shard: torch.Tensor, module: nn.Module, binding: Binding) -> bool:
-    """Whether gathers of a weight for backward must bring both halves: its module runs its forward again there."""
-    # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
-    again = binding.recomputed or module.__dict__.get("checkpoint") is True
-    return again and _te.travels_in_halves(shard)
+def _look_at(
+    shard: torch.Tensor, module: nn.Module, binding: Binding, now: tuple[Any, int, int, torch.Size]
+) -> _Shard:
+    """What is to be known of a shard in its first gather. Collective as :func:`agree_on_weight_mesh`."""
+    agree_on_weight_mesh(binding, module, shard)
+    attach_group(shard, binding)
+    _fsdp2_patches.keep_no_flat_shards(module, shard)
+    quantizer, _, ranks, whole = now
+    row = _te.format_of(shard)
+    assert row is not None
+    is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
+    one_scale = bool(_te.one_scale_quantizers(quantizer))
+    known = _Shard(*now, row, one_scale, binding.weight_group, ranks == 1 or is_even)
+    shard.__dict__[GATHERS] = known
+    return known
 
 
 def _arrange(
@@ -140,16 +188,15 @@ def _arrange(
     mesh: DeviceMesh,
     orig_size: torch.Size,
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """The buffers that TE would gather, as FSDP2 can gather them."""
+    """The buffers that TE would gather, where FSDP2 cannot gather them as they are."""
     ranks = mesh.size()
     if ranks == 1:
-        return _pack(inputs, metadata) if len(inputs) > 1 else (inputs, metadata)
+        flat, pieces = pack_flat(inputs)
+        return (flat,), _Packed(metadata, pieces)
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         return pack_columns(shard, inputs, metadata, ranks)
-    if orig_size[0] % ranks:
-        share_scale(shard, mesh, orig_size[0])
-        return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
-    return inputs, metadata
+    share_scale(shard, mesh, orig_size[0])
+    return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,8 +224,12 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
                 # FSDP2 would free them with the weight only, and allocates them anew.
                 stand_in.untyped_storage().resize_(0)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
-        # They live until FSDP2 frees them, on the weight or not (fault 9).
-        _te.keep_gathered(tensor, buffers)
+        # What TE has taken off for backward lives until FSDP2 frees it, on the weight or not (fault 9).
+        known: _Shard | None = self.__dict__.get(GATHERS)
+        row = _te.format_of(self) if known is None else known.row
+        for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
+            if getattr(tensor, buffer.attribute) is None:
+                setattr(tensor, buffer.attribute, value)
         if out is None:
             _te.forget_transpose(tensor)
         else:
@@ -186,11 +237,6 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         return tensor, gathered if inner is None else inner
 
     return fsdp_post_all_gather
-
-
-def _pack(inputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[tuple[torch.Tensor, ...], _Packed]:
-    flat, pieces = pack_flat(inputs)
-    return (flat,), _Packed(metadata, pieces)
 
 
 def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:

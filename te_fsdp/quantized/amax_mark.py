@@ -67,7 +67,7 @@ def mark(tensor: torch.Tensor, group_name: str) -> None:
 
 def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
     """Whether nothing has changed since a tensor was marked so: asked at every gather. Of hybrids it is not known."""
-    quantizer = _te.quantizer_of(tensor)
+    quantizer = getattr(tensor, _te.QUANTIZER, None)
     return (
         group_name is not None
         and quantizer is not None

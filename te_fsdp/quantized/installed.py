@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,19 +28,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
+    from te_fsdp._te_formats import Format
     from te_fsdp.binding import Binding
 
-__all__ = [
-    "check_cut",
-    "is_cut_within",
-    "is_gathered",
-    "mend_new_zeros",
-    "note_gathered",
-    "release",
-    "release_gathered",
-]
+__all__ = ["GATHERED", "GATHERS", "check_cut", "mend_new_zeros", "note_gathered", "release_of"]
 
-_MARK = "_te_fsdp_gathered"
+#: Attribute of the local tensor of a gathered weight, or of one that was gathered: its format.
+GATHERED = "_te_fsdp_gathered"
+#: Attribute of the local tensor of a quantized shard: what is known of its gathers (``all_gather``).
+GATHERS = "_te_fsdp_gathers"
 
 
 def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding) -> None:
@@ -48,54 +44,40 @@ def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding)
     if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
         local = _torch.local_of(new)
         if _te.is_quantized(local):
-            local.__dict__[_MARK] = True
+            local.__dict__[GATHERED] = _te.format_of(local)
 
 
-def is_gathered(local: torch.Tensor) -> bool:
-    """Whether a quantized (local) tensor is a gathered weight, or was one. Local operation."""
-    return _MARK in local.__dict__
-
-
-def release_gathered(old: torch.Tensor | None, shard: DTensor, binding: Binding) -> bool:
-    """Free what a gathered weight holds besides the buffers that FSDP2 frees. Local operation.
+def release_of(
+    gathered: torch.Tensor | None, shard: DTensor | None, binding: Binding
+) -> Callable[[], None] | None:
+    """What frees that which a gathered weight holds besides the buffers that FSDP2 frees. Local operation.
 
     TE derives transposes and padded scales from gathered bytes; they would stay until the next gather. Buffers that
     were put together along columns are te_fsdp's own.
 
     Args:
-        old: The parameter that FSDP2 takes out of the module.
-        shard: The sharded one that it puts in.
+        gathered: The parameter that FSDP2 will take out of the module.
+        shard: The sharded one that it will put in.
         binding: The module's.
 
     Returns:
-        Whether ``old`` was a gathered quantized weight.
+        To be called at the end of every forward and backward; ``None`` if this is no gathered quantized weight.
     """
-    local = None if old is None else _torch.local_of(old)
-    if local is None or not is_gathered(local):
-        return False
-    release(local, is_cut_within(shard, binding))
-    return True
-
-
-def is_cut_within(shard: DTensor, binding: Binding) -> bool:
-    """Whether FSDP2 cuts a weight along another dim than the first. Local operation."""
-    return any(_torch.shard_dim_of(placement) for placement in _fsdp_placements(shard, binding))
-
-
-def release(local: torch.Tensor, cut_within: bool) -> None:
-    """:func:`release_gathered` of a weight that is known: at the end of every forward and backward. Local operation.
-
-    Args:
-        local: The gathered weight's local tensor.
-        cut_within: From :func:`is_cut_within`.
-    """
+    local = None if gathered is None else _torch.local_of(gathered)
+    if local is None or GATHERED not in local.__dict__:
+        return None
     if is_grouped_weight(local):
-        local.release()  # type: ignore[missing-attribute]
-        return
-    _te.forget_derived(local)
-    if cut_within:
-        for values in _te.values_of(local):
-            values.untyped_storage().resize_(0)
+        return local.release  # type: ignore[missing-attribute]
+    row = local.__dict__[GATHERED]
+    # Cut along another dim than the first?
+    within = shard is not None and any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding)))
+    return functools.partial(_release_columns if within else _te.forget_derived, local, row)
+
+
+def _release_columns(local: torch.Tensor, row: Format) -> None:
+    _te.forget_derived(local, row)
+    for values in _te.values_of(local):
+        values.untyped_storage().resize_(0)
 
 
 def _fsdp_placements(shard: DTensor, binding: Binding) -> tuple[Placement, ...]:

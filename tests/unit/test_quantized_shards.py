@@ -168,16 +168,14 @@ def test_packed_buffers_come_out_as_they_went_in(described):
         torch.arange(torch.Size(shape).numel()).remainder(251).to(dtype).reshape(shape)
         for dtype, shape in described
     )
-    (flat,), packed = all_gather._pack(buffers, "metadata")
-    assert (flat.dtype, flat.dim(), packed.metadata) == (torch.uint8, 1, "metadata")
-    for before, after in zip(buffers, packing.unpack_flat(flat, packed.pieces), strict=True):
+    flat, pieces = packing.pack_flat(buffers)
+    assert (flat.dtype, flat.dim()) == (torch.uint8, 1)
+    for before, after in zip(buffers, packing.unpack_flat(flat, pieces), strict=True):
         assert (after.dtype, after.shape) == (before.dtype, before.shape) and torch.equal(before, after)
         assert after.numel() == 0 or (after.data_ptr() - flat.data_ptr()) % 256 == 0
     if flat.numel():
-        assert (
-            packing.unpack_flat(flat, packed.pieces)[0].untyped_storage().data_ptr()
-            == flat.untyped_storage().data_ptr()
-        )
+        first = packing.unpack_flat(flat, pieces)[0]
+        assert first.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 def test_hooks_are_mended_once(te):

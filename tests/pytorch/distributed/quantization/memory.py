@@ -145,18 +145,18 @@ class _broken:
         self.fault = fault
 
     def __enter__(self) -> None:
-        from te_fsdp import _fsdp2_patches, _torch
+        from te_fsdp import _fsdp2_patches
         from te_fsdp.modules import base
 
-        self.kept = (_fsdp2_patches.keep_no_flat_shard, base.release_gathered, base.release)
+        self.kept = (_fsdp2_patches.keep_no_flat_shard, base.release_of)
         if self.fault == "flat":
             _fsdp2_patches.keep_no_flat_shard = lambda managed: None
         elif self.fault == "derived":
-            base.release_gathered = lambda old, *_: "_te_fsdp_gathered" in _torch.local_of(old).__dict__
-            base.release = lambda *_: None
+            stock = base.release_of
+            base.release_of = lambda *args: None if stock(*args) is None else lambda: None
 
     def __exit__(self, *error: object) -> None:
         from te_fsdp import _fsdp2_patches
         from te_fsdp.modules import base
 
-        _fsdp2_patches.keep_no_flat_shard, base.release_gathered, base.release = self.kept
+        _fsdp2_patches.keep_no_flat_shard, base.release_of = self.kept
