@@ -126,14 +126,6 @@ def gathers_ahead(unit: nn.Module) -> bool:
     return bool(unit._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
-def _waits(managed: Any) -> bool:
-    """Whether a record holds a gradient that was not reduced. On 2.15 both names are one gradient."""
-    gathered = getattr(managed, "_unsharded_param", None)
-    if gathered is None:
-        return False
-    return gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
-
-
 def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
     """The whole gradient of a parameter that FSDP2 keeps until it reduces, to be added to; zeros where there is none.
 
@@ -179,7 +171,12 @@ def unreduced(unit: nn.Module) -> Iterator[Any]:
     for group in fsdp_parameter_groups(unit):
         part = group._partial_reduce_output is not None
         for managed in group.fsdp_params:
-            if _waits(managed) or (part and managed.sharded_param.requires_grad):
+            gathered = getattr(managed, "_unsharded_param", None)
+            # On 2.15 both names are one gradient.
+            waits = gathered is not None and (
+                gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+            )
+            if waits or (part and managed.sharded_param.requires_grad):
                 yield managed
 
 

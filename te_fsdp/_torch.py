@@ -36,14 +36,16 @@ __all__ = [
     "find_managed",
     "fsdp_parameter_groups",
     "group_by_name",
+    "in_dtypes_of",
     "in_backward",
     "is_absent_extra_state",
     "is_fsdp_module",
     "is_persistent",
     "largest",
     "local_of",
-    "managed_by",
     "locals_and_specs",
+    "locals_of",
+    "managed_by",
     "multiply_all_",
     "norms",
     "owners_of",
@@ -100,11 +102,35 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`local_of` several tensors at once."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def in_dtypes_of(
+    gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients in their parameters' dtypes, by their local tensors: operations on DTensors take the host long."""
+    found: list[torch.Tensor | None] = []
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None or gradient.dtype == parameter.dtype:
+            found.append(gradient)
+        elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            spec, local = parameter._spec, gradient._local_tensor.to(parameter.dtype)
+            if gradient.placements != spec.placements:  # partial
+                spec = replace(spec, placements=gradient.placements)
+            found.append(DTensor(local, spec, requires_grad=False))
+        else:
+            found.append(gradient.to(parameter.dtype))
+    return found
+
+
 def locals_and_specs(
     parameters: Iterable[DTensor],
-) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec]]:
+) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec | None]]:
     """:func:`local_of` and :func:`spec_of` of several DTensors at once: every forward of a module asks."""
-    found, specs = [], []
+    found: list[torch.Tensor] = []
+    specs: list[DTensorSpec | None] = []  # the caller may take some out
     for parameter in parameters:
         found.append(parameter._local_tensor)
         specs.append(parameter._spec)

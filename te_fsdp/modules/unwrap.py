@@ -42,13 +42,14 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Specs, not the parameters: those would form a cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
-        local, ctx.specs = _torch.locals_and_specs(parameters)
+        local, specs = _torch.locals_and_specs(parameters)
+        ctx.specs = specs
         if is_foreign:
             local = tuple([t.detach() for t in local])
         frozen = []
         for place, parameter in enumerate(parameters):
             if not parameter.requires_grad:
-                ctx.specs[place] = None
+                specs[place] = None
                 frozen.append(local[place])
         if frozen:
             ctx.mark_non_differentiable(*frozen)

@@ -20,7 +20,7 @@ from te_fsdp import _te, _torch
 from te_fsdp._te_patches import install_on
 from te_fsdp.errors import CheckpointError
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_state import MAIN, StandIns, is_low
+from te_fsdp.sharding.outer_state import MAIN, StandIns
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -128,10 +128,10 @@ class _StateDicts:
         """Copy loaded main weights into those that are there, and end standing in."""
         if self.inside:
             return
-        for parameter, main in self.stand_ins.pairs:
-            loaded = optimizer.state.get(main, {}).pop(MAIN, None)
-            if loaded is not None and is_low(parameter):
-                _torch.local_of(main).copy_(_torch.local_of(loaded))
+        for pair in self.stand_ins.pairs:
+            loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
+            if loaded is not None and pair.low:
+                _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
         self.stand_ins.put_back(optimizer)
 
     def _chunks(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Chunk]]:

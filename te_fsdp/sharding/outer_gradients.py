@@ -44,8 +44,9 @@ __all__ = [
     "finish_averages",
     "forget_average",
     "gather_averages",
-    "give_gradient",
+    "give_gradients",
     "gradient_of",
+    "gradients_of",
     "guard",
     "guard_gradients",
     "is_averaged",
@@ -61,9 +62,19 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return decoupled if decoupled is not None else parameter.grad
 
 
-def give_gradient(main: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set the gradient of a stand-in under both names that optimizers read."""
-    main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """:func:`gradient_of` several at once: every step asks twice for all parameters."""
+    found = []
+    for parameter in parameters:
+        decoupled = getattr(parameter, "decoupled_grad", None)
+        found.append(parameter.grad if decoupled is None else decoupled)
+    return found
+
+
+def give_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the gradient of each stand-in under both names that optimizers read."""
+    for main, gradient in zip(mains, gradients, strict=True):
+        main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ options see the model's parameters.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,9 @@ from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_early import EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
 from te_fsdp.sharding.outer_gradients import (
-    give_gradient,
+    give_gradients,
     gradient_of,
+    gradients_of,
     guard,
     is_averaged,
     open_averaged,
@@ -66,12 +67,28 @@ def beginning(local: torch.Tensor) -> torch.Tensor:
     return local.detach().to(torch.float32, copy=True)
 
 
+class Pair(NamedTuple):
+    """A parameter and its stand-in.
+
+    Attributes:
+        parameter: The parameter.
+        main: Its stand-in.
+        local: The parameter's local tensor.
+        low: Whether it is of low precision, so that the stand-in is its main weight.
+    """
+
+    parameter: torch.Tensor
+    main: torch.Tensor
+    local: torch.Tensor
+    low: bool
+
+
 class StandIns:
     """The stand-ins of one optimizer.
 
     Attributes:
         cuts: Whether state is cut over the holders of parameters; otherwise only main weights stand in.
-        pairs: Parameter and stand-in of each, while they stand in; empty otherwise.
+        pairs: Those that stand in now; empty between steps.
         ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
             gradient that the average was made of and that one's version then.
         early: Averages that begin during backward.
@@ -82,8 +99,12 @@ class StandIns:
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
         self.cuts = cuts
         self.overlaps = self.opened = False
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[Pair] = []
         self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
+        # What the last standing in has found, by the parameter's id; without a pair for one that needs none. Holds as
+        # long as the parameter has the same local tensor (initialising and loading may replace it), and its state the
+        # same main weight (so may loading). Where state is cut, stand-ins are found anew in each step.
+        self._settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
         self._chunks: dict[int, Chunk] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
@@ -167,42 +188,52 @@ class StandIns:
             keep_main: Leave main weights in the state as well, as state dicts show them.
         """
         self.put_back(optimizer)  # a step that raised has left them in
+        settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
+        scales = hasattr(optimizer, "_scales")
         for group in optimizer.param_groups:
-            held = list(group["params"])
-            self._groups.append((group["params"], held))
-            group["params"].clear()
-            for parameter in held:
-                frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
-                if frozen and stepping and self.chunk(parameter) is not None:
+            live, held = group["params"], list(group["params"])
+            self._groups.append((live, held))
+            live.clear()
+            for parameter, local in zip(held, _torch.locals_of(held), strict=True):
+                state = optimizer.state.get(parameter, {})
+                if not parameter.requires_grad and not state:  # frozen
+                    if not stepping or self.chunk(parameter) is None:
+                        live.append(parameter)
                     continue
-                main = None if frozen else self._stand_in(optimizer, parameter, keep_main)
-                group["params"].append(parameter if main is None else main)
+                known = self._settled.get(id(parameter), (None, None, None))
+                pair = known[2]
+                main = None if pair is None or not pair.low else pair.main
+                if known[0] is not parameter or known[1] is not local or state.get(MAIN) is not main:
+                    pair = self._pair(optimizer, parameter, local)
+                if not self.cuts:
+                    settled[id(parameter)] = parameter, local, pair
+                if pair is None:
+                    live.append(parameter)
+                    continue
+                state = optimizer.state.pop(parameter, {})
+                if not keep_main or not pair.low:
+                    state.pop(MAIN, None)
+                if state:
+                    optimizer.state[pair.main] = state
+                if scales:
+                    _move_scales(optimizer, parameter, pair.main)
+                self.pairs.append(pair)
+                live.append(pair.main)
+        self._settled = settled
         if self.cuts and _te.is_fused_adam(optimizer):
             # Stand-ins are the main weights: it shall make none of them.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
 
-    def _stand_in(
-        self, optimizer: Optimizer, parameter: torch.Tensor, keep_main: bool
-    ) -> torch.Tensor | None:
-        """The stand-in of a parameter, with its state; ``None`` for one that needs none."""
+    def _pair(self, optimizer: Optimizer, parameter: torch.Tensor, local: torch.Tensor) -> Pair | None:
+        """A parameter and its stand-in; ``None`` for one that needs none."""
         known = self.ready.get(id(parameter))
         main = known[0] if known is not None else self.make(optimizer, parameter)
-        if main is None:
-            return None
-        state = optimizer.state.pop(parameter, {})
-        if not keep_main or not is_low(parameter):
-            state.pop(MAIN, None)
-        if state:
-            optimizer.state[main] = state
-        if hasattr(optimizer, "_scales"):
-            _move_scales(optimizer, parameter, main)
-        self.pairs.append((parameter, main))
-        return main
+        return None if main is None else Pair(parameter, main, local, is_low(parameter))
 
     def stand_down(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
-        for main in [main for _, main in self.pairs] + [main for main, _, _ in self.ready.values()]:
-            give_gradient(main, None)
+        mains = [pair.main for pair in self.pairs] + [main for main, _, _ in self.ready.values()]
+        give_gradients(mains, [None] * len(mains))
         self.put_back(optimizer)
         self.ready = {}
 
@@ -210,9 +241,9 @@ class StandIns:
         """As :meth:`stand_down`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
-        for parameter, main in self.pairs:
+        for parameter, main, _, low in self.pairs:
             state = optimizer.state.pop(main, {})
-            if is_low(parameter):
+            if low:
                 state = {**state, MAIN: main}
             if state:
                 optimizer.state[parameter] = state
@@ -248,7 +279,7 @@ class StandIns:
             if rows is None:
                 continue
             assert main is not None
-            give_gradient(main, chunk.distributed(rows))
+            give_gradients([main], [chunk.distributed(rows)])
             source = gradient_of(parameter)
             if source is None:  # others have one: from now on this rank takes part as they do
                 source = zero_gradient(parameter)
@@ -332,8 +363,7 @@ class StandIns:
         start_gather(parts).wait()
         for gradient in gradients:
             open_averaged(gradient)
-        for main, _, _ in self.ready.values():
-            give_gradient(main, None)
+        give_gradients([main for main, _, _ in self.ready.values()], [None] * len(self.ready))
         self.ready, self.opened = {}, True
 
     def _are_averaged(self, cut: list[Chunk]) -> bool:
@@ -372,20 +402,22 @@ class StandIns:
         self.put_back(optimizer)
         self.reduce(optimizer)
         self.stand_in(optimizer, stepping=True)
-        for parameter, main in self.pairs:
-            if not self.cuts or self.chunk(parameter) is None:
-                gradient = gradient_of(parameter)
-                give_gradient(main, None if gradient is None else gradient.to(torch.float32))
+        whole = [pair for pair in self.pairs if not self.cuts or self.chunk(pair.parameter) is None]
+        mains = [pair.main for pair in whole]
+        give_gradients(mains, _torch.in_dtypes_of(gradients_of([pair.parameter for pair in whole]), mains))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[Chunk, torch.Tensor]] = []
-        for parameter, main in self.pairs:
-            chunk = self.chunk(parameter) if self.cuts else None
-            if main.grad is not None and chunk is not None:
-                cut.append((chunk, _torch.local_of(main)))
-            elif main.grad is not None:
-                write(_torch.local_of(parameter), _torch.local_of(main))
+        mains = _torch.locals_of([pair.main for pair in self.pairs])
+        for pair, main in zip(self.pairs, mains, strict=True):
+            if pair.main.grad is None:
+                continue
+            chunk = self.chunk(pair.parameter) if self.cuts else None
+            if chunk is not None:
+                cut.append((chunk, main))
+            else:
+                write(pair.local, main)
         (install_by_unit if self.overlaps else install)(cut)
         self.stand_down(optimizer)
 

@@ -144,8 +144,10 @@ class PrecisionPlan:
             if not _takes_as_it_is(optimizer, parameter):
                 parameter.grad = None
                 parameter.grad_dtype = None
-                parameter.grad = _cast(gradient, parameter)
-                self._casts.append((parameter, gradient, parameter.grad))
+                (cast,) = _torch.in_dtypes_of([gradient], [parameter])
+                assert cast is not None
+                parameter.grad = cast
+                self._casts.append((parameter, gradient, cast))
 
     def put_back(self) -> None:
         """Put main gradients back, but for those that were cleared since. Local operation, right after the step."""
@@ -180,15 +182,6 @@ def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """
     low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
     return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
-
-
-def _cast(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient in its parameter's dtype, by its local tensor: operations on DTensors take the host long."""
-    local = _torch.local_of(gradient).to(parameter.dtype)
-    if not isinstance(gradient, _torch.DTensor):
-        return local
-    assert isinstance(parameter, _torch.DTensor)
-    return _torch.dtensor(local, _torch.spec_of(parameter), gradient.placements)
 
 
 def _trained(parameter: torch.Tensor) -> bool:

@@ -129,7 +129,7 @@ def require_sound(state: ShardingState, where: str) -> None:
     """
     if state.replicated is not None and state.replicated.settle():
         state.failed = True
-    if all(p.grad is None for p in state.parameters().values()):
+    if state.dropped and all(p.grad is None for p in state.parameters().values()):
         state.dropped = False  # there is nothing that could lack what was dropped
     if not has_failed(state):
         return

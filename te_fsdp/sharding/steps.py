@@ -30,7 +30,7 @@ from te_fsdp.modules.replaced import replacing
 from te_fsdp.parameters import KEY, Facts, attributes_of, carry_over, facts_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.optimizer import remember
-from te_fsdp.sharding.outer_gradients import check_step, gradient_of
+from te_fsdp.sharding.outer_gradients import check_step, gradients_of
 from te_fsdp.sharding.precision_plan import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
@@ -292,7 +292,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state, parameters in _models(optimizer):
         # Foreach and fused kernels change DTensors without counting it (torch 2.11 to 2.13). What has no gradient
         # stays as it is: a graph that waits for its backward may still need it.
-        increment_version([p for p in parameters if gradient_of(p) is not None])
+        gradients = gradients_of(parameters)
+        increment_version(
+            [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        )
         state.mixing.close()
         state.stepping = None
         if state.precision_plan is not None:
