@@ -26,21 +26,22 @@ class Buffer:
     align: int = 1
     more: int = 0
 
+    @functools.cached_property
+    def rooms(self) -> tuple[int, ...]:
+        """Elements that each takes."""
+        return tuple([-(-size // self.align) * self.align for size in self.sizes])
+
     @property
     def numel(self) -> int:
         """Elements of the whole."""
-        return sum(map(self.room, self.sizes)) + self.more
-
-    def room(self, size: int) -> int:
-        """Elements that a tensor of ``size`` elements takes."""
-        return -(-size // self.align) * self.align
+        return sum(self.rooms) + self.more
 
     def pieces(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
         """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
         start = 0
-        for size in self.sizes:
+        for size, room in zip(self.sizes, self.rooms, strict=True):
             yield memory[..., start : start + size]
-            start += self.room(size)
+            start += room
 
     def pack(
         self,
@@ -62,7 +63,7 @@ class Buffer:
             1-D, :attr:`numel` elements.
         """
         held = [0 if tensor is None else tensor.numel() for tensor in tensors]
-        gaps = [self.room(size) - numel for size, numel in zip(self.sizes, held, strict=True)]
+        gaps = [room - numel for room, numel in zip(self.rooms, held, strict=True)]
         # One for all: they are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
         found = [zeros[:0]]

@@ -18,13 +18,14 @@ direction, as many as bf16 weights), and holds them for a moment beside the resu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from te_fsdp import _te
 from te_fsdp._te_formats import GROUPED_BUFFERS
+from te_fsdp.move.buffer import Buffer
 from te_fsdp.quantized.components import Component, components_of
 
 __all__ = [
@@ -47,10 +48,20 @@ __all__ = [
 _ALIGNMENT = 256
 _STAND_IN_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
 
-#: First byte, shape and dtype of a buffer among others.
-Piece: TypeAlias = tuple[int, torch.Size, torch.dtype]
-#: Per buffer: first byte, bytes and dtype among those of an expert.
-Places: TypeAlias = tuple[tuple[int, int, torch.dtype], ...]
+#: Shape and dtype of a buffer among others.
+Piece: TypeAlias = tuple[torch.Size, torch.dtype]
+
+
+class Places(NamedTuple):
+    """Where buffers lie among the bytes of an expert, and the dtype of each."""
+
+    buffer: Buffer
+    dtypes: tuple[torch.dtype, ...]
+
+    def typed(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The buffers in the last dim of ``memory``, contiguous. Local operation."""
+        for piece, dtype in zip(self.buffer.pieces(memory), self.dtypes, strict=True):
+            yield piece.contiguous().view(dtype)
 
 
 def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Piece, ...]]:
@@ -59,25 +70,19 @@ def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Pie
     Returns:
         The tensor, and what :func:`unpack_flat` needs.
     """
-    pieces, start = [], 0
-    for tensor in inputs:
-        pieces.append((start, tensor.shape, tensor.dtype))
-        start += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
-    flat = torch.empty(start, dtype=torch.uint8, device=inputs[0].device)
-    for tensor, (offset, _, _) in zip(inputs, pieces, strict=True):
-        flat[offset : offset + tensor.numel() * tensor.element_size()].copy_(
-            tensor.reshape(-1).view(torch.uint8)
-        )
-    return flat, tuple(pieces)
+    pieces = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
+    return _flat_buffer(pieces).pack(parts, torch.uint8, inputs[0].device), pieces
 
 
 def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Tensor, ...]:
     """Views of the buffers that :func:`pack_flat` laid out. Local operation."""
-    buffers = []
-    for offset, shape, dtype in pieces:
-        length = math.prod(shape) * dtype.itemsize
-        buffers.append(flat.view(-1)[offset : offset + length].view(dtype).view(shape))
-    return tuple(buffers)
+    found = zip(_flat_buffer(pieces).pieces(flat.view(-1)), pieces, strict=True)
+    return tuple(part.view(dtype).view(shape) for part, (shape, dtype) in found)
+
+
+def _flat_buffer(pieces: tuple[Piece, ...]) -> Buffer:
+    return Buffer(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), _ALIGNMENT)
 
 
 # --- stand-ins
@@ -87,24 +92,22 @@ def pack_stand_ins(
     inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[tuple[torch.Tensor, ...], Places]:
     """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
-    places, start = [], 0
-    for buffer in inputs:
-        length = buffer.shape[1] * buffer.element_size()
-        places.append((start, length, buffer.dtype))
-        start += math.ceil(length / _STAND_IN_ALIGNMENT) * _STAND_IN_ALIGNMENT
+    lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
+    buffer = Buffer(lengths, _STAND_IN_ALIGNMENT)
     each = math.prod(shape[1:])
-    count = max(1, math.ceil(start / each))
+    count = max(1, math.ceil(buffer.numel / each))
     flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
-    for buffer, (first, length, _) in zip(inputs, places, strict=True):
-        flat[:, first : first + length].copy_(buffer.contiguous().view(torch.uint8).view(shape[0], length))
+    for source, piece in zip(inputs, buffer.pieces(flat), strict=True):
+        piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
     parts = flat.view(shape[0], count, each).unbind(1)
-    return tuple(part.contiguous().view(shape) for part in parts), tuple(places)
+    places = Places(buffer, tuple(source.dtype for source in inputs))
+    return tuple(part.contiguous().view(shape) for part in parts), places
 
 
 def unpack_stand_ins(outputs: Sequence[torch.Tensor], places: Places) -> tuple[torch.Tensor, ...]:
     """The buffers, (experts, ...) each, out of stand-ins that were gathered expert after expert."""
     flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
-    return tuple(flat[:, first : first + length].contiguous().view(dtype) for first, length, dtype in places)
+    return tuple(places.typed(flat))
 
 
 def _bytes_of_ranks(
@@ -181,9 +184,9 @@ def join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[to
     ranks = outputs[0].numel() // (rows * columns)
     flats = _bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
     buffers = []
-    for (first, length, dtype), (shape, whole) in zip(packed.places, packed.buffers, strict=True):
-        pieces = flats[:, first : first + length].contiguous().view(dtype).view(ranks, *shape)
-        buffer = torch.zeros((shape[0], whole), dtype=dtype, device=flats.device)
+    for found, (shape, whole) in zip(packed.places.typed(flats), packed.buffers, strict=True):
+        pieces = found.view(ranks, *shape)
+        buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
         buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
         buffers.append(buffer)
     return tuple(buffers)
@@ -239,11 +242,10 @@ def join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places:
     flat = _bytes_of_ranks(outputs, shard.shape, dim, ranks)
     parts = sent_within(shard.grouped, shard.experts[0])
     wholes = sent_within(whole.grouped, whole.experts[0])
-    for (name, part), (first, length, dtype) in zip(parts.items(), places, strict=True):
-        bytes_of = flat[..., first : first + length].contiguous().view(dtype)
-        each = bytes_of.shape[-1]
+    for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
+        each = values.shape[-1]
         one, target = part.tensor, getattr(whole.grouped, name)
-        source = bytes_of.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
+        source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
         into = wholes[name].tensor
         strides = (target.numel() // experts, *into.stride())
         stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())

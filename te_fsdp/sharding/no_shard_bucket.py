@@ -162,18 +162,14 @@ def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
         filling: list[tuple[Slot, torch.Size]] = []
         filled = 0
         for slot, shape in sorted(same, key=lambda member: not member[0].partial):
-            if filling and filled + _room(shape) > CAPACITY:
+            room = -(-shape.numel() // _ALIGNED) * _ALIGNED
+            if filling and filled + room > CAPACITY:
                 buckets.append(Bucket(tuple(filling), *kind, tp))
                 filling, filled = [], 0
             filling.append((slot, shape))
-            filled += _room(shape)
+            filled += room
         buckets.append(Bucket(tuple(filling), *kind, tp))
     return buckets
-
-
-def _room(shape: torch.Size) -> int:
-    """Elements that a gradient takes in a bucket."""
-    return -(-shape.numel() // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +223,8 @@ class Bucket:
         return self._send(flat, [True] * len(self.members), comm)
 
     def _send(self, flat: torch.Tensor, mine: list[bool], comm: GradComm | None) -> Pending[Reduced]:
-        partial = sum(_room(shape) for slot, shape in self.members if slot.partial)
+        rooms = zip(self.members, self.buffer.rooms, strict=True)
+        partial = sum(room for (slot, _), room in rooms if slot.partial)
         if partial and self.tp is not None:
             dist.all_reduce(flat[:partial], group=self.tp.get_group())
         unpack = functools.partial(self._unpack, mine)
