@@ -30,46 +30,44 @@ _POOLS = pytest.StashKey["Pools"]()
 
 
 class Pools:
-    """The pool in use: one at a time, started when asked for, replaced when the architecture changes."""
+    """The pool in use, started when asked for, and what the device supports by architecture."""
 
     def __init__(self) -> None:
         self.current: WorkerPool | None = None
         self.timings: list = []
-        self._support: dict[str, tuple[bool, str]] | None = None
-        self._single: dict[str, str] = {}
+        self._support: dict[str, dict[str, tuple[bool, str]]] = {}
+        self._single: dict[tuple[str, str], str] = {}
 
     def get(self, arch: str) -> WorkerPool:
-        """The pool for an architecture."""
-        if self.current is not None and self.current.arch not in (arch, None):
-            self.close()
+        """The pool, whose next runs are on an architecture."""
         if self.current is None:
-            gpus = devices.device_type() == "cuda"
-            ranks = devices.gpu_ranks() if gpus else CPU_RANKS
-            self.current = WorkerPool(ranks, None if gpus else arch)
+            ranks = devices.gpu_ranks() if devices.device_type() == "cuda" else CPU_RANKS
+            self.current = WorkerPool(ranks)
+        self.current.arch = arch
         return self.current
 
     def support(self, arch: str) -> dict[str, tuple[bool, str]]:
         """TE's word on each recipe, asked for in a worker: this process never loads TE."""
         pool = self.get(arch)
-        if self._support is None:
-            self._support = pool.run(bodies.recipe_support, 1, init_group=False)[0]
-        return self._support
+        if arch not in self._support:
+            self._support[arch] = pool.run(bodies.recipe_support, 1, init_group=False)[0]
+        return self._support[arch]
 
     def single_grouped_problem(self, arch: str, recipe: str) -> str:
         """Why the device cannot train one parameter for all experts, or nothing."""
         pool = self.get(arch)
-        if recipe not in self._single:
-            self._single[recipe] = pool.run(
+        if (arch, recipe) not in self._single:
+            self._single[arch, recipe] = pool.run(
                 bodies.single_grouped_problem, 1, recipe=recipe, init_group=False
             )[0]
-        return self._single[recipe]
+        return self._single[arch, recipe]
 
     def close(self) -> None:
         """End the workers."""
         if self.current is not None:
             self.timings += self.current.timings
             self.current.close()
-        self.current, self._support, self._single = None, None, {}
+            self.current = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -141,21 +139,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     archs = marker.args if marker else DEFAULT_ARCHS
     if devices.device_type() == "cuda":
         archs = (_gpu_arch(),)
-    metafunc.parametrize("arch", archs, scope="session")
+    metafunc.parametrize("arch", archs)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, object, object]:
-    """Leave out what `covering` says; order tests with a pool by architecture, default first: one switch of pools."""
+    """Leave out what `covering` says."""
     _check_names(config, items)
     result = yield  # -k and -m choose
     _leave_out(config, items)
-    places = [place for place, item in enumerate(items) if "pool" in getattr(item, "fixturenames", ())]
-    ours = sorted((items[place] for place in places), key=_arch_order)
-    for place, item in zip(places, ours, strict=True):
-        items[place] = item
     return result
 
 
@@ -264,7 +258,7 @@ def _pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, _pools: Pools, arch: str) -> WorkerPool:
-    """The worker pool of this test's architecture; skips for a recipe that the device does not support."""
+    """The worker pool on this test's architecture; skips for a recipe that the device does not support."""
     marker = request.node.get_closest_marker("recipe")
     for recipe in {marker.args[0] if marker else None, _parameter(request.node, "recipe", str)}:
         if recipe in bodies.RECIPES:
@@ -276,11 +270,6 @@ def pool(request: pytest.FixtureRequest, _pools: Pools, arch: str) -> WorkerPool
         if problem:
             pytest.skip(problem)
     return _pools.get(arch)
-
-
-def _arch_order(item: pytest.Item) -> tuple[bool, str]:
-    arch = _parameter(item, "arch", str)
-    return arch is not None and arch not in DEFAULT_ARCHS, arch or ""
 
 
 def _parameter(item: pytest.Item, name: str, kind: type):

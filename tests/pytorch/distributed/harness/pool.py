@@ -52,27 +52,28 @@ class WorkerPool:
 
     Args:
         max_ranks: most ranks that a run may have; workers start when a run first needs them.
-        arch: compute capability that the emulation pretends, "9.0" or "10.0" (CPU only).
         device_type: "cpu" or "cuda"; by default what `devices.choose()` says.
         te: load TransformerEngine in the workers. False is for tests that need only torch.
+
+    Attributes:
+        arch: compute capability that the emulation pretends in the runs to come, "9.0" or "10.0"; unused on GPUs.
     """
 
     def __init__(
         self,
         max_ranks: int = 8,
-        arch: str | None = "10.0",
         *,
         device_type: str | None = None,
         te: bool = True,
     ) -> None:
         self.max_ranks = max_ranks
         self.device_type = devices.choose(device_type)
-        self.arch = arch if self.device_type == "cpu" else None
+        self.arch = "10.0"
         self.te = te
         self.timings: list[Timing] = []
         self.starts = 0
         self._cpu_seconds = 0.0
-        self._processes = Processes(te, self.arch, self.device_type)
+        self._processes = Processes(te, self.device_type)
         self._workers: dict[int, Worker] = {}
         self._number = 0
 
@@ -170,6 +171,7 @@ class WorkerPool:
             "seed": seed,
             "store": str(store_file) if init_group else None,
             "generation": self._number,
+            "arch": self.arch,
         }
         clean, answers, self._cpu_seconds = False, {}, 0.0
         try:

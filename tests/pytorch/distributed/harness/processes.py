@@ -35,13 +35,12 @@ class Worker:
 class Processes:
     """The processes of one pool: on the CPU a fork server and its children, otherwise one spawned per GPU."""
 
-    def __init__(self, te: bool, arch: str | None, device_type: str) -> None:
+    def __init__(self, te: bool, device_type: str) -> None:
         self.run_dir = tempfile.mkdtemp(prefix="te_fsdp_pool_")
         self._options: dict[str, Any] = {
             "address": str(Path(self.run_dir) / "socket"),
             "run_dir": self.run_dir,
             "te": te,
-            "arch": arch,
             "coverage": _coverage_options(),
         }
         self._device_type = device_type

@@ -1,7 +1,6 @@
 """Fork server of the CPU pool: imports torch, the emulation and TE once, then forks workers that share them.
 
-`multiprocessing`'s own fork server is one per process and preloads once; here each pool needs its own, since
-the emulated architecture is part of what is preloaded.
+`multiprocessing`'s own fork server is one per process and preloads once; pools differ in what is preloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def main(options: dict[str, Any]) -> None:
     started = time.perf_counter()
     control = Client(options["address"], family="AF_UNIX")
     try:
-        state.preload(options["te"], options["arch"])
+        state.preload(options["te"])
     except BaseException:
         wire.send(control, ("failed", traceback.format_exc()))
         return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 import pytest
@@ -29,20 +28,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out a file's tests of one architecture as one, in the order in which they were collected.
-
-    Tests of a file share what they save; a pool that changes its architecture starts anew.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFileAndArchitecture(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            found = re.search(r"[\[-](\d+\.\d)[\]-]", test)
-            return f"{file} {found[1] if found else ''}"
+    """Hand out a file's tests as one, in the order in which they were collected: they share what they save."""
+    from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # xdist's default is to begin with the most tests
-    return ByFileAndArchitecture(config, log)
+    return LoadFileScheduling(config, log)
 
 
 def send_timings(config: pytest.Config, timings: list[Timing]) -> None:

@@ -25,12 +25,12 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 """Longer than any run: the pool, which knows all ranks, is the one to notice a hang."""
 
 
-def preload(te: bool, arch: str | None) -> None:
+def preload(te: bool, arch: str = "10.0") -> None:
     """Import what every body needs.
 
     Args:
         te: load TransformerEngine; on the CPU through the emulation.
-        arch: pretended compute capability, "9.0" or "10.0"; unused on GPUs.
+        arch: compute capability that the emulation pretends at first; unused on GPUs.
     """
     torch.set_num_threads(1)
     if devices.device_type() == "cuda":
@@ -55,6 +55,13 @@ def preload(te: bool, arch: str | None) -> None:
         _foreach_as_on_gpus()
         importlib.import_module("te_fsdp.emulation").install(arch=arch)
     importlib.import_module("transformer_engine.pytorch")
+
+
+def pretend(arch: str) -> None:
+    """Let the emulation, where it is installed, play an architecture from now on."""
+    emulation = sys.modules.get("te_fsdp.emulation")
+    if emulation is not None and emulation.active():
+        emulation.switch_arch(arch)
 
 
 def _foreach_as_on_gpus() -> None:

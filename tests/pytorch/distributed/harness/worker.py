@@ -69,11 +69,12 @@ def run_body(job: dict[str, Any]) -> bytes:
 
     Args:
         job: `sys_path`, `function` (module name, file, qualified name), `kwargs` (pickled), `seed`, `store`
-            (the file of the new group's store, or None) and `generation`.
+            (the file of the new group's store, or None), `generation` and `arch`.
     """
     for entry in job["sys_path"]:
         if entry not in sys.path:
             sys.path.append(entry)
+    state.pretend(job["arch"])
     body = load_function(*job["function"])
     kwargs = pickle.loads(job["kwargs"])
     state.seed_everything(job["seed"])
@@ -149,5 +150,5 @@ def _start_coverage(options: dict[str, Any] | None) -> Any:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    state.preload(given["te"], given["arch"])
+    state.preload(given["te"])
     main(given["rank"], given)
