@@ -1,11 +1,10 @@
 """Python processes that start at once: a server has imported torch and forks them.
 
 Importing torch takes 1.4 s of CPU time, what FSDP2, DCP and TransformerEngine bring along 2 s more, and some thirty
-tests start programs as users do. `ForkServer.executable` stands for Python in their command lines:
+tests start programs as users do. A path stands for Python in their command lines:
 
-    server = ForkServer()
-    subprocess.run([server.executable, "-m", "te_fsdp.emulation", "script.py"], capture_output=True, cwd=folder)
-    server.close()
+    with interpreter() as python:
+        subprocess.run([python, "-m", "te_fsdp.emulation", "script.py"], capture_output=True, cwd=folder)
 
 Such a process has the arguments, environment, folder and streams of its command, a `__main__` of its own, and ends as
 Python does. It is `sys.executable` for itself, so that torchrun starts its ranks in the same way. torch and what
@@ -19,10 +18,31 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 _HERE = Path(__file__).parent
 START_TIMEOUT = 300.0
+
+
+@contextmanager
+def interpreter() -> Iterator[str]:
+    """A fork server's executable; where there are GPUs, whose state does not survive a fork, Python itself.
+
+    A process that a fork server has forked goes on with that one.
+    """
+    in_fork = Path(sys.executable).with_name("socket").exists()
+    if in_fork or torch.cuda.is_available():
+        yield sys.executable
+        return
+    server = ForkServer()
+    try:
+        yield server.executable
+    finally:
+        server.close()
 
 
 class ForkServer:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_fsdp import emulation
-from tests.forkserver import ForkServer
+from tests.forkserver import interpreter
 
 # The same cases on every machine and in every run: a failure seen once can be seen again. HYPOTHESIS_PROFILE=search
 # draws new ones.
@@ -45,9 +45,8 @@ def fake_world() -> Iterator[Callable[..., None]]:
 @pytest.fixture(scope="session")
 def python() -> Iterator[str]:
     """Stands for `sys.executable` in commands whose programs need torch: it is imported there already."""
-    server = ForkServer()
-    yield server.executable
-    server.close()
+    with interpreter() as executable:
+        yield executable
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(
     0, str(Path(__file__).parent)
 )  # so that `import harness` works in every import mode of pytest
+sys.path.append(str(Path(__file__).parents[3]))  # and `import tests` with another configuration of pytest
 
 from harness import WorkerPool, bodies, devices
 from harness.side_by_side import (
@@ -21,6 +22,8 @@ from harness.side_by_side import (
     send_timings,
 )
 from matrix import rotation
+
+from tests.forkserver import interpreter
 
 __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
@@ -33,6 +36,7 @@ class Pools:
     """The pool in use, started when asked for, and what the device supports by architecture."""
 
     def __init__(self) -> None:
+        self.python = sys.executable
         self.current: WorkerPool | None = None
         self.timings: list = []
         self._support: dict[str, dict[str, tuple[bool, str]]] = {}
@@ -42,7 +46,7 @@ class Pools:
         """The pool, whose next runs are on an architecture."""
         if self.current is None:
             ranks = devices.gpu_ranks() if devices.device_type() == "cuda" else CPU_RANKS
-            self.current = WorkerPool(ranks)
+            self.current = WorkerPool(ranks, python=self.python)
         self.current.arch = arch
         return self.current
 
@@ -238,6 +242,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
+def python() -> Iterator[str]:
+    """Stands for `sys.executable` in commands whose programs need torch: it is imported there already."""
+    with interpreter() as executable:
+        yield executable
+
+
+@pytest.fixture(scope="session")
 def device_type() -> str:
     """`"cpu"` or `"cuda"`."""
     return devices.device_type()
@@ -250,8 +261,9 @@ def matrix_seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def _pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+def _pools(request: pytest.FixtureRequest, python: str) -> Iterator[Pools]:
     pools = request.config.stash[_POOLS]
+    pools.python = python
     yield pools
     pools.close()
 

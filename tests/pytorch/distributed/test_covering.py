@@ -82,11 +82,11 @@ def test_other(): ...
 
 
 @pytest.mark.cpu
-def test_options(tmp_path):
+def test_options(tmp_path, python):
     """The seed is printed and can be given again; -k chooses first, and is left what it chose."""
-    output = run_sample(tmp_path, SAMPLE, "--device", "cpu", "--matrix-seed", "1", "-k", "not c0")
+    output = run_sample(python, tmp_path, SAMPLE, "--device", "cpu", "--matrix-seed", "1", "-k", "not c0")
     assert "--matrix-seed 1\n" in output, output
     ran = {line.split(" ")[0].split("::")[1] for line in output.splitlines() if "PASSED" in line}
     assert ran == {"test_rotated[c2]", "test_rotated[c3]", "test_other"}, output  # of c1 to c4 the second
-    output = run_sample(tmp_path, SAMPLE.replace('"case": "c3"', '"case": "z"'), "--device", "cpu")
+    output = run_sample(python, tmp_path, SAMPLE.replace('"case": "c3"', '"case": "z"'), "--device", "cpu")
     assert "`covering` names a case that is none: {'case': 'z'}" in output, output

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +133,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **emulation}
 
 
-def start(out: Path, processes: int, options: str) -> str:
+def start(python: str, out: Path, processes: int, options: str) -> str:
     """Run the example under torchrun; returns what it printed."""
     command = [
-        sys.executable,
+        python,
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -153,14 +152,16 @@ def start(out: Path, processes: int, options: str) -> str:
 
 
 @pytest.mark.parametrize("setting", [adamw])
-def test_under_torchrun(setting, whole, tmp_path):
+def test_under_torchrun(setting, whole, tmp_path, python):
     options, processes, mesh = setting
     save = f"--save {tmp_path / 'checkpoints'}"
-    printed = start(tmp_path, processes, f"{options} {mesh} --steps {HALF} {save}")
+    printed = start(python, tmp_path, processes, f"{options} {mesh} --steps {HALF} {save}")
     for expected in ("placements", "tokens/s", f"{HALF}/{HALF}", f"done: step {HALF}"):
         assert expected in printed
     assert ("emulated" in printed) == ON_CPU
-    printed = start(tmp_path, 1, f"{options} --tp 1 --steps {STEPS} --resume {tmp_path / 'checkpoints'}")
+    printed = start(
+        python, tmp_path, 1, f"{options} --tp 1 --steps {STEPS} --resume {tmp_path / 'checkpoints'}"
+    )
     assert f"step {HALF}" in printed
     assert {row["emulated"] for row in rows(tmp_path)} == {"10.0" if ON_CPU else None}
     found = losses(tmp_path)
@@ -169,12 +170,10 @@ def test_under_torchrun(setting, whole, tmp_path):
 
 
 @pytest.mark.cpu
-def test_without_a_gpu_it_says_what_to_set():
+def test_without_a_gpu_it_says_what_to_set(python):
     bare = environment()
     del bare["TE_FSDP_EMULATION"]
-    done = subprocess.run(
-        [sys.executable, TRAIN], env=bare, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([python, TRAIN], env=bare, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "torch sees no GPU" in done.stderr
     assert "TE_FSDP_EMULATION=10.0" in done.stderr

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 @pytest.fixture(scope="module")
-def plain_pool():
+def plain_pool(python):
     """Workers without TE: these tests are about processes."""
     ranks = 4 if harness.device_type() == "cpu" else harness.gpu_ranks()
-    with WorkerPool(ranks, te=False) as pool:
+    with WorkerPool(ranks, te=False, python=python) as pool:
         yield pool
 
 

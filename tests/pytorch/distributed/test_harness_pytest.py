@@ -46,12 +46,12 @@ def unmeasured_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
 
 
-def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **env: str) -> str:
+def run_sample(python: str, folder: Path, sample: str, *options: str, measure: tuple = (), **env: str) -> str:
     (folder / "test_sample.py").write_text(sample)
     path = os.pathsep.join([str(HERE), *(entry for entry in sys.path if entry)])
     command = [
-        sys.executable,
-        *python,
+        python,
+        *measure,
         "-m",
         "pytest",
         "-p",
@@ -74,8 +74,8 @@ def run_sample(folder: Path, sample: str, *options: str, python: tuple = (), **e
 
 
 @pytest.mark.cpu
-def test_architectures_and_recipes_that_skip_with_the_reason_of_te(tmp_path):
-    output = run_sample(tmp_path, SAMPLE, "--device", "cpu", "--pool-durations", "2")
+def test_architectures_and_recipes_that_skip_with_the_reason_of_te(tmp_path, python):
+    output = run_sample(python, tmp_path, SAMPLE, "--device", "cpu", "--pool-durations", "2")
     lines = [line.split(" ")[0] for line in output.splitlines() if line.startswith("test_sample.py::")]
     archs = [line.split("[")[1].split("-")[0].rstrip("]") for line in lines if "[" in line]
     assert archs == ["9.0"] * 2 + ["10.0"] * 4, output
@@ -87,18 +87,19 @@ def test_architectures_and_recipes_that_skip_with_the_reason_of_te(tmp_path):
 
 
 @pytest.mark.cpu
-def test_coverage_is_measured_in_workers(tmp_path):
+def test_coverage_is_measured_in_workers(tmp_path, python):
+    """Python itself: coverage is to begin before anything is imported."""
     pytest.importorskip("coverage")
     (tmp_path / "measured.py").write_text("def body():\n    value = 1\n    return value\n")
     sample = (
         "import harness, measured\n"
         "def test_it():\n"
-        "    with harness.WorkerPool(2, te=False) as pool:\n"
+        f"    with harness.WorkerPool(2, te=False, python={python!r}) as pool:\n"
         "        assert pool.run(measured.body, 2) == [1, 1]\n"
     )
     data = tmp_path / "data"
     measure = ("-m", "coverage", "run", f"--data-file={data}", "--parallel-mode", f"--include={tmp_path}/*")
-    output = run_sample(tmp_path, sample, "--device", "cpu", python=measure)
+    output = run_sample(sys.executable, tmp_path, sample, "--device", "cpu", measure=measure)
     assert "1 passed" in output, output
     coverage, env = [sys.executable, "-m", "coverage"], unmeasured_environment()
     subprocess.run(

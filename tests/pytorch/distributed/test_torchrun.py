@@ -29,7 +29,7 @@ LAUNCHERS = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_body_under_torchrun(launcher):
+def test_a_body_under_torchrun(launcher, python):
     command, ranks = LAUNCHERS[launcher]
     here = Path(__file__).parent
     environment = {
@@ -40,7 +40,7 @@ def test_a_body_under_torchrun(launcher):
         "TE_FSDP_TEST_DEVICE": harness.device_type(),
     }
     command = [
-        sys.executable,
+        python,
         *command,
         "-m",
         "harness.torchrun",
@@ -55,11 +55,11 @@ def test_a_body_under_torchrun(launcher):
     assert json.loads(done.stdout.strip().splitlines()[-1]) == [expected] * ranks
 
 
-def test_a_node_that_fails_ends_the_others():
+def test_a_node_that_fails_ends_the_others(python):
     root = Path(__file__).parents[3]
     sleeps = "import os, time; assert os.environ['GROUP_RANK'] == '0', 'second node'; time.sleep(60)"
     command = [
-        sys.executable,
+        python,
         "scripts/torchrun_nodes.py",
         "2",
         "1",

@@ -54,6 +54,7 @@ class WorkerPool:
         max_ranks: most ranks that a run may have; workers start when a run first needs them.
         device_type: "cpu" or "cuda"; by default what `devices.choose()` says.
         te: load TransformerEngine in the workers. False is for tests that need only torch.
+        python: the interpreter, or what stands for it.
 
     Attributes:
         arch: compute capability that the emulation pretends in the runs to come, "9.0" or "10.0"; unused on GPUs.
@@ -65,6 +66,7 @@ class WorkerPool:
         *,
         device_type: str | None = None,
         te: bool = True,
+        python: str = sys.executable,
     ) -> None:
         self.max_ranks = max_ranks
         self.device_type = devices.choose(device_type)
@@ -73,7 +75,7 @@ class WorkerPool:
         self.timings: list[Timing] = []
         self.starts = 0
         self._cpu_seconds = 0.0
-        self._processes = Processes(te, self.device_type)
+        self._processes = Processes(te, self.device_type, python)
         self._workers: dict[int, Worker] = {}
         self._number = 0
 

@@ -35,7 +35,7 @@ class Worker:
 class Processes:
     """The processes of one pool: on the CPU a fork server and its children, otherwise one spawned per GPU."""
 
-    def __init__(self, te: bool, device_type: str) -> None:
+    def __init__(self, te: bool, device_type: str, python: str) -> None:
         self.run_dir = tempfile.mkdtemp(prefix="te_fsdp_pool_")
         self._options: dict[str, Any] = {
             "address": str(Path(self.run_dir) / "socket"),
@@ -44,6 +44,7 @@ class Processes:
             "coverage": _coverage_options(),
         }
         self._device_type = device_type
+        self._python = python
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._options["address"])
         self._listener.listen(64)
@@ -129,7 +130,7 @@ class Processes:
         if "rank" in extra:
             environment.update(devices.node_environment(extra["rank"]))
         options = json.dumps({**self._options, **extra})
-        return subprocess.Popen([sys.executable, "-m", f"harness.{module}", options], env=environment)
+        return subprocess.Popen([self._python, "-m", f"harness.{module}", options], env=environment)
 
     def _accept(self, children: list[subprocess.Popen[bytes]]) -> Connection:
         deadline = time.monotonic() + START_TIMEOUT
