@@ -14,23 +14,22 @@ states stay equal.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fsdp import _te, _torch
+from te_fsdp import _torch
 from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import KEY
-from te_fsdp.quantized.components import components_of, finish_writing
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.optim import Optimizer
 
-__all__ = ["make_equal", "take_over_gradients", "watch_copies"]
+__all__ = ["take_over_gradients", "watch_copies"]
 
 
 @functools.cache
@@ -73,53 +72,3 @@ def take_over_gradients(
                 found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(_torch.local_of(gradient))
     for group, gradients in found.items():
         broadcast(gradients, group)
-
-
-def make_equal(
-    held: Iterable[tuple[torch.Tensor, Iterable[dist.ProcessGroup]]], optimizer: Optimizer | None = None
-) -> None:
-    """Make copies of parameters equal to those of the first rank which holds them, bit for bit.
-
-    Collective over every axis along which a parameter is replicated, and over the groups.
-
-    Args:
-        held: Parameters in the same order on all ranks, each with groups of ranks that hold it alike, beside those of
-            its own mesh.
-        optimizer: Also make its states equal: tensors of the shape of their parameter or its shard; over the groups
-            only those that are not cut over further axes.
-    """
-    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    quantized = []
-    for parameter, groups in held:
-        local = _torch.local_of(parameter)
-        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
-        shapes = (parameter.shape, local.shape)
-        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
-        tensors = [*_buffers(local), *map(_torch.local_of, states)]
-        whole = [*_buffers(local), *(_torch.local_of(s) for s in states if _axes(s) <= _axes(parameter))]
-        quantized += [local] if _te.is_quantized(local) else []
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            for axis, placement in enumerate(parameter.placements):
-                if placement.is_replicate() and mesh.size(axis) > 1:
-                    found.setdefault(mesh.get_group(axis), []).extend(tensors)
-        for group in groups:
-            found.setdefault(group, []).extend(whole)
-    with torch.no_grad():
-        for group, tensors in found.items():
-            broadcast(tensors, group)
-    for local in quantized:
-        finish_writing(local)
-
-
-def _axes(tensor: torch.Tensor) -> int:
-    """Number of axes of a DTensor's mesh, 0 for a plain tensor."""
-    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
-
-
-def _buffers(local: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What holds a local tensor's value: itself, or the buffers of a quantized one."""
-    if _te.is_quantized(local):
-        yield from (component.tensor for component in components_of(local, "broadcast_params"))
-    else:
-        yield local

@@ -5,17 +5,19 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp import _te, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
-from te_fsdp.modules.copies import make_equal
+from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import Place, places_of
+from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, sharding_state
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import nn
     from torch.optim import Optimizer
@@ -48,16 +50,49 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         _make_equal(model, optimizer)
 
 
+@torch.no_grad()
 def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
     """:func:`broadcast_params`, once all ranks have come."""
     state = sharding_state(model)
     if state is not None:
         release_params(model)
-    held: dict[int, tuple[torch.Tensor, list[dist.ProcessGroup]]] = {}
+    places: dict[int, Place] = {}
     for place in places_of(model):
-        groups = _holders(state, place) if state is not None else []
-        held.setdefault(id(place.parameter), (place.parameter, groups))
-    make_equal(held.values(), optimizer)
+        places.setdefault(id(place.parameter), place)
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    quantized = []
+    for place in places.values():
+        parameter, local = place.parameter, _torch.local_of(place.parameter)
+        buffers = [local]
+        if _te.is_quantized(local):
+            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+            quantized.append(local)
+        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+        shapes = (parameter.shape, local.shape)
+        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        for group in _own_groups(parameter):
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+        # Data-parallel ranks hold those states alike that are not cut over further axes.
+        whole = [_torch.local_of(s) for s in states if _axes(s) <= _axes(parameter)]
+        for group in _holders(state, place) if state is not None else ():
+            found.setdefault(group, []).extend([*buffers, *whole])
+    for group, tensors in found.items():
+        broadcast(tensors, group)
+    for local in quantized:
+        finish_writing(local)
+
+
+def _axes(tensor: torch.Tensor) -> int:
+    """Number of axes of a DTensor's mesh, 0 for a plain tensor."""
+    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
+
+
+def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Groups of ranks that hold a parameter alike, by its own mesh."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh, axes = parameter.device_mesh, enumerate(parameter.placements)
+    return [mesh.get_group(axis) for axis, p in axes if p.is_replicate() and mesh.size(axis) > 1]
 
 
 def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:

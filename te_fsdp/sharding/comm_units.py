@@ -1,8 +1,9 @@
-"""FSDP2's gradient reductions by way of the wire's dtype: a custom reduce-scatter for every unit.
+"""FSDP2's gradient reductions: of what some ranks alone use, and by way of the wire's dtype.
 
-FSDP2 calls ``allocate`` for the input, copies gradients into it (and casts them while copying), calls ``allocate`` for
-the output, reduces, all-reduces the output over ``dp_replicate``, and casts it to the sharded gradient's dtype. It
-takes whatever dtype the buffers have, which is where the wire's dtype comes in:
+For the latter each unit has a custom reduce-scatter. FSDP2 calls ``allocate`` for the input, copies gradients into it
+(and casts them while copying), calls ``allocate`` for the output, reduces, all-reduces the output over
+``dp_replicate``, and casts it to the sharded gradient's dtype. It takes whatever dtype the buffers have, which is where
+the wire's dtype comes in:
 
     input     wire's dtype where there is a wire and FSDP2 can copy into it, so that no further cast is needed
     output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards, but for
@@ -28,7 +29,31 @@ if TYPE_CHECKING:
 
     from te_fsdp.move.comm import GradComm
 
-__all__ = ["OuterGroup", "UnitReduceScatter", "install_comm", "sum_outer_in_fp32"]
+__all__ = ["OuterGroup", "UnitReduceScatter", "install_comm", "reduce_unused", "sum_outer_in_fp32"]
+
+
+def reduce_unused(model: nn.Module) -> None:
+    """Let FSDP2 reduce zeros for trained parameters of a unit that had no gradient on this rank. Local operation.
+
+    FSDP2 reduces what has a gradient. Where that differs between ranks (a branch that one rank takes and another does
+    not), their collectives would not match: they hang, or mix the gradients of different parameters. A parameter of a
+    unit that no rank used gets a gradient of zeros as well.
+
+    Every unit must still run on all ranks or on none: its all-gather is a collective too.
+
+    Args:
+        model: The model after FSDP2's ``fully_shard``.
+    """
+    for unit in model.modules():
+        if not _torch.is_fsdp_module(unit):
+            continue
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+        else:  # torch before 2.13
+            for group in _torch.fsdp_parameter_groups(unit):
+                _fsdp2_patches.fill_unused(group)
+        for group in _torch.fsdp_parameter_groups(unit):
+            _fsdp2_patches.one_gradient_dtype(group)
 
 
 def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:

@@ -22,6 +22,7 @@ from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.parameters import noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
+from te_fsdp.sharding.comm_units import reduce_unused
 from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_gradients import guard_gradients
@@ -31,7 +32,6 @@ from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_shardi
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
 from te_fsdp.sharding.units import Wanted
-from te_fsdp.sharding.unused import reduce_unused
 from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion_set_aside
 
 if TYPE_CHECKING:
