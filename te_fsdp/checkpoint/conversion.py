@@ -8,48 +8,28 @@ Where the values come from, best first:
    these may cut through blocks.
 
 A scale of the whole weight comes from the amax of the whole weight: the ranks that hold pieces of it reduce theirs.
-Main weights that are not loaded follow the weights, lest the next step of their optimizer put the old ones back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp import _te
 from te_fsdp._te_formats import FORMATS, Block
-from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned
-from te_fsdp.quantized.amax import attach_group
+from te_fsdp.quantized.amax import quantize_whole
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
-from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.sharding.optimizer import optimizers_of
-from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
 from te_fsdp.sharding.outer_state import MAIN
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-__all__ = [
-    "Conversion",
-    "batches",
-    "initialize_fused_adam",
-    "keeping_main_weights",
-    "main_weight",
-    "main_weight_of",
-    "plan_conversion",
-    "quantize_whole",
-    "set_main_weight",
-]
+__all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion"]
 
 #: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
@@ -138,7 +118,8 @@ class Conversion:
             if not _te.is_quantized(local):
                 local.copy_(value)
                 return
-            quantize_whole(self.owned, value, keep_delayed_scale=keep_delayed_scale)
+            module, name = self.owned.module, self.owned.name
+            quantize_whole(module, name, local, value, keep_delayed_scale=keep_delayed_scale)
         finish_writing(local)
         if _te.keeps_high_precision_value(self.owned.module):
             _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())
@@ -193,117 +174,3 @@ def batches(named: dict[str, list[Conversion]], manifest: Manifest) -> Iterator[
         names, size = names + 1, size + elements
     if names:
         yield batch
-
-
-def quantize_whole(owned: Owned, value: torch.Tensor, *, keep_delayed_scale: bool = False) -> None:
-    """Write a value into a quantized parameter, with the scale that the whole weight has.
-
-    Collective over the ranks that hold pieces of the weight (maximum of one or two floats) for formats with one scale
-    per tensor.
-
-    Args:
-        owned: The parameter.
-        value: float32, of the local shape.
-        keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
-    """
-    local, binding = owned.local, binding_of(owned.module)
-    if is_grouped_weight(local):  # every expert has a scale of its own
-        if binding is not None:
-            attach_group(local, binding)
-        local.quantize_(value)  # type: ignore[operator]
-        return
-    group = _group_of_whole(owned)
-    quantizer: Any = _te.quantizer_of(local)
-    if _te.has_delayed_scale(local):
-        amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
-        if group is not None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        if not keep_delayed_scale:
-            _te_delayed.set_delayed_scale(owned.module, owned.name, local, amax)
-        local.quantize_(value)  # type: ignore[operator]
-        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
-        return
-    if binding is not None and binding.weight_mesh is not None:
-        attach_group(local, binding)
-    elif group is not None and _te.needs_shared_amax(quantizer):
-        _te.take_amax_over(local, group)
-    local.quantize_(value)  # type: ignore[operator]
-
-
-def _group_of_whole(owned: Owned) -> Any | None:
-    """The process group of the ranks that hold pieces of a parameter; ``None`` where one rank holds it all."""
-    binding = binding_of(owned.module)
-    if binding is not None and binding.weight_mesh is not None:
-        return binding.weight_mesh.get_group()
-    if not isinstance(owned.parameter, DTensor):
-        return None
-    mesh = owned.parameter.device_mesh
-    cuts = [i for i, p in enumerate(owned.parameter.placements) if _torch.shard_dim_of(p) is not None]
-    assert len(cuts) <= 1, "tp without a weight mesh is refused when the model is bound"
-    return mesh.get_group(cuts[0]) if cuts else None
-
-
-def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """Make the state of a parameter that TE's FusedAdam has none of; nothing for other optimizers. Local operation.
-
-    By its own method: it keeps more about a state than the state itself.
-    """
-    stand_ins = stand_ins_of(optimizer)
-    if stand_ins is not None:
-        stand_ins.initialize(optimizer, parameter)
-    elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
-        low = parameter.dtype == torch.bfloat16
-        optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
-
-
-def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The local main weight of a parameter, ``None`` where there is none. Local operation.
-
-    Of an optimizer given to ``shard_optimizer`` this rank's rows.
-    """
-    main = None if optimizer is None else optimizer.state.get(parameter, {}).get(MAIN)
-    return None if main is None else _torch.local_of(main)
-
-
-def keeping_main_weights(owned: Iterable[Owned], given: Optimizer | None = None) -> list[Optimizer]:
-    """Optimizers whose next step would put the weights of before a load back. Local operation.
-
-    Args:
-        owned: The model's parameters.
-        given: The one that is loaded, which is not among them.
-    """
-    found = optimizers_of(one.parameter for one in owned)
-    return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
-
-
-@torch.no_grad()
-def set_main_weight(
-    optimizer: Optimizer, owned: Owned, value: torch.Tensor | None, *, make: bool = False
-) -> None:
-    """Let a main weight follow its weight; nothing where there is none. Local operation.
-
-    Args:
-        optimizer: Any optimizer.
-        owned: The parameter, which has its new value.
-        value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
-        make: Make TE's FusedAdam begin the state of a quantized weight, zero moments included, as its next step would:
-            the weight has less than ``value``.
-    """
-    quantized = _te.is_quantized(owned.local)
-    if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if any(owned.parameter is p for p in held):
-            initialize_fused_adam(optimizer, owned.parameter)
-    main = main_weight(optimizer, owned.parameter)
-    if main is None:
-        return
-    if main.dtype == torch.int16:
-        main.zero_()  # what another weight lacked: this one is all there is
-        return
-    if value is None:
-        value = owned.local.dequantize(dtype=torch.float32) if quantized else owned.local.detach()  # type: ignore[operator]
-    chunk = chunk_in(optimizer, owned.parameter)
-    if main.dtype == torch.float32:
-        main.copy_(value if chunk is None else chunk.of(value))
-    elif main.numel():  # FusedAdam's, with a scale of its own
-        optimizer.set_scaled_state(owned.parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]

@@ -28,11 +28,8 @@ from te_fsdp.checkpoint.compare import (
 from te_fsdp.checkpoint.conversion import (
     Conversion,
     batches,
-    keeping_main_weights,
-    main_weight,
     main_weight_of,
     plan_conversion,
-    set_main_weight,
 )
 from te_fsdp.checkpoint.delayed import compare_delayed, make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.directory import in_use
@@ -48,6 +45,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.sharding.main_weights import keeping_main_weights, main_weight, set_main_weight
 from te_fsdp.sharding.optimizer import check_optimizer
 from te_fsdp.sharding.outer_optimizer import chunk_in
 
@@ -224,7 +222,7 @@ class Filling:
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.main_loaded: set[str] = set()
-        self.others = keeping_main_weights(state.owned.values(), optimizer)
+        self.others = keeping_main_weights((o.parameter for o in state.owned.values()), optimizer)
 
     def run(self) -> dict[str, Any]:
         """Read everything, then change the model and its optimizer. Collective over the world.
@@ -453,9 +451,9 @@ class Filling:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
         if self.optimizer is not None and owned.fqn not in self.main_loaded:
             # The quantized weight has less than what was read: the main weight is made of the latter.
-            set_main_weight(self.optimizer, owned, value, make=True)
+            set_main_weight(self.optimizer, owned.parameter, owned.local, value, make=True)
         for optimizer in self.others:
-            set_main_weight(optimizer, owned, value)
+            set_main_weight(optimizer, owned.parameter, owned.local, value)
 
 
 def _fill_delayed(entries: dict[str, Entry], slots: dict[str, Entry]) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.compare import GROUPS, Differences
-from te_fsdp.checkpoint.conversion import initialize_fused_adam
 from te_fsdp.checkpoint.entries import (
     Entry,
     add_entry,
@@ -29,6 +28,7 @@ from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.boxes import cut_boxes
+from te_fsdp.sharding.main_weights import initialize_fused_adam
 from te_fsdp.sharding.outer_chunks import Chunk, rows_of_state
 from te_fsdp.sharding.outer_optimizer import chunk_in
 from te_fsdp.sharding.outer_state import MAIN, is_low

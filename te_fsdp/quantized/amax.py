@@ -18,8 +18,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp.binding import binding_of
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.grouped_weight import is_grouped_weight, quantize_experts
 
@@ -28,7 +31,14 @@ if TYPE_CHECKING:
 
     from te_fsdp.binding import Binding
 
-__all__ = ["attach_group", "follow_history", "quantize_shard", "remember_shard", "requantize"]
+__all__ = [
+    "attach_group",
+    "follow_history",
+    "quantize_shard",
+    "quantize_whole",
+    "remember_shard",
+    "requantize",
+]
 
 
 def attach_group(local: torch.Tensor, binding: Binding) -> None:
@@ -108,6 +118,62 @@ def requantize(local: torch.Tensor, binding: Binding) -> None:
     attach_group(local, binding)
     with torch.no_grad():
         local.quantize_(value)  # type: ignore[operator]
+
+
+def quantize_whole(
+    module: nn.Module,
+    name: str,
+    local: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    keep_delayed_scale: bool = False,
+) -> None:
+    """Write a value into a quantized parameter, with the scale that the whole weight has.
+
+    Collective over the ranks that hold pieces of the weight (maximum of one or two floats) for formats with one scale
+    per tensor.
+
+    Args:
+        module: The parameter's owner.
+        name: Its name there.
+        local: Its local tensor.
+        value: float32, of the local shape.
+        keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
+    """
+    binding = binding_of(module)
+    if is_grouped_weight(local):  # every expert has a scale of its own
+        if binding is not None:
+            attach_group(local, binding)
+        local.quantize_(value)  # type: ignore[operator]
+        return
+    group = _group_of_whole(module._parameters[name], binding)
+    quantizer: Any = _te.quantizer_of(local)
+    if _te.has_delayed_scale(local):
+        amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
+        if group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        if not keep_delayed_scale:
+            _te_delayed.set_delayed_scale(module, name, local, amax)
+        local.quantize_(value)  # type: ignore[operator]
+        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+        return
+    if binding is not None and binding.weight_mesh is not None:
+        attach_group(local, binding)
+    elif group is not None and _te.needs_shared_amax(quantizer):
+        _te.take_amax_over(local, group)
+    local.quantize_(value)  # type: ignore[operator]
+
+
+def _group_of_whole(parameter: torch.Tensor | None, binding: Binding | None) -> Any | None:
+    """The process group of the ranks that hold pieces of a parameter; ``None`` where one rank holds it all."""
+    if binding is not None and binding.weight_mesh is not None:
+        return binding.weight_mesh.get_group()
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
+    assert len(cuts) <= 1, "tp without a weight mesh is refused when the model is bound"
+    return mesh.get_group(cuts[0]) if cuts else None
 
 
 def remember_shard(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:

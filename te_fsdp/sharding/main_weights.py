@@ -11,15 +11,17 @@ gradient clipping, learning rate schedulers and checkpoints work as usual.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters, refuse
-from te_fsdp.sharding.optimizer import check_optimizer, remember
+from te_fsdp.sharding.optimizer import check_optimizer, optimizers_of, remember
 from te_fsdp.sharding.outer_dicts import make_stand_ins
+from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
 from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
 from te_fsdp.sharding.state import settle
 
@@ -27,7 +29,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["main_weights"]
+__all__ = [
+    "initialize_fused_adam",
+    "keeping_main_weights",
+    "main_weight",
+    "main_weights",
+    "set_main_weight",
+]
 
 
 def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
@@ -80,3 +88,77 @@ def _start_fused(optimizer: Any, parameter: torch.Tensor, local: torch.Tensor) -
         optimizer.initialize_state(parameter, False)
         optimizer.set_scaled_state(parameter, MAIN, beginning(local))
     _te.forget_high_precision_value(local)
+
+
+def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Make the state of a parameter that TE's FusedAdam has none of; nothing for other optimizers. Local operation.
+
+    By its own method: it keeps more about a state than the state itself.
+    """
+    stand_ins = stand_ins_of(optimizer)
+    if stand_ins is not None:
+        stand_ins.initialize(optimizer, parameter)
+    elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
+        low = parameter.dtype == torch.bfloat16
+        optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
+
+
+def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The local main weight of a parameter, ``None`` where there is none. Local operation.
+
+    Of an optimizer given to ``shard_optimizer`` this rank's rows.
+    """
+    main = None if optimizer is None else optimizer.state.get(parameter, {}).get(MAIN)
+    return None if main is None else _torch.local_of(main)
+
+
+def keeping_main_weights(
+    parameters: Iterable[torch.Tensor], given: Optimizer | None = None
+) -> list[Optimizer]:
+    """Optimizers whose next step would put the weights of before a load back. Local operation.
+
+    Args:
+        parameters: The model's.
+        given: The one that is loaded, which is not among them.
+    """
+    found = optimizers_of(parameters)
+    return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
+
+
+@torch.no_grad()
+def set_main_weight(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    local: torch.Tensor,
+    value: torch.Tensor | None,
+    *,
+    make: bool = False,
+) -> None:
+    """Let a main weight follow its weight; nothing where there is none. Local operation.
+
+    Args:
+        optimizer: Any optimizer.
+        parameter: The parameter.
+        local: Its local tensor, which has its new value.
+        value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
+        make: Make TE's FusedAdam begin the state of a quantized weight, zero moments included, as its next step would:
+            the weight has less than ``value``.
+    """
+    quantized = _te.is_quantized(local)
+    if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if any(parameter is p for p in held):
+            initialize_fused_adam(optimizer, parameter)
+    main = main_weight(optimizer, parameter)
+    if main is None:
+        return
+    if main.dtype == torch.int16:
+        main.zero_()  # what another weight lacked: this one is all there is
+        return
+    if value is None:
+        value = local.dequantize(dtype=torch.float32) if quantized else local.detach()  # type: ignore[operator]
+    chunk = chunk_in(optimizer, parameter)
+    if main.dtype == torch.float32:
+        main.copy_(value if chunk is None else chunk.of(value))
+    elif main.numel():  # FusedAdam's, with a scale of its own
+        optimizer.set_scaled_state(parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]

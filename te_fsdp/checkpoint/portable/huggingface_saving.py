@@ -23,7 +23,6 @@ import torch.distributed as dist
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.conversion import main_weight
 from te_fsdp.checkpoint.directory import new_directory, sync
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
@@ -35,6 +34,7 @@ from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_inde
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import semantics_of
+from te_fsdp.sharding.main_weights import main_weight
 from te_fsdp.sharding.optimizer import check_optimizer
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.conversion import initialize_fused_adam
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.main_weights import initialize_fused_adam
 from te_fsdp.sharding.outer_optimizer import chunk_in
 from te_fsdp.sharding.outer_state import MAIN
 

@@ -207,10 +207,10 @@ def _each_rank_by_itself() -> Iterator[None]:
     from te_fsdp.checkpoint import conversion
     from te_fsdp.quantized.components import components_of
 
-    def by_itself(owned: Any, value: torch.Tensor, **options: Any) -> None:
-        alone = quantized_in_one_process(owned.local, value)
-        sources = {c.name: c.tensor for c in components_of(alone, owned.fqn)}
-        for target in components_of(owned.local, owned.fqn):
+    def by_itself(module: Any, name: str, local: Any, value: torch.Tensor, **options: Any) -> None:
+        alone = quantized_in_one_process(local, value)
+        sources = {c.name: c.tensor for c in components_of(alone, name)}
+        for target in components_of(local, name):
             target.tensor.copy_(sources[target.name])
 
     stock, conversion.quantize_whole = conversion.quantize_whole, by_itself
@@ -223,8 +223,8 @@ def _each_rank_by_itself() -> Iterator[None]:
 def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp import _te, _torch
-    from te_fsdp.checkpoint.conversion import quantize_whole
     from te_fsdp.checkpoint.model_state import owned_parameters
+    from te_fsdp.quantized.amax import quantize_whole
     from te_fsdp.quantized.components import components_of
 
     run = QuantizedTraining(recipe, axes, seed=0)
@@ -236,7 +236,7 @@ def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, A
         before = {c.name: c.tensor.clone() for c in components_of(owned.local, owned.fqn)}
         main = _torch.local_of(run.optimizer.state[owned.parameter]["master_param"])
         owned.local.quantize_(torch.zeros_like(main))  # so that the comparison can fail
-        quantize_whole(owned, main, keep_delayed_scale=True)
+        quantize_whole(owned.module, owned.name, owned.local, main, keep_delayed_scale=True)
         for component in components_of(owned.local, owned.fqn):
             count += 1
             same = torch.equal(component.tensor, before[component.name])
