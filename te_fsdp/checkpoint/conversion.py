@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp._te_formats import FORMATS, Block
-from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, add_entry, cut_entry, per_expert
+from te_fsdp._te_formats import Block
+from te_fsdp.checkpoint.entries import ExpertPlace, Piece, cut_entry, per_expert
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned
+from te_fsdp.checkpoint.reading import Rectangle, Staged, rectangle
 from te_fsdp.quantized.amax import quantize_whole
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
@@ -33,9 +34,6 @@ __all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion"]
 
 #: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
-
-#: A component, the expert, if any, and where a piece of it begins.
-_Start = tuple[str, ExpertPlace | None, tuple[int, ...]]
 
 
 @dataclass
@@ -55,54 +53,52 @@ class Conversion:
     described: dict[str, Any]
     key: str = ""
     needed: dict[str, Block] = field(default_factory=dict)
-    _value: torch.Tensor | None = None
-    _parts: dict[_Start, torch.Tensor] = field(default_factory=dict)
 
-    def entries(self, device: torch.device | str | None = None) -> dict[str, Entry]:
-        """New memory for what must be read, as entries; on the weight's device, or another. Local operation."""
-        local = self.owned.local
-        device = device or local.device
+    def reads(self) -> list[Rectangle]:
+        """What of the files' tensors gives the values. Local operation."""
         if self.key:
-            self._value = torch.empty(local.shape, dtype=torch.float32, device=device)
-            info = self.owned.info()
-            return {self.key: self.owned.entry(cut_entry(self._value, info.original_shape, info.boxes))}
-        sizes: dict[_Start, tuple[int, ...]] = {}
-        for name, block in self.needed.items():
-            for place, offsets, extents, _ in self._rectangles():
-                # Two rectangles may begin in one block: one piece serves both.
-                start, size = covering(offsets, extents, block)
-                sizes[name, place, start] = tuple(map(max, sizes.get((name, place, start), size), size))
-        entries: dict[str, Entry] = {}
-        for (name, place, start), size in sizes.items():
-            dtype = _component_dtype(self.described["format"], name)
-            part = self._parts[name, place, start] = torch.empty(size, dtype=dtype, device=device)
-            entry = Entry((), dtype, (Piece(start, part),))
-            key = f"model.{self.owned.key}:{name}"
-            add_entry(entries, key, entry if place is None else place.lift(entry))
-        return entries
+            value = torch.empty(self.owned.local.shape, device="meta")
+            return [rectangle(self.key, piece) for piece in self._pieces(value)]
+        return [self._covering(name, *box[:3]) for box in self._boxes() for name in self.needed]
 
-    def _rectangles(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:
+    def value(self, staged: Staged) -> torch.Tensor:
+        """The values, float32 of the local shape, of what was read. Local operation."""
+        value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
+        if self.key:
+            for piece in self._pieces(value):
+                staged.copy(rectangle(self.key, piece), piece.tensor)
+            return value
+        for place, offsets, sizes, where in self._boxes():
+            parts = {
+                n: staged.new(self._covering(n, place, offsets, sizes), value.device) for n in self.needed
+            }
+            if place is not None:
+                parts = {name: part[0] for name, part in parts.items()}
+            value[where] = dequantize_box(self.described["format"], parts, self.needed, offsets, sizes)
+        return value
+
+    def _pieces(self, value: torch.Tensor) -> tuple[Piece, ...]:
+        """Memory of the local shape as pieces of the files' tensor."""
+        info = self.owned.info()
+        return self.owned.entry(cut_entry(value, info.original_shape, info.boxes)).pieces
+
+    def _boxes(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:
         """What this rank holds of one expert's weight each: offsets and sizes in it, and the place in local memory."""
         return [
             (part.place, box.original, box.sizes, part.where(box))
             for part in self.owned.parts()
             for box in part.boxes
+            if math.prod(box.sizes)
         ]
 
-    def value(self) -> torch.Tensor:
-        """What was read, float32 of the local shape. Local operation; frees what it came from."""
-        local = self.owned.local
-        if self._value is None:
-            self._value = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            for place, offsets, extents, where in self._rectangles():
-                parts = {}
-                for name, block in self.needed.items():
-                    start, size = covering(offsets, extents, block)
-                    parts[name] = self._parts[name, place, start][tuple(slice(0, n) for n in size)]
-                format_ = self.described["format"]
-                self._value[where] = dequantize_box(format_, parts, self.needed, offsets, extents)
-        value, self._value, self._parts = self._value, None, {}
-        return value
+    def _covering(
+        self, name: str, place: ExpertPlace | None, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> Rectangle:
+        """The blocks of a component that cover a box."""
+        start, size = covering(offsets, sizes, self.needed[name])
+        if place is not None:
+            start, size = (place.index, *start), (1, *size)
+        return f"model.{self.owned.key}:{name}", start, size
 
     def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
         """Give the parameter its value: rounded to its dtype, or quantized once.
@@ -123,11 +119,6 @@ class Conversion:
         finish_writing(local)
         if _te.keeps_high_precision_value(self.owned.module):
             _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())
-
-
-def _component_dtype(described: str, name: str) -> torch.dtype:
-    """Element type of a component: bytes, or float32 where the values are numbers."""
-    return next(buffer.dtype for buffer in FORMATS[described.split()[0]].buffers if buffer.name == name)
 
 
 def plan_conversion(owned: Owned, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:

@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.conversion import (
 )
 from te_fsdp.checkpoint.delayed import compare_delayed, make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.directory import in_use
-from te_fsdp.checkpoint.entries import Entry, add_entry, whole_entry
+from te_fsdp.checkpoint.entries import Entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state
 from te_fsdp.checkpoint.optimizer_state import (
@@ -43,6 +43,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.portable.dcp import check_metadata
+from te_fsdp.checkpoint.reading import Rectangle
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.main_weights import keeping_main_weights, main_weight, set_main_weight
@@ -241,8 +242,8 @@ class Filling:
         slots = {**tensor_slots(extra), **self._delayed_slots(delayed)}
         with self._taken_back_on_error():
             # A rank may lack the memory for what the optimizer is to get.
-            entries, wanted = all_agree(lambda: self._entries(direct, conversions))
-            self.source.stage({**wanted, **slots})
+            entries, more = all_agree(lambda: self._entries(direct, conversions))
+            self.source.stage({**entries, **slots}, more)
         # All has been read and is right. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
         _fill_delayed(make_delayed(self.model, delayed), slots)
@@ -312,11 +313,8 @@ class Filling:
 
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
-    ) -> tuple[dict[str, Entry], dict[str, Entry]]:
-        """What goes into its place as it is, and with it what will be converted, without memory of the device for it.
-
-        State that the optimizer lacks is made.
-        """
+    ) -> tuple[dict[str, Entry], list[Rectangle]]:
+        """What goes into its place as it is, made where the optimizer lacks it; and what is converted."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         if self.optimizer is not None and self.saved_optimizer is not None:
             weights, owned = self.manifest.parameters, self.state.owned
@@ -324,11 +322,8 @@ class Filling:
                 self.optimizer, self.saved_optimizer, owned, weights, self.left_states
             )
             entries |= states
-        wanted = dict(entries)
-        _, more = self._sources([c for named in conversions.values() for c in named], "meta")
-        for key, entry in more.items():
-            add_entry(wanted, key, entry)
-        return entries, wanted
+        planned = [one for named in conversions.values() for one in named]
+        return entries, [place for one in planned if self._live(one) is None for place in one.reads()]
 
     @contextmanager
     def _taken_back_on_error(self) -> Iterator[None]:
@@ -421,31 +416,24 @@ class Filling:
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Convert and store a few weights. Collective over the world."""
-        live, wanted = all_agree(lambda: self._sources(batch))
-        self.source.staged.fill(wanted)
-        for conversion in batch:
+        staged = self.source.staged
+        live = [self._live(conversion) for conversion in batch]
+        # A rank may lack the memory.
+        values = all_agree(
+            lambda: [c.value(staged) if main is None else main for c, main in zip(batch, live, strict=True)]
+        )
+        for conversion, value in zip(batch, values, strict=True):
             owned = conversion.owned
-            value = live[owned.fqn] if owned.fqn in live else conversion.value()
             conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
             self._refresh_main_weights(owned, value)
 
-    def _sources(
-        self, batch: list[Conversion], device: str | None = None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-        """Main weights that are read and give the values, by parameter; and memory for what the others are made of."""
-        live: dict[str, torch.Tensor] = {}
-        wanted: dict[str, Entry] = {}
-        for conversion in batch:
-            owned = conversion.owned
-            main = main_weight(self.optimizer, owned.parameter)
-            is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
-            whole = self.optimizer is not None and chunk_in(self.optimizer, owned.parameter) is None
-            if main is not None and main.dtype == torch.float32 and is_main and whole:
-                live[owned.fqn] = main
-            else:
-                for key, entry in conversion.entries(device).items():
-                    add_entry(wanted, key, entry)
-        return live, wanted
+    def _live(self, conversion: Conversion) -> torch.Tensor | None:
+        """The optimizer's main weight that is read into its place and gives the values, if there is one."""
+        owned = conversion.owned
+        main = main_weight(self.optimizer, owned.parameter)
+        is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
+        whole = self.optimizer is not None and chunk_in(self.optimizer, owned.parameter) is None
+        return main if main is not None and main.dtype == torch.float32 and is_main and whole else None
 
     def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""

@@ -51,33 +51,40 @@ class Staged:
 
     Attributes:
         parts: By rectangle: where each part of it begins, and its values.
-        uses: Pieces that wait for each rectangle. With the last of them its memory is freed.
+        uses: How often each rectangle is still wanted. With the last copy its memory is freed.
     """
 
     parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
     uses: Counter[Rectangle] = field(default_factory=Counter)
 
-    def expect(self, entries: dict[str, Entry]) -> list[Rectangle]:
-        """Note pieces that :meth:`fill` will be called with; what is still to be read for them. Local operation."""
+    def expect(self, places: Iterable[Rectangle]) -> list[Rectangle]:
+        """Note what :meth:`copy` will be called with, each time; what of it is still to be read. Local operation."""
         wanted = []
-        for key, entry in entries.items():
-            for piece in entry.pieces if not entry.is_empty else ():
-                place = rectangle(key, piece)
-                self.uses[place] += 1
-                if piece.tensor.numel() and place not in self.parts:
-                    self.parts[place] = []
-                    wanted.append(place)
+        for place in places:
+            self.uses[place] += 1
+            if math.prod(place[2]) and place not in self.parts:
+                self.parts[place] = []
+                wanted.append(place)
         return wanted
+
+    def copy(self, place: Rectangle, into: torch.Tensor) -> None:
+        """Copy what was read of a rectangle into memory of its shape. Local operation."""
+        self.uses[place] -= 1
+        parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
+        for offsets, values in parts:
+            into[_slices(offsets, values.shape)].copy_(values)
+
+    def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
+        """What was read of a rectangle that is not empty, as a new tensor. Local operation."""
+        into = torch.empty(place[2], dtype=self.parts[place][0][1].dtype, device=device)
+        self.copy(place, into)
+        return into
 
     def fill(self, entries: dict[str, Entry]) -> None:
         """Copy what was read into the memory of entries. Local operation."""
         for key, entry in entries.items():
-            for piece in entry.pieces if not entry.is_empty else ():
-                place = rectangle(key, piece)
-                self.uses[place] -= 1
-                parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
-                for offsets, values in parts:
-                    piece.tensor[_slices(offsets, values.shape)].copy_(values)
+            for piece in entry.pieces:
+                self.copy(rectangle(key, piece), piece.tensor)
 
 
 #: A stored piece, and what is wanted of it, each with the rectangle that it is for.

@@ -40,7 +40,7 @@ from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
-from te_fsdp.checkpoint.reading import Rectangle, Staged, read_stored
+from te_fsdp.checkpoint.reading import Rectangle, Staged, read_stored, rectangle
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
@@ -88,15 +88,16 @@ class Source:
             k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)
         }
 
-    def stage(self, entries: dict[str, Entry]) -> None:
-        """Read what goes into entries into memory of the host, and check it; the entries' own is left alone.
+    def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
+        """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
 
         Collective over the world. No rank reads more than the stored pieces that its own rows lie in.
 
         Raises:
             CheckpointError: Any rank failed; raised on all of them. Nothing has changed.
         """
-        all_agree(lambda: self._stage(self.staged.expect(entries)))
+        places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        all_agree(lambda: self._stage(self.staged.expect([*places, *more])))
 
     def _stage(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:

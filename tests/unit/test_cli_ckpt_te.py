@@ -15,8 +15,8 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp import _te, checkpoint, emulation
+from te_fsdp._te_pickles import read_extra_state
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.checkpoint.portable.pickled import read_extra_state
 from te_fsdp.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from te_fsdp.checkpoint.directory import latest, open_checkpoint
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
 from te_fsdp.checkpoint.portable.dcp import check_metadata, open_dcp, stored_tensors
-from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Remainders, Stack
+from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Stack, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
@@ -109,7 +109,7 @@ class Contents:
         if weights != "compute" and "master_param" in states:
             main = self.tensors[f"optimizer.state.{name}.master_param"]
             if main.dtype == torch.int16:
-                main = Remainders(self.value(name), main)
+                main = with_remainders(self.value(name), main)
             return main, "main"
         if weights == "main" and quantized:
             raise CheckpointError(

@@ -22,7 +22,7 @@ from te_fsdp.checkpoint.portable.contents import (
     resolve,
 )
 from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
-from te_fsdp.checkpoint.portable.lazy import Cast, InMemory, Lazy, total_bytes
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, cast, total_bytes
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
 from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
 from te_fsdp.checkpoint.portable.state_dicts import (
@@ -126,7 +126,7 @@ def transformed(contents: Contents, transform: Transform) -> tuple[Contents, dic
         value, sources[name] = contents.best_value(name, transform.weights)
         is_parameter = name in manifest.parameters
         if is_parameter and value.dtype.is_floating_point and transform.dtype not in (None, value.dtype):
-            value = Cast(value, transform.dtype)  # type: ignore[arg-type]
+            value = cast(value, transform.dtype)  # type: ignore[arg-type]
         tensors[f"model.{name}"] = value
         if is_parameter:
             layout = manifest.parameters[name].get("layout")

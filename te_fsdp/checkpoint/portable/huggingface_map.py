@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from te_fsdp.checkpoint.portable.huggingface_layers import (
     known_blocks,
     layer_differences,
 )
-from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout.rules import GROUPED, PLAIN, Layout
@@ -344,7 +345,8 @@ class WeightMap:
             kind = dtype or _common_dtype(mine[0]) or kind
             shapes = batch[0].form(te=to_te).shapes(batch[0].parts)
             for name in batch[0].written(to_te=to_te):
-                found[name] = _Converted(name, shapes[name], kind, batch, mine, conversion)
+                rows = partial(conversion.rows, name, batch, mine, kind)
+                found[name] = Computed(shapes[name], kind, rows)
         return found
 
     def batches(self, *, to_te: bool) -> list[tuple[Group, ...]]:
@@ -377,37 +379,29 @@ class _Conversion:
         self.to_te, self.warned = to_te, False
         self.last: tuple[Any, dict[str, torch.Tensor]] | None = None
 
-    def read(self, wanted: _Converted) -> dict[str, torch.Tensor]:
-        """What a group becomes; that of the last group is kept, since rows come in blocks."""
-        if self.last is None or self.last[0] is not wanted.batch:
+    def rows(
+        self,
+        name: str,
+        batch: tuple[Group, ...],
+        sources: list[dict[str, Lazy]],
+        dtype: torch.dtype,
+        first: int,
+        last: int,
+    ) -> torch.Tensor:
+        """Rows of a tensor that some groups become; those of the last call are kept, since rows come in blocks."""
+        if self.last is None or self.last[0] is not batch:
             self.last = None
             found: dict[str, torch.Tensor] = {}
-            for group, source in zip(wanted.batch, wanted.source, strict=True):
+            for group, source in zip(batch, sources, strict=True):
                 tensors = {name: lazy.whole() for name, lazy in source.items()}
-                converted = group.convert(tensors, to_te=self.to_te, dtype=wanted.dtype)
+                converted = group.convert(tensors, to_te=self.to_te, dtype=dtype)
                 if not self.warned and group.rounds(tensors, converted):
                     self.warned = True
                     text = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
                     _log.warning(text, ", ".join(converted))
                 found |= converted
-            self.last = wanted.batch, found
-        return self.last[1]
-
-
-@dataclass
-class _Converted(Lazy):
-    """A tensor of a group, converted when its rows are asked for."""
-
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    batch: tuple[Group, ...]
-    source: list[dict[str, Lazy]]
-    conversion: _Conversion
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        return self.conversion.read(self)[self.name][first:last].clone()
+            self.last = batch, found
+        return self.last[1][name][first:last].clone()
 
 
 def _check(

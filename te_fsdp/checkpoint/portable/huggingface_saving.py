@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, TeNames, check_fits, parameter_names
 from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
-from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, Remainders, total_bytes
+from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy, total_bytes, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
@@ -108,7 +108,7 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
     def read(n: int) -> torch.Tensor:
         local: Any = owned.local
         if main is not None:  # what FusedAdam keeps beside bf16 weights
-            local = Remainders(InMemory(local), InMemory(main)).whole()
+            local = with_remainders(InMemory(local), InMemory(main)).whole()
         whole = local.dequantize() if _te.is_quantized(local) else local.detach()
         return whole[info.boxes[n].local_slices()]
 
@@ -295,29 +295,6 @@ class Exchange:
         return math.prod(sizes) * self.told[name].values.itemsize
 
 
-@dataclass
-class Arriving(Lazy):
-    """A tensor of the unsharded model, there when its group has come.
-
-    Attributes:
-        name: Its name.
-        shape: Of the tensor.
-        dtype: Of the parameter; values may come in a wider one, to be rounded once.
-        exchange: Where it comes from; ``None`` for a description.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    exchange: Exchange | None = None
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`; all of them, once."""
-        assert self.exchange is not None
-        assert (first, last) == (0, self.height)
-        return self.exchange.take(self.name)
-
-
 @torch.no_grad()
 def save_huggingface(
     path: str | os.PathLike[str],
@@ -421,7 +398,11 @@ class _Saving:
 
     def tensors(self, told: dict[str, Told], exchange: Exchange | None) -> dict[str, Lazy]:
         """What is written, of tensors that come over an exchange, or that are only described."""
-        source = {name: Arriving(name, one.shape, one.dtype, exchange) for name, one in told.items()}
+
+        def arriving(name: str, one: Told) -> Lazy:  # there, all of it and once, when its group has come
+            return Computed(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
+
+        source = {name: arriving(name, one) for name, one in told.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
     def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:

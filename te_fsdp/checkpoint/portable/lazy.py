@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,17 +19,18 @@ from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_compon
 
 __all__ = [
     "BLOCK_BYTES",
-    "Cast",
     "Chunked",
+    "Computed",
     "Dequantized",
     "InMemory",
     "Lazy",
     "Record",
-    "Remainders",
     "Stack",
     "Stored",
+    "cast",
     "read_bytes",
     "total_bytes",
+    "with_remainders",
 ]
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
@@ -41,7 +42,7 @@ _SMALL = 1 << 16
 class Lazy:
     """A tensor of known shape and dtype whose rows are read, or computed, when asked for.
 
-    Subclasses are dataclasses with the attributes below and :meth:`rows`.
+    Subclasses have the attributes below and :meth:`rows`.
 
     Attributes:
         shape: Shape of the whole tensor; a tensor without dims counts as one row.
@@ -64,8 +65,13 @@ class Lazy:
         return self.rows(0, self.height)
 
     def select(self, index: int) -> Lazy:
-        """One entry of the first dim as a tensor by itself."""
-        return Selected(self, index)
+        """One entry of the first dim as a tensor by itself; read whole, unless a subclass can do better."""
+
+        def rows(first: int, last: int) -> torch.Tensor:
+            whole = self.rows(index, index + 1)[0]
+            return whole[first:last] if whole.ndim else whole
+
+        return Computed(self.shape[1:], self.dtype, rows)
 
     @property
     def height(self) -> int:
@@ -93,6 +99,19 @@ class Lazy:
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
     """Bytes of all of them."""
     return sum(tensor.bytes for tensor in tensors.values())
+
+
+@dataclass
+class Computed(Lazy):
+    """A tensor whose rows a function gives, from the first to the last (exclusive)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        return self.read(first, last)
 
 
 @dataclass
@@ -312,24 +331,6 @@ class Chunked(Lazy):
 
 
 @dataclass
-class Selected(Lazy):
-    """One entry of a tensor's first dim; read whole."""
-
-    base: Lazy
-    index: int
-    shape: tuple[int, ...] = field(init=False)
-    dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape, self.dtype = self.base.shape[1:], self.base.dtype
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        whole = self.base.rows(self.index, self.index + 1)[0]
-        return whole[first:last] if self.shape else whole
-
-
-@dataclass
 class Stack(Lazy):
     """Tensors of one shape and dtype as one, along a new first dim."""
 
@@ -350,23 +351,54 @@ class Stack(Lazy):
 
 
 @dataclass
-class Cast(Lazy):
-    """A tensor in another dtype."""
+class Mapped(Lazy):
+    """What a function makes of tensors of one shape, element by element.
 
-    base: Lazy
+    Attributes:
+        function: Takes the same rows of each.
+        dtype: Of what it gives.
+        bases: The tensors.
+    """
+
+    function: Callable[..., torch.Tensor]
     dtype: torch.dtype
+    bases: tuple[Lazy, ...]
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = self.base.shape
+        self.shape = self.bases[0].shape
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        return self.base.rows(first, last).to(self.dtype)
+        return self.function(*(base.rows(first, last) for base in self.bases))
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
-        return Cast(self.base.select(index), self.dtype)
+        return Mapped(self.function, self.dtype, tuple(base.select(index) for base in self.bases))
+
+
+def cast(base: Lazy, dtype: torch.dtype) -> Lazy:
+    """A tensor in another dtype."""
+    return Mapped(lambda rows: rows.to(dtype), dtype, (base,))
+
+
+def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
+    """fp32 main weights that FusedAdam keeps as bf16 weights and the 16 bits that these lack.
+
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
+    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+
+    Args:
+        upper: The bf16 weights.
+        lower: The int16 remainders.
+    """
+
+    def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+        lower = lower.to(torch.int32)
+        upper = upper.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+
+    return Mapped(joined, torch.float32, (upper, lower))
 
 
 @dataclass
@@ -402,30 +434,3 @@ class Dequantized(Lazy):
                 stored_part.whole() if block is None else stored_part.rows(start[0], start[0] + size[0])
             )
         return dequantize_box(self.format, parts, self.needed, offsets, sizes).to(self.dtype)
-
-
-@dataclass
-class Remainders(Lazy):
-    """fp32 main weights that FusedAdam keeps as bf16 weights and the 16 bits that these lack.
-
-    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
-    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
-
-    Attributes:
-        upper: The bf16 weights.
-        lower: The int16 remainders.
-    """
-
-    upper: Lazy
-    lower: Lazy
-    shape: tuple[int, ...] = field(init=False)
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        self.shape = self.upper.shape
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        lower = self.lower.rows(first, last).to(torch.int32)
-        upper = self.upper.rows(first, last).view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
-        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)

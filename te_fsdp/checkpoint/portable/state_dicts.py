@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_fsdp._te_pickles import Quantized, read_extra_state
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
@@ -29,7 +30,6 @@ from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
 from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
-from te_fsdp.checkpoint.portable.pickled import Quantized, read_extra_state
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED

@@ -1,9 +1,10 @@
-"""Pickles read without running anything of them: those of ``torch.save`` files, and TransformerEngine's entries.
+"""TransformerEngine's pickles, read without TE and without running anything of them.
 
 An unpickler of Python's is given a table of names, each with a stand-in that keeps what was stored; any other name is
-an error. TE's quantized tensors are known under TE's names, and no code of TE or torch runs. Tensors come without data,
-on the meta device. ``torch.load(weights_only=True)`` would need TE for TE's tensors and read the data; kept from that,
-by a private mode of torch, it takes 0.8 ms of CPU for each tensor, this 0.03 ms (files of 2,000 small ones).
+an error. TE's quantized tensors are known under TE's names, and no code of TE or torch runs.
+
+Private names used here: the reconstructors of TE's quantized tensors and their arguments, the values of its ``DType``,
+the entries of delayed scaling's ``_extra_state`` (TE 2.18 to 2.20).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["Quantized", "read_extra_state", "unpickle", "with_record"]
+__all__ = ["TENSORS", "Quantized", "TableUnpickler", "UnknownNameError", "read_extra_state", "with_record"]
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 #: TE's enum values (``transformer_engine.pytorch.constants.DType``, TE 2.18 to 2.20).
@@ -49,7 +50,7 @@ class UnknownNameError(pickle.UnpicklingError):
     """A pickle that wants something of no known name; the text is the name."""
 
 
-class _Unpickler(pickle.Unpickler):
+class TableUnpickler(pickle.Unpickler):
     """Knows the names of a table. ``load_storage`` makes what a pickled tensor's bytes are."""
 
     def __init__(
@@ -82,7 +83,10 @@ class _Unpickler(pickle.Unpickler):
         return self.load_storage(dtype, str(key))
 
 
-# --------------------------------------------------------------------------------- quantized tensors of TE
+def with_record(tensor: torch.Tensor, record: Any) -> Any:
+    """A tensor without data that knows where its storage lies."""
+    tensor.record = record  # type: ignore[attr-defined]
+    return tensor
 
 
 @dataclass
@@ -149,57 +153,10 @@ def _quantized(kind: str, *args: Any) -> Quantized:
     return Quantized(kind, values["dtype"], tuple(values["shape"]), element, buffers, options)
 
 
-# ------------------------------------------------------------------------------------------- tensors of torch
-
-
-def with_record(tensor: torch.Tensor, record: Any) -> Any:
-    """A tensor without data that knows where its storage lies."""
-    tensor.record = record  # type: ignore[attr-defined]
-    return tensor
-
-
-def _rebuild(storage: Any, start: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    return _rebuild_as(storage, start, size, stride, False, None, storage[1])
-
-
-def _rebuild_as(
-    storage: Any, start: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, *rest: Any
-) -> torch.Tensor:
-    record, _ = storage
-    # Refuses what does not lie within the storage.
-    whole = torch.empty(record.count // dtype.itemsize, dtype=dtype, device="meta")
-    return with_record(whole.as_strided(size, stride, start), record)
-
-
-def _same(data: Any, *rest: Any) -> Any:
-    """Stands for what makes a parameter of a tensor."""
-    return data
-
-
-def _rebuild_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stands for what gives a tensor back its class and attributes."""
-    return function(*args)
-
-
 _FLOAT8 = "float8_tensor.Float8Quantizer", "float8_tensor.Float8CurrentScalingQuantizer"
 _QUANTIZERS = (*_FLOAT8, "mxfp8_tensor.MXFP8Quantizer", "float8_blockwise_tensor.Float8BlockQuantizer")
-_STATE_DICTS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _rebuild,
-    "torch._utils._rebuild_tensor_v2": _rebuild,
-    "torch._utils._rebuild_tensor_v3": _rebuild_as,
-    "torch._utils._rebuild_parameter": _same,
-    "torch._utils._rebuild_parameter_with_state": _same,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_type,
-    "torch.nn.parameter.Parameter": None,
-    "torch.Tensor": None,
-    "torch.Size": torch.Size,
-    "torch.device": torch.device,
-    "collections.OrderedDict": collections.OrderedDict,
-    "collections.Counter": collections.Counter,
-    "_codecs.encode": lambda text, encoding: text.encode("latin1"),  # bytes
-    "builtins.bytearray": bytearray,
-    "builtins.set": set,
-    "builtins.complex": complex,
+#: What stands in pickled state dicts of TE's.
+TENSORS: dict[str, Any] = {
     f"{_TENSORS}.float8_tensor._make_float8_tensor_in_reduce_ex": partial(_quantized, "float8"),
     f"{_TENSORS}.mxfp8_tensor._make_mxfp8_tensor_in_reduce_ex": partial(_quantized, "mxfp8"),
     f"{_TENSORS}.float8_blockwise_tensor._make_float8_blockwise_tensor_in_reduce_ex": partial(
@@ -209,23 +166,6 @@ _STATE_DICTS: dict[str, Any] = {
     "transformer_engine.pytorch.constants.DType": _DType,
     "transformer_engine_torch.DType": _DType,
 } | {f"{_TENSORS}.{name}": _Opaque for name in (*_QUANTIZERS, "nvfp4_tensor.NVFP4Quantizer")}
-
-
-def unpickle(data: bytes, load_storage: Callable[[torch.dtype, str], Any]) -> Any:
-    """The objects of a ``torch.save`` file's pickle: plain ones, :class:`Quantized`, and tensors without data.
-
-    Args:
-        data: The pickle.
-        load_storage: Gives, for a dtype and the storage's key, the record of its bytes and the dtype. A tensor has the
-            record as its attribute ``record``.
-
-    Raises:
-        UnknownNameError: An object of another class; others for what is no such pickle.
-    """
-    return _Unpickler(io.BytesIO(data), _STATE_DICTS, load_storage).load()
-
-
-# ------------------------------------------------------------------------------------- TE's `_extra_state`
 
 #: Largest forward and backward values of TE's formats (``transformer_engine.common.recipe.Format``).
 _FORMATS = {(448.0, 448.0): "E4M3", (57344.0, 57344.0): "E5M2", (448.0, 57344.0): "HYBRID"}
@@ -302,7 +242,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
     if not data:
         return None
     try:
-        state = _Unpickler(io.BytesIO(data), _ENTRIES).load()
+        state = TableUnpickler(io.BytesIO(data), _ENTRIES).load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:
