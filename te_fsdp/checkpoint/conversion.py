@@ -79,7 +79,7 @@ class Conversion:
 
     def _pieces(self, value: torch.Tensor) -> tuple[Piece, ...]:
         """Memory of the local shape as pieces of the files' tensor."""
-        info = self.owned.info()
+        info = self.owned.info
         return self.owned.entry(cut_entry(value, info.original_shape, info.boxes)).pieces
 
     def _boxes(self) -> list[tuple[ExpertPlace | None, tuple[int, ...], tuple[int, ...], Any]]:

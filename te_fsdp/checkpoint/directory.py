@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, take
@@ -48,7 +48,6 @@ __all__ = [
     "in_use",
     "latest",
     "new_directory",
-    "new_file",
     "next_number",
     "open_checkpoint",
     "remove",
@@ -220,11 +219,6 @@ def new_directory(
             why="Nothing has appeared there",
             fix="check the path and the permissions",
         ) from error
-
-
-def new_file(target: Path, *, force: bool = False, needed: int | None = None) -> AbstractContextManager[Path]:
-    """A context that yields a hidden path for a file, which then becomes ``target``; see :func:`new_directory`."""
-    return new_directory(target, force=force, needed=needed, is_file=True)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.portable.dcp import check_metadata
+from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.reading import Rectangle
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
@@ -246,7 +247,9 @@ class Filling:
             self.source.stage({**entries, **slots}, more)
         # All has been read and is right. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
-        _fill_delayed(make_delayed(self.model, delayed), slots)
+        for key, entry in make_delayed(self.model, delayed).items():
+            for piece in entry.pieces:  # of some experts, perhaps, out of the whole tensor
+                piece.tensor.copy_(slots[key].pieces[0].tensor[slices(piece.offsets, piece.tensor.shape)])
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
         for batch in batches(conversions, self.manifest):
@@ -442,14 +445,3 @@ class Filling:
             set_main_weight(self.optimizer, owned.parameter, owned.local, value, make=True)
         for optimizer in self.others:
             set_main_weight(optimizer, owned.parameter, owned.local, value)
-
-
-def _fill_delayed(entries: dict[str, Entry], slots: dict[str, Entry]) -> None:
-    """Copy delayed-scaling state from the whole tensors into the modules' own, which may be some experts'."""
-    for key, entry in entries.items():
-        whole = slots[key].pieces[0].tensor
-        for piece in entry.pieces:
-            part = tuple(
-                slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True)
-            )
-            piece.tensor.copy_(whole[part])

@@ -110,12 +110,9 @@ class Owned:
         plain = plain_of(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
         return local if plain is local else plain.detach()
 
+    @cached_property
     def info(self) -> ShardInfo:
         """Where the local tensor lies in the original."""
-        return self._info
-
-    @cached_property
-    def _info(self) -> ShardInfo:
         return shard_info(self.module, self.name, self.parameter, label=self.fqn)
 
     @property
@@ -125,7 +122,7 @@ class Owned:
 
     def parts(self) -> list[Part]:
         """What this rank holds, one expert's weight at a time where it holds those of several. Local operation."""
-        info = self.info()
+        info = self.info
         if not self.is_grouped:
             return [Part(self.expert, None, info.boxes, info.original_shape)]
         total, *original = info.original_shape
@@ -279,14 +276,14 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     for owned in buffers:
         shape, dtype = owned.parameter.shape, owned.parameter.dtype
         state.buffers[owned.fqn] = {"shape": list(shape), "dtype": dtype_name(dtype)}
-        info = owned.info()
+        info = owned.info
         state.entries[f"model.{owned.fqn}"] = cut_entry(owned.local, info.original_shape, info.boxes)
         state.keys[owned.fqn] = [f"model.{owned.fqn}"]
     return state
 
 
 def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
-    info, local, name = owned.info(), owned.local, owned.key
+    info, local, name = owned.info, owned.local, owned.key
     is_grouped = owned.expert is not None or owned.is_grouped
     described: dict[str, Any] = {
         "shape": list(owned.entry(Entry(info.original_shape, local.dtype, ())).shape),
@@ -349,7 +346,7 @@ def _describe_quantized(owned: Owned) -> dict[str, Any]:
     one = local
     if owned.is_grouped:
         # A rank that holds no expert has none to describe.
-        shape = (1, *owned.info().original_shape[1:])
+        shape = (1, *owned.info.original_shape[1:])
         held = (
             local.experts or empty_experts(shape, _te.quantizer_of(local), local.dtype, local.device).experts
         )

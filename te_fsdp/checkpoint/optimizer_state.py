@@ -88,7 +88,7 @@ def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
     shape, dtype = described["shape"][1:], getattr(torch, described["dtype"])
     if described["scalar"]:
         return owned.entry(whole_entry(torch.zeros(shape, dtype=dtype, device="cpu")))
-    info = owned.info()
+    info = owned.info
     local = torch.zeros(info.local_shape, dtype=dtype, device=owned.local.device)
     return owned.entry(cut_entry(local, info.original_shape, info.boxes))
 
@@ -137,7 +137,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
             if one.expert is None:
                 states.setdefault(one.key, {})[key] = described
             else:
-                described = of_all_experts(described, one.expert, one.info().original_shape)
+                described = of_all_experts(described, one.expert, one.info.original_shape)
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
                 add_entry(found.entries, label, one.entry(entry))
@@ -194,7 +194,7 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
             got=f"shape {tuple(value.shape)}{format_}",
             fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
         )
-    info = owned.info()
+    info = owned.info
     shape, boxes = info.local_shape, info.boxes
     rows = rows_of_state(value, owned.parameter)
     if rows is not None:  # shard_optimizer has cut it further
@@ -260,7 +260,7 @@ def _own_states(saved: dict[str, Any], owned: Owned) -> States:
 
 def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: Owned) -> None:
     """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
-    name, shapes = owned.key, ((), (1,), owned.info().original_shape)
+    name, shapes = owned.key, ((), (1,), owned.info.original_shape)
     expected = _expected_dtypes(optimizer, owned.parameter, states)
     for key in sorted(states.keys() ^ expected.keys()):
         where = "only in the checkpoint" if key in states else "not in the checkpoint"
@@ -356,7 +356,7 @@ def _fresh_state(
     optimizer: Optimizer, owned: Owned, states: States, weight: dict[str, Any]
 ) -> dict[str, Any]:
     """Give a parameter the described state, with memory that is still to be filled."""
-    parameter, whole = owned.parameter, owned.info().original_shape
+    parameter, whole = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
     initialize_fused_adam(optimizer, parameter)
     present = optimizer.state[parameter]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
 from te_fsdp.checkpoint.portable import dcp
+from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.portable.torch_files import Heads, Window
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, without_collector
 
@@ -72,7 +73,7 @@ class Staged:
         self.uses[place] -= 1
         parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
         for offsets, values in parts:
-            into[_slices(offsets, values.shape)].copy_(values)
+            into[slices(offsets, values.shape)].copy_(values)
 
     def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
         """What was read of a rectangle that is not empty, as a new tensor. Local operation."""
@@ -192,11 +193,7 @@ def _take(data: torch.Tensor, run: list[_Wanted], into: Staged) -> None:
         tensor = piece.within(raw if len(run) == 1 else raw.clone())
         wanted = sum(math.prod(item.lengths) for item, _ in items)
         for item, place in items:
-            values = tensor[_slices(item.storage_offsets, item.lengths)]
+            values = tensor[slices(item.storage_offsets, item.lengths)]
             # A view keeps all of the piece in memory.
             values = values if 2 * wanted >= tensor.numel() else values.clone()
             into.parts[place].append((tuple(item.dest_offsets), values))
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))

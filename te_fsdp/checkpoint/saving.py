@@ -100,7 +100,12 @@ def save(
         waited = background().wait()
         writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
         handle.bytes = writing.bytes
-        problem = _copy(writing) if asynchronous else None
+        problem: Exception | None = None
+        try:
+            if asynchronous:
+                writing.copy(background().staging)
+        except Exception as error:  # out of host memory, for one; raised where all ranks hear of it
+            problem = error
 
         def complete() -> None:
             _complete(writing, handle.path, manifest, keep_last, progress, problem)
@@ -113,15 +118,6 @@ def save(
         if asynchronous:
             background().start(handle, complete, waited)
         return handle
-
-
-def _copy(writing: Writing) -> Exception | None:
-    """Copy what this rank writes to the host. What goes wrong is raised where all ranks hear of it."""
-    try:
-        writing.copy(background().staging)
-    except Exception as error:  # out of host memory, for one
-        return error
-    return None
 
 
 class _Collected:

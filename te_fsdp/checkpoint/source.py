@@ -36,9 +36,8 @@ from te_fsdp.checkpoint.manifest import (
 )
 from te_fsdp.checkpoint.model_state import tied_names
 from te_fsdp.checkpoint.portable import dcp
-from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents
-from te_fsdp.checkpoint.portable.experts import stack_experts
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
+from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
 from te_fsdp.checkpoint.reading import Rectangle, Staged, read_stored, rectangle
 from te_fsdp.errors import CheckpointError, shorten
@@ -128,9 +127,7 @@ def _fill_piece(tensor: Lazy, piece: Piece) -> None:
         target.copy_(tensor.whole().reshape(()))
         return
     begin, end = piece.offsets[0], piece.offsets[0] + target.shape[0]
-    columns = tuple(
-        slice(at, at + size) for at, size in zip(piece.offsets[1:], target.shape[1:], strict=True)
-    )
+    columns = slices(piece.offsets[1:], target.shape[1:])
     for first, last in tensor.blocks():
         low, high = max(first, begin), min(last, end)
         if low < high:

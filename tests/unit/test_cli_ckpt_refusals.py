@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.directory import new_directory, new_file
+from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.cli.main import main
@@ -69,13 +69,16 @@ def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    for make, target in ((new_file, tmp_path / "f"), (new_directory, tmp_path / "d")):
+    for is_file, target in ((True, tmp_path / "f"), (False, tmp_path / "d")):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="half"), make(target, force=True) as temporary:
+            with (
+                pytest.raises(RuntimeError, match="half"),
+                new_directory(target, force=True, is_file=is_file) as temporary,
+            ):
                 (temporary / "x" if temporary.is_dir() else temporary).write_text("half")
                 raise RuntimeError("half")
             if not target.exists():
-                with make(target) as temporary:
+                with new_directory(target, is_file=is_file) as temporary:
                     (temporary / "x" if temporary.is_dir() else temporary).write_text("whole")
         assert (target / "x" if target.is_dir() else target).read_text() == "whole"
     assert listing(tmp_path) == {"f", "d"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import new_directory, new_file
+from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.manifest import STACKS_EXPERTS, Tick, write_manifest
 from te_fsdp.checkpoint.portable.contents import (
     MANIFEST_KEY,
@@ -20,9 +20,10 @@ from te_fsdp.checkpoint.portable.contents import (
     portable_name,
     portable_text,
     resolve,
+    split_experts,
+    stack_experts,
 )
-from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
-from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, cast, total_bytes
+from te_fsdp.checkpoint.portable.lazy import InMemory, Lazy, cast
 from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
 from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
 from te_fsdp.checkpoint.portable.state_dicts import (
@@ -162,7 +163,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
-    with new_directory(target, force=force, needed=total_bytes(contents.tensors)) as folder:
+    with new_directory(target, force=force, needed=contents.bytes) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
         write_manifest(folder, manifest)
     return sorted(manifest.files)
@@ -178,9 +179,9 @@ def write_safetensors(
     """
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
-    needed = total_bytes(tensors)
+    needed = contents.bytes
     if target.suffix == ".safetensors":
-        with new_file(target, force=force, needed=needed) as file:
+        with new_directory(target, force=force, needed=needed, is_file=True) as file:
             write_file(file, tensors, metadata, tick)
         return [target.name]
     with new_directory(target, force=force, needed=needed) as folder:
@@ -214,7 +215,7 @@ def write_pt(
         optimizer = optimizer_state_dict(contents)
         if optimizer is not None:
             objects["optimizer"] = optimizer
-    with new_file(target, force=force, needed=total_bytes(contents.tensors)) as file:
+    with new_directory(target, force=force, needed=contents.bytes, is_file=True) as file:
         write_torch(file, objects, tick)
     return [target.name]
 

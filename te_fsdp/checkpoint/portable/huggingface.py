@@ -22,8 +22,13 @@ from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
-from te_fsdp.checkpoint.portable.contents import Contents, describe, empty_manifest
-from te_fsdp.checkpoint.portable.experts import split_experts, stack_experts
+from te_fsdp.checkpoint.portable.contents import (
+    Contents,
+    describe,
+    empty_manifest,
+    split_experts,
+    stack_experts,
+)
 from te_fsdp.checkpoint.portable.huggingface_config import (
     Architecture,
     first_given,

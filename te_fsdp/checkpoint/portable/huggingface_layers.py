@@ -274,8 +274,8 @@ def check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str,
         owned.fqn
         for owned in owned_parameters(model)
         if (owned.fqn in gated or f"{owned.fqn}0" in gated)
-        and owned.info().rule.shard_dim == int(owned.is_grouped)
-        and owned.info().at.tp_size > 1
+        and owned.info.rule.shard_dim == int(owned.is_grouped)
+        and owned.info.at.tp_size > 1
     ]
     problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
     if problems:

@@ -340,7 +340,8 @@ class WeightMap:
             mine: list[dict[str, Lazy]] = []
             for group in batch:
                 names = group.form(te=not to_te).names
-                mine.append({name: _lazy(source[name]) for name in names if name in source})
+                found_here = {name: source[name] for name in names if name in source}
+                mine.append({n: t if isinstance(t, Lazy) else InMemory(t) for n, t in found_here.items()})
             # Zeros that are made up get the dtype of what comes before.
             kind = dtype or _common_dtype(mine[0]) or kind
             shapes = batch[0].form(te=to_te).shapes(batch[0].parts)
@@ -442,7 +443,3 @@ def _unusable(tensor: torch.Tensor | Lazy) -> str | None:
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         return f"of {tensor.dtype}"
     return None
-
-
-def _lazy(tensor: torch.Tensor | Lazy) -> Lazy:
-    return tensor if isinstance(tensor, Lazy) else InMemory(tensor)

@@ -29,7 +29,14 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, TeNames, check_fits, parameter_names
 from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
-from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy, total_bytes, with_remainders
+from te_fsdp.checkpoint.portable.lazy import (
+    Computed,
+    InMemory,
+    Lazy,
+    slices,
+    total_bytes,
+    with_remainders,
+)
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
@@ -95,7 +102,7 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
 
 
 def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
-    info, main = owned.info(), main_weight(optimizer, owned.parameter)
+    info, main = owned.info, main_weight(optimizer, owned.parameter)
     shape, dtype = info.original_shape, owned.parameter.dtype
     if main is not None and main.dtype != torch.int16:
         assert optimizer is not None
@@ -277,9 +284,8 @@ class Exchange:
             about = {name: self.told[name] for _, name, _ in receives}
             self.here = {name: torch.empty(one.shape, dtype=one.values) for name, one in about.items()}
         for part, (_, name, (offsets, sizes)) in zip(came.split(into), receives, strict=True):
-            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             # A copy, since views of other dtypes must begin at a multiple of their size.
-            self.here[name][box] = part.clone().view(self.told[name].values).view(sizes)
+            self.here[name][slices(offsets, sizes)] = part.clone().view(self.told[name].values).view(sizes)
 
     def _bytes_of(self, name: str, n: int) -> torch.Tensor:
         value = self.shares[name].read(n).to(self.told[name].values)

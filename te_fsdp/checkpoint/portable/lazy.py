@@ -29,6 +29,7 @@ __all__ = [
     "Stored",
     "cast",
     "read_bytes",
+    "slices",
     "total_bytes",
     "with_remainders",
 ]
@@ -94,6 +95,11 @@ class Lazy:
     def shape_of(self, first: int, last: int) -> tuple[int, ...]:
         """Shape of some rows."""
         return (last - first, *self.shape[1:]) if self.shape else ()
+
+
+def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Index of a rectangle."""
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
@@ -315,9 +321,10 @@ class Chunked(Lazy):
         for offsets, piece in self.chunks:
             begin, end = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
             if begin < end and math.prod(piece.shape):
-                place = [slice(begin - first, end - first)]
-                place += [slice(at, at + n) for at, n in zip(offsets[1:], piece.shape[1:], strict=True)]
-                result[tuple(place)] = piece.rows(begin - offsets[0], end - offsets[0])
+                columns = slices(offsets[1:], piece.shape[1:])
+                result[(slice(begin - first, end - first), *columns)] = piece.rows(
+                    begin - offsets[0], end - offsets[0]
+                )
         return result
 
     def select(self, index: int) -> Lazy:

@@ -25,9 +25,9 @@ from te_fsdp.checkpoint.portable.contents import (
     empty_manifest,
     from_portable,
     portable_name,
+    stack_experts,
 )
 from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
-from te_fsdp.checkpoint.portable.experts import stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
