@@ -88,7 +88,6 @@ class Conversion:
             (part.place, box.original, box.sizes, part.where(box))
             for part in self.owned.parts()
             for box in part.boxes
-            if math.prod(box.sizes)
         ]
 
     def _covering(
