@@ -24,7 +24,15 @@ MAX_FUNCTION_LINES = 60
 TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_patches.py")
 TE_DOORS = tuple(
     f"te_fsdp/{name}.py"
-    for name in ("_te", "_te_delayed", "_te_attention", "_te_formats", "_te_grouped", "_te_patches", "_te_pickles")
+    for name in (
+        "_te",
+        "_te_delayed",
+        "_te_attention",
+        "_te_formats",
+        "_te_grouped",
+        "_te_patches",
+        "_te_pickles",
+    )
 )
 EMULATION = "te_fsdp/emulation/"
 
