@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,18 +101,10 @@ def save(
         waited = background().wait()
         writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
         handle.bytes = writing.bytes
-        problem: Exception | None = None
-        try:
-            if asynchronous:
-                writing.copy(background().staging)
-        except Exception as error:  # out of host memory, for one; raised where all ranks hear of it
-            problem = error
-
-        def complete() -> None:
-            _complete(writing, handle.path, manifest, keep_last, progress, problem)
-            _log.info("saved %s in %.2f s", handle.path, time.perf_counter() - began)
-
-        if not asynchronous:
+        complete = partial(_complete, writing, handle.path, manifest, keep_last, progress, began)
+        if asynchronous:
+            writing.copy(background().staging)
+        else:
             complete()
             handle.finish()
         handle.stall = time.perf_counter() - began
@@ -248,7 +241,7 @@ def _complete(
     manifest: Manifest,
     keep_last: int | None,
     progress: bool | None,
-    problem: Exception | None,
+    began: float,
 ) -> None:
     """Write, list the files, make the checkpoint visible; or raise what has gone wrong on a rank before.
 
@@ -257,8 +250,6 @@ def _complete(
     ranks, hidden = writing.ranks, []
 
     def mine() -> tuple[Any, dict[str, Listed]]:
-        if problem is not None:
-            raise problem
         draw = bool(progress) and ranks.rank == 0
         with (
             directories.telling_full(target, writing.bytes),
@@ -292,3 +283,4 @@ def _complete(
             directories.discard(writing.path)
     for path in hidden:
         directories.remove(path)
+    _log.info("saved %s in %.2f s", target, time.perf_counter() - began)

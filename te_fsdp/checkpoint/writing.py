@@ -120,6 +120,7 @@ class Writing:
         writer: DCP's.
         copies: What is written instead: items of the plan with their rows on the host.
         tick: Told the bytes of each block.
+        problem: What went wrong when they were copied.
     """
 
     ranks: Ranks
@@ -130,6 +131,7 @@ class Writing:
     writer: SummingWriter
     copies: Iterable[tuple[list[WriteItem], torch.Tensor]] | None = None
     tick: Tick = silent
+    problem: Exception | None = None
 
     @property
     def bytes(self) -> int:
@@ -137,9 +139,15 @@ class Writing:
         return sum(block.bytes for block in self.tensors)
 
     def copy(self, staging: Staging) -> None:
-        """Copy what this rank writes to the host; the model's own tensors are let go. Local operation."""
-        rows = staging.copy(self.tensors)
-        self.copies = [(block.keys, copy) for block, copy in zip(self.tensors, rows, strict=True)]
+        """Copy what this rank writes to the host; the model's own tensors are let go. Local operation.
+
+        What goes wrong is raised by :meth:`write`, where all ranks hear of it.
+        """
+        try:
+            rows = staging.copy(self.tensors)
+            self.copies = [(block.keys, copy) for block, copy in zip(self.tensors, rows, strict=True)]
+        except Exception as error:  # out of host memory, for one
+            self.problem = error
         self.tensors = []
 
     def blocks(self, plan: SavePlan) -> Iterator[tuple[list[WriteItem], torch.Tensor]]:
@@ -161,6 +169,8 @@ class Writing:
         Returns:
             DCP's results, none if they are known; and what the manifest lists of each file.
         """
+        if self.problem is not None:
+            raise self.problem
         self.tick = tick
         results = self.writer.write_data(self.plan.part, self).value()
         places = [(result.index, result.storage_data.offset) for result in results]
