@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.gathers import release_params as release_params
     from te_fsdp.sharding.gathers import start_param_gather as start_param_gather
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from te_fsdp.sharding.graphed import graphed_step as graphed_step
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.nan_report import report_nan as report_nan
@@ -66,6 +67,7 @@ _HOMES = {
     "check_optimizer": "te_fsdp.sharding.optimizer",
     "set_collective_timeout": "te_fsdp.all_ranks",
     # training
+    "graphed_step": "te_fsdp.sharding.graphed",
     "microbatch": "te_fsdp.sharding.schedule",
     "no_sync": "te_fsdp.sharding.schedule",
     "sync": "te_fsdp.sharding.schedule",

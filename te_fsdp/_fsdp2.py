@@ -34,6 +34,7 @@ __all__ = [
     "accumulated_gradient",
     "as_if_kept",
     "begin_again",
+    "forget_events",
     "forget_forward_order",
     "forget_unreduced",
     "gather_again",
@@ -289,6 +290,23 @@ def _forget_reductions(comm: Any) -> None:
         comm.reduce_scatter_states.clear()
     else:
         comm.reduce_scatter_state = None
+
+
+def forget_events(root: nn.Module) -> None:
+    """Forget the events that FSDP2 has kept of a tree to wait for. Local operation; nothing may be under way.
+
+    A stream that is captured must not wait for an event from before, nor any other for one that was recorded in a
+    capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
+    """
+    comm, context = _comm(root), root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    for group in (g for state in _states(root) for g in fsdp_parameter_groups(state._modules[0])):
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = None
+    comm.all_gather_state = None
+    _forget_reductions(comm)
+    if hasattr(comm, "_last_post_reduce_events"):
+        comm._last_post_reduce_events.clear()
+    context.post_optim_event = None
 
 
 def forget_forward_order(root: nn.Module) -> None:

@@ -59,6 +59,7 @@ __all__ = [
     "quantizer_for_keeping",
     "quantizer_of",
     "quantizers_of_parts",
+    "random_generators",
     "recipes",
     "recipes_in_use",
     "reduce_amax_over",
@@ -321,6 +322,14 @@ def format_of_quantizer(quantizer: Any) -> Format:
     """Format that a quantizer produces."""
     name = type(quantizer).__name__
     return next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
+
+
+def random_generators() -> list[torch.Generator]:
+    """The generators of TE's ``CudaRNGStatesTracker``, from which dropout inside of tp draws; none before TE runs."""
+    if not is_loaded():
+        return []
+    states = importlib.import_module("transformer_engine.pytorch.distributed").get_all_rng_states()
+    return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 
 def active_recipe() -> Any | None:

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "divide_factor",
     "dtensor",
     "dtensors",
+    "flatten",
     "flatten_mesh",
     "find_managed",
     "fsdp_parameter_groups",
@@ -54,7 +56,9 @@ __all__ = [
     "reduction_of",
     "shard_dim_of",
     "spec_of",
+    "step_hooks",
     "strided_shard",
+    "unflatten",
     "unflatten_mesh",
     "untraced",
     "version_of",
@@ -190,7 +194,11 @@ def dtensors(
 
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Parameter with the spec of ``like`` around ``local``; ``local``'s own attributes are kept on the local object."""
-    parameter = torch.nn.Parameter(dtensor(local, like._spec), requires_grad=requires_grad)
+    spec = like._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        # Operations on DTensors go by the spec: fused optimizers refuse groups whose specs say several dtypes.
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    parameter = torch.nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
     # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
     parameter._local_tensor = local  # type: ignore[missing-attribute]
     return parameter
@@ -222,6 +230,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
+    tables: list[dict[Any, Callable[..., Any]]] = [
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    ]
+    return [hook for table in tables for hook in table.values()]
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
@@ -235,6 +254,20 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def backward_id() -> int:
     """A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id()
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """What lies in nested tuples, lists and dictionaries, and how it lies there (``torch.utils._pytree``)."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """The opposite of :func:`flatten`."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, structure)
 
 
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:

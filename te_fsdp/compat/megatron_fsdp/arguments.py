@@ -61,7 +61,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "disable_symmetric_registration": _REGISTERED,
     "enable_fine_grained_param_gather": "name smaller modules in fsdp_unit_modules",
     "use_decoupled_grad": "FusedAdam reads .grad, which has main_grads_dtype",
-    "cuda_graph_mode": "FSDP2 supports no graph of a whole iteration before torch 2.15",
+    "cuda_graph_mode": "a whole step is recorded by te_fsdp.graphed_step, which needs nothing of the model",
 }
 
 

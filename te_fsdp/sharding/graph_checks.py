@@ -1,0 +1,207 @@
+"""What a recorded step depends on beside its inputs, and what stands in a recording's way.
+
+Snapshot         parameters, optimizer state and buffers by object and address; settings by value
+LearningRates    of each of the optimizer's groups, on the device: a recording reads them there
+why_not, why_step_runs_eagerly    reasons, in words for the log
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters
+from te_fsdp.sharding.comm import comm_of
+from te_fsdp.sharding.state import ShardingState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+__all__ = ["LearningRates", "Snapshot", "why_not", "why_step_runs_eagerly"]
+
+
+# ----------------------------------------------------------------------------------------------------- what has changed
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where the data of a tensor lie: of a quantized one each of its buffers."""
+    local = _torch.local_of(tensor)
+    if _te.is_quantized(local):
+        return tuple([buffer.data_ptr() for buffer in _te.values_of(local)])
+    return (local.data_ptr(),)
+
+
+class Snapshot:
+    """What a recording of a model's step was made with; taken between steps, while weights are sharded.
+
+    Args:
+        state: The model's.
+        optimizer: The one whose step was recorded too; ``None`` if it was not.
+    """
+
+    def __init__(self, state: ShardingState, optimizer: Optimizer | None) -> None:
+        self._state, self._optimizer = state, optimizer
+        self._modules = [(m, tuple(m._modules.values()), m.training) for m in state.model.modules()]
+        self._held: list[tuple[dict[Any, Any], Any, torch.Tensor, tuple[int, ...], bool]] = []
+        for module, _, _ in self._modules:
+            self._watch(module._parameters)
+            self._watch(module._buffers)
+            # Delayed scaling's scales and histories, which no buffer of the module holds.
+            for recipe_state in (_te_delayed.delayed_states(module) or {}).values():
+                self._watch(vars(recipe_state))
+        # By parameter and name: the dictionaries in between are made anew when state dicts are taken.
+        self._states = [
+            (parameter, name, tensor, _addresses(tensor))
+            for parameter, kept in (optimizer.state if optimizer is not None else {}).items()
+            for name, tensor in kept.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+        self._groups, self._settings = self._grouped(), self._set()
+
+    def _watch(self, owner: dict[Any, Any]) -> None:
+        for key, tensor in owner.items():
+            if isinstance(tensor, torch.Tensor):
+                self._held.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
+
+    def changed(self) -> str:
+        """What is no longer as it was, in words; empty if nothing is. Local operation."""
+        if any(
+            m.training != training or tuple(m._modules.values()) != children
+            for m, children, training in self._modules
+        ):
+            return "a module, or a module's training mode"
+        for owner, key, tensor, addresses, trained in self._held:
+            if owner.get(key) is not tensor or tensor.requires_grad != trained:
+                return f"{key} is another tensor, or frozen otherwise"
+            if _addresses(tensor) != addresses:
+                return f"{key} lies elsewhere"
+        for parameter, name, tensor, addresses in self._states:
+            kept = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
+            if kept is not tensor or _addresses(tensor) != addresses:
+                return f"{name} of the optimizer's state is another tensor"
+        if self._grouped() != self._groups:
+            return "the optimizer's parameters or options"
+        return "" if self._set() == self._settings else "a setting of te_fsdp, or hooks of the optimizer"
+
+    def _grouped(self) -> list[Any]:
+        """Parameters and options of the optimizer, but for learning rates."""
+        found: list[Any] = []
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            found.append([id(parameter) for parameter in group["params"]])
+            found += [
+                (name, _torch.local_of(value).data_ptr() if isinstance(value, torch.Tensor) else value)
+                for name, value in group.items()
+                if name not in ("params", "lr")
+            ]
+        return found
+
+    def _set(self) -> list[Any]:
+        comm, report = comm_of(self._state.model), self._state.nan_report
+        wire = None if comm is None else (comm.dtype, comm.fp32_sum)
+        hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
+        return [self._state.pace, wire, id(report), None if report is None else report.action, hooks]
+
+
+# ------------------------------------------------------------------------------------------------------ learning rates
+
+
+class LearningRates:
+    """An optimizer's learning rates as tensors on the device, which its recorded step reads.
+
+    The groups keep what the user, or a scheduler, puts into them: numbers or tensors.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where its step runs.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._rates: list[tuple[torch.Tensor, Any]] = []
+
+    def take(self) -> None:
+        """Bring the rates that the groups have now. Local operation; enqueues a kernel for each that has changed."""
+        groups = self._optimizer.param_groups
+        for place, group in enumerate(groups):
+            value = group["lr"]
+            if place == len(self._rates):
+                dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
+                self._rates.append((torch.empty((), dtype=dtype, device=self._device), None))
+            rate, known = self._rates[place]
+            if isinstance(value, torch.Tensor):
+                rate.copy_(value.detach().reshape(()), non_blocking=True)  # it may be changed in place
+            elif value != known:
+                rate.fill_(value)
+                self._rates[place] = rate, value
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the context the groups have these tensors."""
+        groups = self._optimizer.param_groups
+        kept = [group["lr"] for group in groups]
+        for group, (rate, _) in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, kept, strict=True):
+                group["lr"] = value
+
+
+# -------------------------------------------------------------------------------------------------------------- reasons
+
+
+def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
+    """Why a step cannot be recorded at all; empty if nothing is known against it. Local operation.
+
+    Args:
+        optimizer: Of the step.
+        leaves: What the step is given, flattened.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        return "an input requires a gradient, which a recording does not hand back"
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is not None and stand_ins.cuts:
+        why = why_step_runs_eagerly(optimizer)
+        if why:
+            return f"gradients that are averaged in the optimizer's step, which runs eagerly: {why}"
+    return ""
+
+
+def why_step_runs_eagerly(optimizer: Optimizer) -> str:
+    """Why the step of an optimizer cannot be recorded; empty if nothing is known against it. Local operation."""
+    name = type(optimizer).__name__
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is not None and stand_ins.overlaps:
+        return "shard_optimizer(overlap_gather=True) lets new weights arrive after the step"
+    foreign = [hook for hook in _torch.step_hooks(optimizer) if not _is_ours(hook)]
+    if foreign:
+        return f"{name} has a hook that a recording would not call ({getattr(foreign[0], '__name__', foreign[0])})"
+    if _te.is_fused_adam(optimizer):
+        if not optimizer.capturable:  # type: ignore[missing-attribute]
+            return "FusedAdam was built without capturable=True"
+        replaced = stand_ins is not None and stand_ins.cuts
+        if not replaced and any(True for _ in quantized_parameters(optimizer)):
+            return (
+                "FusedAdam cannot be captured over quantized weights; torch.optim.AdamW(fused=True, "
+                "capturable=True) with te_fsdp.main_weights can"
+            )
+        return ""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.SGD):
+        plain = any(not group.get("fused") for group in groups)
+        return "SGD reads its learning rate on the host unless it is built with fused=True" if plain else ""
+    if not all("capturable" in group for group in groups):
+        return f"{name} has no option capturable"
+    return "" if all(group["capturable"] for group in groups) else f"{name} was built without capturable=True"
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is te_fsdp's, and so written to be recorded."""
+    return str(getattr(hook, "__module__", "")).startswith("te_fsdp.")

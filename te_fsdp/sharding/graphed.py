@@ -1,0 +1,425 @@
+"""``graphed_step``: a training step recorded into CUDA graphs once, and replayed from then on.
+
+    gradients    forward and backward of all microbatches, reductions, the norm and clipping      one graph
+    update       the optimizer's step, with main weights and quantization                         another, or eager
+
+The first calls run eagerly, on the stream of the recording. The graphs hold what the device did; of what Python did
+besides, this runs again around each replay:
+
+    before       inputs and learning rates are copied into place; kept weights are released; a look at whether the model
+                 and the optimizer are those of the recording
+    between      ``report_nan`` is asked, so that an error leaves weights as they are
+    after        versions of parameters are counted up; outputs are copied
+
+and this is what a recording rests on, since it is the same in each step: sync modes and ``told`` counters (compared
+with each other, and advanced by eager steps alone), the order and number of microbatches, FSDP2's own bookkeeping (as
+after any complete step), the exchanges over the CPU by which ranks agree on orders of reductions (agreed once).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from te_fsdp import _fsdp2, _torch
+from te_fsdp.agree import maximum
+from te_fsdp.all_ranks import collective_call
+from te_fsdp.sharding.gathers import release_params
+from te_fsdp.sharding.grad_norm import clip_grad_norm_
+from te_fsdp.sharding.graph_capture import Inputs, Recorder, Replay, Signature, recorder_for
+from te_fsdp.sharding.graph_checks import LearningRates, Snapshot, why_not, why_step_runs_eagerly
+from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.outer_gradients import finish_averages
+from te_fsdp.sharding.reductions import require_reduced, zero_grad
+from te_fsdp.sharding.state import refuse_in_backward, required_state
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["GraphedStep", "StepOutput", "graphed_step"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("te_fsdp")
+
+#: How many kinds of inputs are recorded, and how often something is recorded anew: loops that change more run eagerly.
+MOST_KINDS, MOST_RECORDINGS = 4, 16
+
+
+class StepOutput(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+        output: What the function has returned, tensors detached: copies that the next step leaves alone.
+        grad_norm: The gradients' norm before clipping, float32 scalar; ``None`` without ``max_norm``.
+    """
+
+    output: Any
+    grad_norm: torch.Tensor | None
+
+
+def graphed_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    forward_backward: Callable[..., Any],
+    *,
+    max_norm: float | None = None,
+    warmup: int = 3,
+    generators: Iterable[torch.Generator] = (),
+) -> GraphedStep:
+    """Make a training step that is recorded into CUDA graphs and replayed: the host then issues a handful of calls.
+
+    ``forward_backward`` runs forward and backward of all microbatches of a step, as a loop would; the step then
+    completes reductions, clips, steps the optimizer and clears gradients. A step begins without gradients: those left
+    from before are dropped. The first ``warmup`` calls run eagerly, the next one records and replays. Values are those
+    of the eager loop bit for bit, with one exception: the learning rate of a recorded optimizer is a float32 tensor.
+
+    A recording holds while all is as it was but the values of tensors. Inputs with other shapes, dtypes, structure or
+    other values that are not tensors run eagerly once and are then recorded beside the first; a replaced or moved
+    parameter, buffer or optimizer state (loading in place replaces none), another training mode, other options of the
+    optimizer but the learning rate, ``report_nan``, ``grad_comm`` or ``set_auto_sync`` in another state: recorded anew.
+    What the function takes from elsewhere than its arguments, such as a recipe in a closure, is that of the recording:
+    pass it as an argument, or call :meth:`GraphedStep.forget`. Tensors on the CPU are handed to the function on the
+    model's device.
+
+    What cannot be recorded runs eagerly, and one line in the log says why: all steps on the CPU; the optimizer's step
+    alone where an optimizer reads the host (built without ``capturable=True``, TE's FusedAdam over quantized weights,
+    hooks of other libraries); all steps where the capture fails, for example since the function reads a value of the
+    device.
+
+    Collective over the model's ranks when it records: a meeting, and three all-reduces of one integer. All ranks must
+    call it as often, and meet new kinds of inputs in the same call. Otherwise collectives are those of the function
+    and of the optimizer.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on, materialised. Call this before the model's
+            first backward: a capture fails where autograd has seen the model on another stream.
+        optimizer: Over the model's parameters, with main weights and sharded states as it shall have them.
+        forward_backward: Gets the arguments of each call; runs forward and backward, of microbatches in
+            :func:`te_fsdp.microbatch`, and returns losses or what else is wanted: tensors in tuples, lists and
+            dictionaries. Neither steps nor clears gradients. It may scale them by a tensor.
+        max_norm: Clip all gradients by :func:`te_fsdp.clip_grad_norm_`.
+        warmup: Eager calls before the first recording, at least 1.
+        generators: Generators of the device that the function draws from, besides the device's own and those of TE's
+            tracker.
+
+    Returns:
+        The step: call it with the arguments of ``forward_backward``.
+
+    Raises:
+        OrderError: A model without sharding state; an optimizer that holds other parameters than the model's.
+        ValueError: ``warmup`` or ``max_norm`` out of range.
+    """
+    required_state(model, "graphed_step")
+    if warmup < 1:
+        raise ValueError(f"graphed_step: warmup must be at least 1, got {warmup}")
+    if max_norm is not None and (math.isnan(max_norm) or max_norm < 0):
+        raise ValueError(f"graphed_step: max_norm must be a number of at least 0, got {max_norm}")
+    check_optimizer(model, optimizer)
+    return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators))
+
+
+@dataclass
+class _Recording:
+    """A step that was recorded for one kind of inputs.
+
+    Attributes:
+        signature: Of the inputs.
+        inputs: Where they are read.
+        gradients: Forward, backward, reductions.
+        output: What the function has returned, and the norm: written anew by each replay.
+        trained: Parameters that got gradients.
+        held: Their gradients, where somebody reads them between the graphs; else empty.
+        microbatches: How many ``report_nan`` has counted.
+        update: The optimizer's step; ``None`` where it runs eagerly.
+    """
+
+    signature: Signature
+    inputs: Inputs
+    gradients: Replay
+    output: StepOutput
+    trained: list[torch.Tensor]
+    held: list[torch.Tensor]
+    microbatches: int
+    update: Replay | None = None
+
+
+class GraphedStep:
+    """A training step of :func:`graphed_step`.
+
+    Attributes:
+        why_eager: Why steps are not recorded; empty while nothing stands in the way.
+        why_step_eager: Why the optimizer's step is not part of what is recorded; empty while nothing stands in the way.
+        recordings: How often a step was recorded.
+        replays: How many steps were replayed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        forward_backward: Callable[..., Any],
+        max_norm: float | None,
+        warmup: int,
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        self.why_eager = self.why_step_eager = self._no_update = ""
+        self.recordings = self.replays = self._steps = 0
+        self._model, self._optimizer, self._call = model, optimizer, forward_backward
+        self._max_norm, self._warmup = max_norm, warmup
+        self._state = required_state(model, "graphed_step")
+        self._device = self._state.meshes.device
+        self._rates = LearningRates(optimizer, self._device)
+        self._known: list[Signature] = []
+        self._recorded: list[_Recording] = []
+        self._snapshot: Snapshot | None = None
+        self._recorder = recorder_for(self._device, generators)
+        if self._recorder is None:
+            self._run_eagerly(f"there are no CUDA graphs on {self._device.type}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """One step: forward, backward, clipping, update. Collective as these.
+
+        Args:
+            *args: Of ``forward_backward``.
+            **kwargs: Of ``forward_backward``.
+
+        Returns:
+            What it has returned, and the norm.
+
+        Raises:
+            GradientError: ``report_nan`` has seen one; nothing was updated.
+            OrderError: As the optimizer's step; a call in backward.
+        """
+        refuse_in_backward("graphed_step")
+        if self._recorder is None:
+            return self._eager(args, kwargs)
+        leaves, structure = _torch.flatten((args, kwargs))
+        with self._recorder.aside():
+            return self._aside(self._recorder, leaves, structure)
+
+    def forget(self) -> None:
+        """Drop what was recorded: the next call runs eagerly, the one after it records anew. Local operation.
+
+        For changes that te_fsdp cannot see. Call it on all ranks.
+        """
+        self._known, self._recorded, self._snapshot = [], [], None
+
+    # ----------------------------------------------------------------------------------------------------- eager steps
+
+    def _aside(self, recorder: Recorder, leaves: list[Any], structure: Any) -> StepOutput:
+        """A step on the recorder's stream."""
+        self._state.arrivals.wait()
+        if self._state.gathers or self._state.gathered():
+            release_params(self._model)  # of an evaluation: a replay would leave it stale
+        if self._snapshot is not None and (what := self._snapshot.changed()):
+            _log.info("graphed_step: recorded anew, since this has changed: %s", what)
+            self.forget()
+        signature = Signature.of(leaves, structure)
+        found = next((r for r in self._recorded if r.signature.fits(signature)), None)
+        if (found is not None and found.update is not None) or (
+            found is None and self._step_can_be_recorded()
+        ):
+            self._rates.take()
+        if found is None and self._may_record(signature):
+            found = self._record(recorder, signature, Inputs(leaves, structure, self._device), leaves)
+        if found is not None:
+            return self._replay(found, leaves)
+        tensors = (isinstance(leaf, torch.Tensor) for leaf in leaves)
+        there = [
+            x.to(self._device, non_blocking=True) if t else x for t, x in zip(tensors, leaves, strict=True)
+        ]
+        args, kwargs = _torch.unflatten(there, structure)
+        output = self._eager(args, kwargs)
+        self._steps += 1
+        if not self._has_run(signature):
+            self._known = [*self._known[1 - MOST_KINDS :], signature]
+        return output
+
+    def _eager(self, args: Any, kwargs: Any) -> StepOutput:
+        zero_grad(self._model)
+        output, norm = self._gradients(args, kwargs)
+        return StepOutput(output, self._update(norm))
+
+    def _gradients(self, args: Any, kwargs: Any) -> StepOutput:
+        """Forward and backward, until nothing is under way on other streams."""
+        leaves, structure = _torch.flatten(self._call(*args, **kwargs))
+        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        require_reduced(self._state, "graphed_step")
+        finish_averages(self._state.parameters().values())
+        # With report_nan it waits: a norm asks for what was seen, on the host.
+        norm = self._clip() if self._state.nan_report is None else None
+        return StepOutput(_torch.unflatten(leaves, structure), norm)
+
+    def _clip(self) -> torch.Tensor | None:
+        return None if self._max_norm is None else clip_grad_norm_(self._model, self._max_norm)
+
+    def _update(self, norm: torch.Tensor | None) -> torch.Tensor | None:
+        """Clipping, unless that is done, and the optimizer's step; leaves no gradients."""
+        norm = self._clip() if norm is None else norm
+        with nullcontext() if self._recorder is None or self.why_step_eager else self._rates.in_place():
+            self._optimizer.step()
+        zero_grad(self._model)
+        return norm
+
+    def _run_eagerly(self, why: str) -> None:
+        """From now on; says so once."""
+        self.why_eager = why
+        self.forget()
+        _log.warning("graphed_step: steps run eagerly: %s", why)
+
+    def _step_can_be_recorded(self) -> bool:
+        """Whether the optimizer's step can be; says once why not."""
+        why = self._no_update or why_step_runs_eagerly(self._optimizer)
+        if why and why != self.why_step_eager:
+            _log.warning("graphed_step: the optimizer's step runs eagerly, beside the graph: %s", why)
+        self.why_step_eager = why
+        return not why
+
+    # ------------------------------------------------------------------------------------------------------- recording
+
+    def _has_run(self, signature: Signature) -> bool:
+        return any(known.fits(signature) for known in self._known)
+
+    def _may_record(self, signature: Signature) -> bool:
+        """Whether a kind of inputs is to be recorded now: one that has run, after the first steps."""
+        if self.why_eager or self._steps < self._warmup or not self._has_run(signature):
+            return False
+        if len(self._recorded) == MOST_KINDS:
+            self._run_eagerly(
+                f"inputs of more than {MOST_KINDS} kinds (shapes, dtypes, or values beside tensors)"
+            )
+        elif self.recordings == MOST_RECORDINGS:
+            self._run_eagerly(
+                f"the model or the optimizer has changed after each of {MOST_RECORDINGS} recordings"
+            )
+        return not self.why_eager
+
+    def _record(
+        self, recorder: Recorder, signature: Signature, inputs: Inputs, leaves: list[Any]
+    ) -> _Recording | None:
+        """Record a step, or find out on all ranks that it cannot be. Collective over the model's ranks."""
+        with collective_call("graphed_step", self._state.meshes.device_mesh):
+            why = why_not(self._optimizer, leaves)
+            if self._any(bool(why)):
+                self._run_eagerly(why or "another rank cannot record its step")
+                return None
+            recording = self._record_gradients(recorder, signature, inputs)
+            if recording is not None and self._step_can_be_recorded():
+                self._record_update(recorder, recording)
+            self._settle()
+        if recording is None:
+            return None
+        if recording.update is not None and self._state.nan_report is None:
+            recording.held = []
+        self._recorded.append(recording)
+        self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
+        self.recordings += 1
+        _log.info(
+            "graphed_step: recorded, %s", "without the optimizer" if recording.update is None else "whole"
+        )
+        return recording
+
+    def _record_gradients(
+        self, recorder: Recorder, signature: Signature, inputs: Inputs
+    ) -> _Recording | None:
+        """The first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
+        args, kwargs = inputs.arguments()
+        zero_grad(self._model)
+        self._settle()
+        report = self._state.nan_report
+        if report is not None:
+            report.forget()
+        made, failure = _attempt(recorder, lambda: self._gradients(args, kwargs))
+        if self._any(made is None) or made is None:
+            self._settle()
+            self._run_eagerly(_cause(failure))
+            return None
+        replay, output = made
+        trained = [p for p in self._state.parameters().values() if p.grad is not None]
+        held = [p.grad for p in trained if p.grad is not None]
+        count = 0 if report is None else report.microbatch
+        return _Recording(signature, inputs, replay, output, trained, held, count)
+
+    def _record_update(self, recorder: Recorder, recording: _Recording) -> None:
+        """The second graph, unless it fails on any rank. Collective over the model's ranks."""
+        report = self._state.nan_report
+        if report is not None:
+            report.check()  # asked now, it is not asked in the recording
+        output, norm = recording.output
+        made, failure = _attempt(recorder, lambda: self._update(norm))
+        if self._any(made is None) or made is None:
+            self._no_update = _cause(failure)
+            self._step_can_be_recorded()  # says so
+            return
+        recording.update, clipped = made
+        recording.output = StepOutput(output, clipped)
+
+    def _settle(self) -> None:
+        """Leave nothing of a recording, or of the step before one, that a stream could wait for."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).synchronize(self._device)
+        for root in self._state.roots():
+            _fsdp2.forget_events(root)
+        zero_grad(self._model)
+        if self._state.gathered():
+            release_params(self._model)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether any of the model's ranks says so. Collective over them: one all-reduce of one integer."""
+        seen = torch.tensor(flag, dtype=torch.int32, device=self._device)
+        maximum(seen, self._state.meshes.device_mesh)
+        return bool(seen)
+
+    # -------------------------------------------------------------------------------------------------------- replaying
+
+    def _replay(self, recording: _Recording, leaves: list[Any]) -> StepOutput:
+        """One step of a recording."""
+        report, norm = self._state.nan_report, recording.output.grad_norm
+        if report is not None:
+            report.forget()
+        recording.inputs.take(leaves)
+        recording.gradients.replay()
+        for parameter, gradient in zip(recording.trained, recording.held, strict=False):
+            parameter.grad = gradient
+        if report is not None:
+            report.microbatch = recording.microbatches
+            report.check()
+        if recording.update is not None:
+            recording.update.replay()
+            increment_version(recording.trained)
+        else:
+            norm = self._clip() if norm is None else norm
+            self._optimizer.step()
+        for parameter in recording.trained if recording.held else ():
+            parameter.grad = None
+        if report is not None:
+            report.forget()
+        self.replays += 1
+        found, structure = _torch.flatten(tuple(recording.output._replace(grad_norm=norm)))
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        return StepOutput(*_torch.unflatten(copies, structure))
+
+
+def _attempt(recorder: Recorder, call: Callable[[], T]) -> tuple[tuple[Replay, T] | None, Exception | None]:
+    """What was recorded, or what the function or the recording has raised."""
+    try:
+        return recorder.record(call), None
+    except Exception as error:
+        return None, error  # whatever it is: the step runs eagerly then, and raises what is wrong with it
+
+
+def _cause(failure: Exception | None) -> str:
+    """Why a recording has failed, in one line."""
+    if failure is None:
+        return "the capture has failed on another rank"
+    lines = str(failure).splitlines() or [""]
+    return f"the capture has failed ({type(failure).__name__}: {lines[0][:200]})"

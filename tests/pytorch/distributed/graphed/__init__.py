@@ -1,0 +1,1 @@
+"""Bodies of the tests of recorded steps."""

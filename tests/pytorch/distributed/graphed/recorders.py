@@ -1,0 +1,81 @@
+"""A recorder for the CPU, which has no CUDA graphs: it remembers functions and calls them again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import harness
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Again:
+    """What was recorded. It ran when it was recorded, so that the first replay does nothing.
+
+    As in a graph, results and gradients lie where they lay the first time.
+    """
+
+    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
+        self._model, self._call, self._first = model, call, True
+        self.result = call()
+        self._gradients = self._now()
+
+    def _now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """The function once more."""
+        if self._first:
+            self._first = False
+            return
+        with torch.enable_grad():
+            result = self._call()
+        pairs = zip(tree_leaves(self.result), tree_leaves(result), strict=True)
+        for held, new in pairs:
+            if isinstance(held, torch.Tensor):
+                held.copy_(new)
+        for (parameter, held), (_, new) in zip(self._gradients, self._now(), strict=True):
+            if type(held) is type(parameter):  # those of HFSDP refuse to be touched, and nobody reads them
+                held.copy_(new)
+                parameter.grad = held
+
+
+class AgainRecorder:
+    """Records on the CPU.
+
+    Attributes:
+        failing: Number of the recording that fails, from 0; on this rank.
+        recorded: How many were made.
+    """
+
+    def __init__(self, model: nn.Module, failing: int = -1) -> None:
+        self._model, self.failing, self.recorded = model, failing, 0
+
+    def aside(self) -> Any:
+        """Nothing: there are no streams."""
+        return contextlib.nullcontext()
+
+    def record(self, call: Callable[[], Any]) -> tuple[Again, Any]:
+        """Run the function, to be run again by replays."""
+        again = Again(self._model, call)  # also where it fails: the other ranks wait for its collectives
+        self.recorded += 1
+        if self.recorded - 1 == self.failing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return again, again.result
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module, failing: int = -1) -> Iterator[None]:
+    """Steps that are made within the context record: on the CPU by :class:`AgainRecorder`, on GPUs by themselves."""
+    from te_fsdp.sharding import graphed
+
+    if harness.device_type() != "cpu":
+        yield
+        return
+    with mock.patch.object(graphed, "recorder_for", lambda *_: AgainRecorder(model, failing)):
+        yield

@@ -1,0 +1,103 @@
+"""Recorded steps: on the CPU with a recorder that calls functions again, on GPUs with CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+from graphed import bodies
+
+CASES = {
+    "zero3": {},
+    "optim, shapes": {"strategy": "optim", "shapes": True},
+    "optim_grads": {"strategy": "optim_grads"},
+    "no_shard": {"strategy": "no_shard"},
+    "mixed": {"strategy": {"blocks.0": "optim", "blocks.1": "no_shard"}},
+    "report_nan": {"nan": True},
+    "SGD": {"optimizer": "SGD"},
+    "SGD, report_nan": {"optimizer": "SGD", "nan": True},
+    "main weights": {"bf16": True},
+    "FP8 weights": {"bf16": True, "quantized": True},
+    "FP8 weights, FusedAdam": {"bf16": True, "quantized": True, "optimizer": "FusedAdam"},
+}
+EAGER_STEP = {
+    "SGD": "SGD reads its learning rate on the host unless it is built with fused=True",
+    "SGD, report_nan": "SGD reads its learning rate on the host unless it is built with fused=True",
+    "FP8 weights, FusedAdam": "FusedAdam was built without capturable=True",
+}
+
+
+@pytest.mark.parametrize("names", [list(CASES)[:6], list(CASES)[6:]], ids=["strategies", "optimizers"])
+def test_same_bits(pool, names):
+    for facts in pool.run(bodies.same_bits, 2, cases={name: CASES[name] for name in names}, axes={}):
+        for name, (why_eager, why_step_eager, recordings, replays) in facts.items():
+            assert not why_eager, name
+            assert why_step_eager == EAGER_STEP.get(name, ""), name
+            assert (recordings, replays) == ((2, 5) if "shapes" in name else (1, 6)), name
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("axes", "case", "ranks"),
+    [
+        ({"tp": 2}, {}, 4),
+        ({"tp": 2}, {"bf16": True, "quantized": True}, 4),
+        ({"dp_replicate": 2}, {}, 2),
+        ({"dp_replicate": 2}, {"outer": "optim"}, 4),
+    ],
+    ids=["tp2", "tp2 FP8 weights", "hsdp", "hfsdp"],
+)
+def test_same_bits_on_meshes(pool, axes, case, ranks):
+    for facts in pool.run(bodies.same_bits, ranks, cases={"it": case}, axes=axes, timeout=240):
+        assert facts == {"it": ["", "", 1, 6]}
+
+
+def test_what_changes_records_anew(pool):
+    anew = {"replaced state", "option", "training mode", "frozen", "moved", "module", "watched", "pace"}
+    for found in pool.run(bodies.recorded_anew, 2, timeout=240):
+        assert len(found) == 11
+        for name, recordings in found.items():
+            assert recordings == [1, 2 if name in anew else 1], name
+
+
+@pytest.mark.cpu
+def test_reasons(pool):
+    for rank, found in enumerate(pool.run(bodies.reasons, 2, timeout=240)):
+        why, step, recordings, said = found["SGD"]
+        assert (why, recordings, said) == ("", 1, 1) and "fused=True" in step
+        assert found["FusedAdam"][1:] == ["FusedAdam was built without capturable=True", 1, 1]
+        failed = (
+            "the capture has failed (RuntimeError: operation not permitted when stream is capturing)"
+            if rank
+            else "the capture has failed on another rank"
+        )
+        assert found["gradients fail"] == [failed, "", 0, 1]
+        assert found["update fails"] == ["", failed, 1, 1]
+        assert found["hook"][1].startswith("AdamW has a hook that a recording would not call")
+        assert found["shapes"] == [
+            "inputs of more than 4 kinds (shapes, dtypes, or values beside tensors)",
+            4,
+        ]
+
+
+def test_nan_is_seen_before_the_update(pool):
+    for raised, kept, finite, recordings, replays in pool.run(bodies.watched, 2):
+        assert "rank 1 (microbatch 2)" in raised
+        assert kept and finite and (recordings, replays) == (1, 2)
+
+
+def test_evaluations_read_new_weights(pool):
+    assert pool.run(bodies.evaluations, 2) == [[False, True]] * 2
+
+
+def test_outputs_are_copies(pool):
+    assert pool.run(bodies.outputs_are_copies, 2) == [True, True]
+
+
+def test_mistakes(pool):
+    for texts in pool.run(bodies.mistakes, 2):
+        assert [text.split(":")[0] for text in texts] == [
+            "OrderError",
+            "OrderError",
+            "ValueError",
+            "ValueError",
+        ]
+        assert "warmup must be at least 1, got 0" in texts[2] and "max_norm must be" in texts[3]
