@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp.move.comm import comm_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters
-from te_fsdp.sharding.comm import comm_of
 from te_fsdp.sharding.state import ShardingState
 
 if TYPE_CHECKING:
