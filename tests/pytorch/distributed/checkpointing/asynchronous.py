@@ -49,13 +49,13 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
         spoil: Negative control: the copies are left out.
     """
     import te_fsdp
-    from te_fsdp.checkpoint import saving
+    from te_fsdp.checkpoint.writing import Writing
 
     run, outcome = Run(case, axes, seed=0), []
     run.steps(2)
-    copy = saving._copy
+    copy = Writing.copy
     if spoil:
-        saving._copy = lambda writing: None
+        Writing.copy = lambda self, staging: None
     try:
         for number in (1, 2):
             saved, written = local_state(run), threading.Event()
@@ -78,7 +78,7 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
             found = {"wrong": wrong, "tensors": len(saved), "changed": changed, "stall": handle.stall}
             outcome.append({**found, "bytes": handle.bytes, "same_loss": losses_again == losses})
     finally:
-        saving._copy = copy
+        Writing.copy = copy
     return {"saves": outcome}
 
 
