@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import KEY, Binding, binding_of
+from te_fsdp.binding import KEY, NO_SHARD, Binding, binding_of
 from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
-from te_fsdp.modules.checks import plan_modules
+from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import watch_copies
 from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
-from te_fsdp.modules.experts import Selection, register_globally
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing
 from te_fsdp.modules.replaced import replacing
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from te_fsdp.layout.experts import ExpertRange
     from te_fsdp.modules.plan import ModulePlan
 
 __all__ = ["bind", "set_device_mesh"]
@@ -171,7 +171,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     if item.experts is not None:
         binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
         binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
-        register_globally(module, item.experts)
+        _register_globally(module, item.experts)
         if single_names(module):
             assert meshes.ep_mesh is not None
             binding.experts_mesh = _experts_mesh(meshes.ep_mesh, tp_mesh, item.name)
@@ -200,6 +200,17 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
+
+
+def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
+    """Register a module's parameters under global expert indices, in the order that they have. Local operation."""
+    own = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    exempt = module.__dict__.get(NO_SHARD)
+    if isinstance(exempt, frozenset):
+        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, exempt))
+    _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})
 
 
 def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.nn.Parameter:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
 from te_fsdp.binding import binding_of
-from te_fsdp.errors import MeshError, PlacementError
+from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
-from te_fsdp.modules.divisible import check_heads
 from te_fsdp.modules.single import check_single, single_parameters
 from te_fsdp.quantized.alignment import Grid
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Meshing", "ModulePlan", "original_layouts", "plan_tree", "quantizable"]
+__all__ = ["Meshing", "ModulePlan", "check_divisible", "original_layouts", "plan_tree", "quantizable"]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
@@ -34,6 +34,15 @@ PARALLEL_KINDS = frozenset(
     }
 )
 _NORMS = ("layer_norm_weight", "layer_norm_bias")
+_HEADS = ("num_attention_heads", "num_gqa_groups")
+#: Arguments of TE's constructors that are divided by ``tp_size``. Those of linears depend on ``parallel_mode``.
+_DIVIDED = {
+    "TransformerLayer": (*_HEADS, "ffn_hidden_size"),
+    "MultiheadAttention": _HEADS,
+    "DotProductAttention": _HEADS,
+    "LayerNormMLP": ("ffn_hidden_size",),
+}
+_BY_MODE = {"column": ("out_features",), "row": ("in_features",)}
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         kind = _te.kind_of(module)
         label = name or type(module).__name__
         if kind == "DotProductAttention":
-            check_heads(module, label)
+            _check_heads(module, label)
         if kind in PARALLEL_KINDS:
             _check_tp_size(module, kind, label, tp_size)
             _check_options(module, kind, label, tp_size)
@@ -287,3 +296,54 @@ def _useless_sequence_parallel(module: Any, kind: str) -> bool:
         kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
     )
     return alone and bool(module.sequence_parallel)
+
+
+def check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if ``tp_size`` does not divide what a module of TE would cut by it. Local operation.
+
+    Args:
+        kind: Name of the class.
+        stock: TE's class.
+        args: Positional arguments of its constructor.
+        kwargs: Keywords of it; ``tp_group`` decides over ``tp_size``, as in TE.
+
+    Raises:
+        PlacementError: Names the argument.
+    """
+    try:
+        given = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
+    except TypeError:
+        return  # TE says which argument is wrong
+    given = {**given, **given.get("kwargs", {})}
+    group = given.get("tp_group")
+    tp_size = group.size() if group is not None else given.get("tp_size", 1)
+    names = _DIVIDED.get(kind, ())
+    if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        names = _BY_MODE.get(str(given.get("parallel_mode")), ())
+    for name in names:
+        size = given.get(name)
+        if isinstance(size, int) and isinstance(tp_size, int) and tp_size > 1 and size % tp_size:
+            raise PlacementError(_indivisible(kind, name, size, tp_size))
+
+
+def _check_heads(module: Any, label: str) -> None:
+    """The same of a ``DotProductAttention`` that is there: TE's rounds the number of local heads down in silence.
+
+    Raises:
+        PlacementError: Names the module.
+    """
+    for name in _HEADS:
+        size = getattr(module, name)
+        if size % module.tp_size:
+            raise PlacementError(_indivisible(label, name, size, module.tp_size))
+
+
+def _indivisible(label: str, name: str, size: int, tp_size: int) -> str:
+    fitting = [n for n in range(tp_size - 1, 0, -1) if size % n == 0]
+    return message(
+        f"{label}: {name}={size} over tp_size={tp_size}",
+        expected=f"a multiple of {tp_size}",
+        got=size,
+        why="Each tensor-parallel rank has as many of them",
+        fix=f"tp={fitting[0]}, or {name}={-(-size // tp_size) * tp_size}",
+    )

@@ -1,29 +1,41 @@
-"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone."""
+"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone.
+
+Gradients of experts come out as in one process:
+
+    one process       gradient of the mean loss over all tokens
+    dense parameter   every rank has a mean over its own tokens    -> mean over all data-parallel ranks
+    expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
+                      its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
+
+FSDP2 would divide by the number of ranks that hold the expert. It is told the other number.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
-from te_fsdp.modules.experts import Selection
+from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.replaced import replacing
 from te_fsdp.parameters import noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import reduce_unused
-from te_fsdp.sharding.experts import divide_gradients, fsdp_mesh
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_gradients import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.layout.storage import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import ModulePlan
     from te_fsdp.sharding.no_shard import Exempt
@@ -161,12 +174,63 @@ def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
         if name in plan.whole:
             continue
         unit = state.modules[name] = model.get_submodule(name)
-        options["mesh"] = fsdp_mesh(plan.meshes, unit, row)
+        options["mesh"] = _fsdp_mesh(plan.meshes, unit, row)
         if precision is not None:
             options["mp_policy"] = precision.fsdp2_policy(name)
         fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
     divide_gradients(state, plan.mp_policy)
     restore_quantized(model, stash)
+
+
+def _is_expert(module: nn.Module) -> bool:
+    """Whether a bound module's parameters are dealt out over ``ep``."""
+    binding = binding_of(module)
+    return binding is not None and binding.experts is not None
+
+
+def _fsdp_mesh(meshes: Meshes, unit: nn.Module, storage: Storage) -> DeviceMesh:
+    """What FSDP2 shards a unit over. What is added up over ``dp_replicate`` later, it shall not reduce over that."""
+    experts = _is_expert(unit)
+    if storage.gradient[0] == "P":
+        root = meshes.expert_mesh if experts and meshes.expert_mesh is not None else meshes.device_mesh
+        return root["dp_shard"]
+    return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
+
+
+def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
+    """Tell FSDP2 by what to divide gradients, where it would not know; and TE over whom experts reduce their amax.
+
+    Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
+    as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
+    gradients are divided by one if the user wants sums.
+
+    Args:
+        state: The model's.
+        policy: FSDP2's, of models without a precision policy.
+    """
+    average = state.average_gradients
+    amax = state.meshes.expert_amax
+    for binding in filter(None, map(binding_of, state.model.modules())):
+        if binding.experts is not None:
+            binding.divided, binding.amax_group = True, amax.get_group() if amax is not None else None
+    for name, unit in state.modules.items():
+        experts = _is_expert(unit)
+        if average and not experts:
+            continue
+        storage, ranks = state.units[name], 1
+        mesh = _fsdp_mesh(state.meshes, unit, storage)
+        if average:
+            ranks = state.meshes.size("dp_shard")
+            ranks *= state.meshes.size("dp_replicate") if storage.gradient[0] != "P" else 1
+        shards = mesh["dp_shard"] if mesh.ndim == 2 else mesh
+        # Over one rank FSDP2 divides fp16 gradients twice, by the factor each time (torch 2.11 to 2.13 foreach_reduce).
+        own = policy if state.precision_plan is None else state.precision_plan.fsdp2_policy(name)
+        twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, own) == torch.float16
+        factor = math.sqrt(ranks) if twice else float(ranks)
+        unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
+        if shards.size() > 1 and (not average or dist.get_backend(shards.get_group()) == "gloo"):
+            # gloo has no operation that multiplies first. On one rank FSDP2 divides without it, and with it twice.
+            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
 
 
 def _placements(modules: Iterable[ModulePlan]) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -187,19 +251,12 @@ def _drop_flat_shards(plan: ModelPlan, state: ShardingState) -> None:
 
 
 def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
-    """What FSDP2 drops when it replaces parameters: Python attributes, also where it bypasses ``__setattr__``.
-
-    And what it shall not keep: flat copies of quantized shards.
-    """
+    """What FSDP2 shall not keep, flat copies of quantized shards; then what watches the model from now on."""
     _drop_flat_shards(plan, state)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
-    for place in places_of(state.model):
-        binding = binding_of(place.owner)
-        if binding is not None:
-            binding.carry(place.name, place.parameter)
     if state.precision_plan is not None:
         state.precision_plan.install(state.model)
     reduce_unused(state.model)

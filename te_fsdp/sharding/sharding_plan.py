@@ -14,12 +14,10 @@ from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.binding import NO_SHARD, is_exempt
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
-from te_fsdp.modules.checks import plan_modules
-from te_fsdp.modules.experts import Selection
+from te_fsdp.modules.checks import Selection, find_experts, plan_modules
 from te_fsdp.modules.plan import Meshing, ModulePlan
 from te_fsdp.modules.single import single_names
 from te_fsdp.parameters import Place, places_of
-from te_fsdp.sharding.experts import with_expert_units
 from te_fsdp.sharding.no_shard import Exempt
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
@@ -30,6 +28,7 @@ from te_fsdp.sharding.units import (
     check_order,
     check_outer,
     find_units,
+    nearest_strategy,
     unit_by_module,
 )
 
@@ -139,7 +138,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
     """The units that are asked for, and those of experts; a rank may fail alone."""
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
     outer = check_outer(request.outer_strategy)
-    words = with_expert_units(model, meshes, words, request.experts)
+    words = _with_expert_units(model, meshes, words, request.experts)
     units = {name: STORAGE[word, outer] for name, word in words.items()}
     if outer == "optim" and all(row.is_whole for row in units.values()):
         raise PlacementError(
@@ -149,6 +148,21 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
             fix="strategy='optim', or leave outer_strategy out",
         )
     return units
+
+
+def _with_expert_units(
+    model: nn.Module, meshes: Meshes, units: dict[str, str], selection: Selection
+) -> dict[str, str]:
+    """``units`` and the expert modules, which cannot share a unit with parameters on other meshes. Local operation.
+
+    Returns:
+        Name -> strategy, outer before inner; an expert module has that of the unit around it.
+    """
+    if meshes.ep is None:
+        return units
+    chosen = {**units, **dict.fromkeys(find_experts(model, selection) - units.keys())}
+    names = [name for name, _ in model.named_modules() if name in chosen]
+    return {name: units.get(name) or nearest_strategy(name, units) for name in names}
 
 
 def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, ParameterPlan]:
