@@ -18,17 +18,18 @@ from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.classes import bound_class
-from te_fsdp.modules.copies import watch_copies
+from te_fsdp.modules.copies import sync_tp_replicas
 from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing
-from te_fsdp.modules.replaced import replacing
+from te_fsdp.modules.replaced import refuse_replaced, replacing
 from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.parameters import attributes_of
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
 from te_fsdp.quantized.installed import mend_new_zeros
-from te_fsdp.quantized.optimizer_steps import watch_steps
+from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.step_hooks import StepFunctions, run_around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["bind", "set_device_mesh"]
 
 _log = logging.getLogger("te_fsdp")
+
+#: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.step_hooks`).
+BEFORE_STEP: StepFunctions = (take_out_main_weights, refuse_replaced, require_main_weights, sync_tp_replicas)
+AFTER_STEP: StepFunctions = (refresh_quantized,)
 
 
 def set_device_mesh(
@@ -124,6 +129,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         model: The root.
         planned: Its modules.
     """
+    run_around_steps(BEFORE_STEP, AFTER_STEP)
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
         if binding_of(item.module) is None:
             adopt_single(item.module)
@@ -131,11 +137,8 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     for item in planned:
         _bind(item, replaced)
     watch_assignments(model)
-    if any(item.meshes.tp_mesh is not None for item in planned):
-        watch_copies()
     if _te.is_loaded():
         mend_hooks()
-        watch_steps()
 
 
 def _communicates_over(

@@ -13,13 +13,11 @@ states stay equal.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_fsdp import _torch
 from te_fsdp.move.start import broadcast
@@ -27,23 +25,19 @@ from te_fsdp.parameters import KEY
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.optim import Optimizer
 
-__all__ = ["take_over_gradients", "watch_copies"]
+    from te_fsdp.step_hooks import Step
 
-
-@functools.cache
-def watch_copies() -> None:
-    """Take over gradients before every optimizer step from now on; later calls do nothing."""
-    register_optimizer_step_pre_hook(_before_step)
+__all__ = ["sync_tp_replicas", "take_over_gradients"]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    # What is cut further is averaged after this, and taken over then; models of fully_shard have an order of their own.
-    take_over_gradients(
-        [p for p in held if (f := p.__dict__.get(KEY)) and f.stand_ins is None and f.state is None]
-    )
+def sync_tp_replicas(step: Step) -> None:
+    """Replace gradients of parameters that each tp rank holds whole by the first tp rank's.
+
+    Collective over tp as :func:`take_over_gradients`. Parameters whose optimizer state is cut over further axes are
+    left to the optimizer's own hook: they are averaged there before.
+    """
+    take_over_gradients([p for p, facts in step.held if facts.tp_replica and facts.stand_ins is None])
 
 
 @torch.no_grad()

@@ -6,29 +6,27 @@
     materialize               shards on meta                 shards on the device
 
 Whatever replaces a parameter leaves a mark on the old object, which lives exactly as long as somebody still holds it.
-A hook of all optimizers looks for marks before each step.
+Before each step of an optimizer :func:`refuse_replaced` looks for marks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import KEY, Facts, facts_of, noted
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from te_fsdp.step_hooks import Step
 
-__all__ = ["note_replaced", "registered_at", "replacing"]
+__all__ = ["note_replaced", "refuse_replaced", "registered_at", "replacing"]
 
 
 @contextlib.contextmanager
@@ -55,41 +53,27 @@ def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     # On a record of this object's own: a gathered parameter shares its shard's, which stays. Of calls within each other
     # the outermost, the user's own, marks last.
     parameter.__dict__[KEY] = dataclasses.replace(facts_of(parameter) or Facts(), replaced=(name, by))
-    _watch()
 
 
-@functools.cache
-def _watch() -> None:
-    """Look at every optimizer step from now on; later calls do nothing."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # In every step of every optimizer: one look into a dict per parameter.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (facts := parameter.__dict__.get(KEY)) and facts.replaced:
-                return _refuse(optimizer)
-    return None
-
-
-def _refuse(optimizer: Optimizer) -> None:
-    """Raise unless all replaced parameters still belong to other modules.
+def refuse_replaced(step: Step) -> None:
+    """Raise for parameters that no module has any longer.
 
     Raises:
         OrderError: Names the first of them, and the call that replaced it.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    marked = {id(parameter): parameter for parameter in held if (f := facts_of(parameter)) and f.replaced}
+    marked = {id(parameter): parameter for parameter, facts in step.held if facts.replaced}
+    if not marked:
+        return
     # Another model may share a parameter with the one that lost it: a step for that model is right.
     for owner, name in registered_at(marked):
         noted(marked.pop(id(owner._parameters[name]))).replaced = None
     if not marked:
         return
     name, by = noted(next(iter(marked.values()))).replaced or ("", "")
-    more = f", and {len(marked) - 1} more of its {len(held)}" if len(marked) > 1 else ""
+    count = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
     raise OrderError(
-        f"{type(optimizer).__name__}.step: {name}{more}",
+        f"{step.where}: {name}{more}",
         expected="parameters that the model has now",
         got=f"one from before {by}, which has replaced it",
         why="Gradients go to the new parameter: the step would change nothing",

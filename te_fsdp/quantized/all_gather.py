@@ -68,10 +68,10 @@ class _Shard(NamedTuple):
     """What is the same in all gathers of a shard, found in the first one and kept on the shard (``GATHERS``).
 
     Found anew for a shard that takes another's place in its module (``MeshModule._take_over``), and when one of the
-    first four has changed: TE gives a weight another quantizer when the length of delayed scaling's history changes.
+    first three has changed. Of the quantizer, which TE replaces when the length of delayed scaling's history changes,
+    nothing is kept but its kind: the mark on it is looked at in every gather.
 
     Attributes:
-        quantizer: The shard's.
         weight_mesh: ``id`` of the binding's mesh, which goes from ``None`` to a mesh and never to another one.
         ranks: That the gather is over.
         whole: Shape of the gathered weight.
@@ -81,7 +81,6 @@ class _Shard(NamedTuple):
         is_even: Whether FSDP2 can gather one buffer as it is.
     """
 
-    quantizer: Any
     weight_mesh: int
     ranks: int
     whole: torch.Size
@@ -139,8 +138,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         ranks, known = mesh.size(), self.__dict__.get(GATHERS)
-        now = getattr(self, _te.QUANTIZER), id(binding.weight_mesh), ranks, orig_size
-        if known is None or known[:4] != now:
+        now = id(binding.weight_mesh), ranks, orig_size
+        if known is not None and known[:3] != now:
             known = None
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         again = binding.recomputed or module.__dict__.get("checkpoint") is True
@@ -165,17 +164,17 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look_at(
-    shard: torch.Tensor, module: nn.Module, binding: Binding, now: tuple[Any, int, int, torch.Size]
+    shard: torch.Tensor, module: nn.Module, binding: Binding, now: tuple[int, int, torch.Size]
 ) -> _Shard:
     """What is to be known of a shard in its first gather. Collective as :func:`agree_on_weight_mesh`."""
     agree_on_weight_mesh(binding, module, shard)
     attach_group(shard, binding)
     _fsdp2_patches.keep_no_flat_shards(module, shard)
-    quantizer, _, ranks, whole = now
+    _, ranks, whole = now
     row = _te.format_of(shard)
     assert row is not None
     is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
-    one_scale = bool(_te.one_scale_quantizers(quantizer))
+    one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
     known = _Shard(*now, row, one_scale, binding.weight_group, ranks == 1 or is_even)
     shard.__dict__[GATHERS] = known
     return known

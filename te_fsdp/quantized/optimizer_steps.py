@@ -7,53 +7,50 @@ FusedAdam without main weights raises, or leaves delayed-scaling weights as they
 After: delayed-scaling weights have the amax of the whole weight in their histories, where FusedAdam put that of
 a shard; and no cached transpose, which FusedAdam does not update (Hopper layout).
 
-Both look only at weights that te_fsdp has bound, through torch's hooks for all optimizers
-(``torch.optim.optimizer.register_optimizer_step_pre_hook``).
+Both look only at weights that te_fsdp has bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PrecisionError
-from te_fsdp.parameters import KEY
 from te_fsdp.quantized.amax_mark import reduce_newest_amax, take_delayed_scale
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["KEEPS_MAIN_WEIGHTS", "quantized_parameters", "refuse", "watch_steps"]
+    from te_fsdp.parameters import Facts
+    from te_fsdp.step_hooks import Step
+
+__all__ = [
+    "KEEPS_MAIN_WEIGHTS",
+    "quantized_among",
+    "refresh_quantized",
+    "refuse",
+    "require_main_weights",
+    "take_out_main_weights",
+]
 
 #: Attribute of an optimizer to which te_fsdp has given main weights.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
-_WATCHED = "_te_fsdp_watched"
 
 
-def watch_steps() -> None:
-    """Look at every optimizer step from now on; once per process, later calls do nothing."""
-    cls = _te.te().QuantizedTensor
-    if _WATCHED not in cls.__dict__:
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
-        setattr(cls, _WATCHED, True)
+def quantized_among(
+    held: Iterable[tuple[torch.Tensor, Facts]],
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Label, parameter and local tensor of every quantized weight of a bound module. Local operation.
 
-
-def quantized_parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            facts = parameter.__dict__.get(KEY)
-            if (
-                facts
-                and (label := facts.label) is not None
-                and _te.is_quantized(local := _torch.local_of(parameter))
-            ):
-                yield label, parameter, local
+    Args:
+        held: From :func:`te_fsdp.step_hooks.held_by`.
+    """
+    found = [(facts.label, parameter) for parameter, facts in held if facts.label is not None]
+    together = zip(found, _torch.locals_of([parameter for _, parameter in found]), strict=True)
+    return [(label, parameter, local) for (label, parameter), local in together if _te.is_quantized(local)]
 
 
 def refuse(optimizer: Optimizer, label: str) -> None:
@@ -92,15 +89,27 @@ def refuse(optimizer: Optimizer, label: str) -> None:
     )
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for label, parameter, _ in quantized_parameters(optimizer):
+def take_out_main_weights(step: Step) -> None:
+    """Give the parameters their places in the groups back, if a step that raised has left main weights there."""
+    stand_ins = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is not None:
+        stand_ins.put_back(step.optimizer)
+
+
+def require_main_weights(step: Step) -> None:
+    """Raise if a quantized weight with a gradient has no fp32 main weight (:func:`refuse`)."""
+    for label, parameter, _ in quantized_among(step.held):
         if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
-            return refuse(optimizer, label)  # what holds for one weight holds for all
-    return None
+            refuse(step.optimizer, label)
+            return  # what holds for one weight holds for all
 
 
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    delayed = [(p, local) for _, p, local in quantized_parameters(optimizer) if _te.has_delayed_scale(local)]
+def refresh_quantized(step: Step) -> None:
+    """Give delayed-scaling weights the amax of the whole weight, and drop their transposes.
+
+    Collective over the weight mesh if there are some: one max all-reduce.
+    """
+    delayed = [(p, local) for _, p, local in quantized_among(step.held) if _te.has_delayed_scale(local)]
     for parameter, local in delayed:
         _te.forget_transpose(local)
         if parameter.requires_grad:

@@ -15,8 +15,9 @@ import torch
 
 from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.move.comm import comm_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.sharding.state import ShardingState
+from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,7 +188,7 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
         replaced = stand_ins is not None and stand_ins.cuts
-        if not replaced and any(True for _ in quantized_parameters(optimizer)):
+        if not replaced and quantized_among(held_by(optimizer)):
             return (
                 "FusedAdam cannot be captured over quantized weights; torch.optim.AdamW(fused=True, "
                 "capturable=True) with te_fsdp.main_weights can"

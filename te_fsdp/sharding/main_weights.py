@@ -18,12 +18,13 @@ import torch
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_parameters, refuse
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.optimizer import check_optimizer, optimizers_of, remember
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_optimizer import chunk_in, stand_ins_of
 from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
 from te_fsdp.sharding.state import settle
+from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     remember(optimizer)
     settle(model)
     if _te.is_fused_adam(optimizer):
-        for label, parameter, local in quantized_parameters(optimizer):
+        for label, parameter, local in quantized_among(held_by(optimizer)):
             refuse(optimizer, label)
             _start_fused(optimizer, parameter, local)
     elif not hasattr(optimizer, KEEPS_MAIN_WEIGHTS):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
-    from torch.optim import Optimizer
 
     from te_fsdp.sharding.state import ShardingState
 
@@ -95,9 +94,6 @@ class NanReport:
             install_comm(unit, self._comm, name)
         self._comm.look = self._look
         self._hook = state.model.register_forward_pre_hook(_torch.untraced(self._next_microbatch))
-        self._hooks = (self._before_step, self._after_step)
-        state.before_step.insert(0, self._hooks[0])
-        state.after_step.append(self._hooks[1])
         state.nan_report = self
 
     def remove(self) -> None:
@@ -106,15 +102,7 @@ class NanReport:
         self._comm.look = None
         state = self._state()
         if state is not None and state.nan_report is self:
-            state.before_step.remove(self._hooks[0])
-            state.after_step.remove(self._hooks[1])
             state.nan_report = None
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self.check()
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self.forget()
 
     def check(self) -> None:
         """Ask whether any rank has seen NaN or infinity since the last step.

@@ -111,7 +111,7 @@ class PrecisionPlan:
             if is_exempt(place.owner, place.name):
                 _expect(place.parameter, policy.main_grads_dtype, labels)
 
-    def before_step(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    def cast_gradients(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
 
         Each is rounded once, after all microbatches were added up. Local operation, right before the step.

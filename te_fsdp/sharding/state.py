@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Replicated",
     "ShardingState",
+    "end_step",
     "mark",
     "mark_gathered",
     "mesh_of",
@@ -115,10 +116,6 @@ class ShardingState:
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         plans: Full name -> what is settled about a parameter.
-        before_step: Called with the optimizer before each step, when all gradients are reduced over ``dp_shard``;
-            the copies over tp are made equal afterwards, and ``precision_plan.before_step`` comes last.
-        after_step: Called with the optimizer after each step, when main gradients are back and before kept weights are
-            released.
         pace: How the backwards to come count.
         told_last: Whether the loop has said that the backward to come is the last one of its step; without that,
             others may follow.
@@ -150,8 +147,6 @@ class ShardingState:
     replicated: Replicated | None = None
     outer_optimizer: Any = None
     outer_watched: bool = False
-    before_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
-    after_step: list[Callable[[Optimizer], None]] = field(default_factory=list)
     pace: Pace = Pace.LAST
     told_last: bool = False
     told: int = 0
@@ -302,14 +297,19 @@ def _recover_step(state: ShardingState) -> None:
     ``zero_grad`` of its optimizer has not reached the gradients of parameters that stand-ins stood in for.
     """
     optimizer = state.stepping() if state.stepping is not None else None
-    state.stepping = None
-    state.mixing.close()
-    if state.precision_plan is not None:
-        state.precision_plan.put_back()
+    end_step(state)
     stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if stand_ins is not None and stand_ins.pairs:
         stand_ins.stand_down(optimizer)
         state.failed = any(p.grad is not None for p in state.parameters().values())
+
+
+def end_step(state: ShardingState) -> None:
+    """Take back what was done to a model for a step that is over, or has raised. Local operation."""
+    state.stepping = None
+    state.mixing.close()
+    if state.precision_plan is not None:
+        state.precision_plan.put_back()
 
 
 def refuse_in_backward(where: str) -> None:

@@ -1,12 +1,9 @@
 """What happens by itself around forward and ``optimizer.step()``, for models of ``fully_shard``.
 
-    before a forward   what an exception has left half done is mended; new weights on their way are waited for, stale
-                       gathered ones refused
-    before a step      gradients are complete, or it raises; outer reductions; copies over tp made equal; main
-                       gradients; torch is told to take unsharded parameters and DTensors together
-    after a step       main weights installed; kept weights released, so that the next forward gathers the new ones
-
-The hooks of optimizers are torch's global ones, and look only at parameters that ``fully_shard`` has marked.
+before a forward   what an exception has left half done is mended; new weights on their way are waited for, stale
+                   gathered ones refused
+before a step      :data:`BEFORE_STEP`: gradients are complete, or it raises; replicas over tp get equal ones
+after a step       :data:`AFTER_STEP`: kept weights are released, so that the next forward gathers the new ones
 """
 
 from __future__ import annotations
@@ -14,27 +11,27 @@ from __future__ import annotations
 import functools
 import weakref
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError
-from te_fsdp.modules import copies
+from te_fsdp.modules.copies import sync_tp_replicas
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
-from te_fsdp.modules.replaced import replacing
-from te_fsdp.parameters import KEY, Facts, attributes_of, carry_over, facts_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.modules.replaced import refuse_replaced, replacing
+from te_fsdp.parameters import attributes_of, carry_over, facts_of
+from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.optimizer import remember
 from te_fsdp.sharding.outer_gradients import check_step, gradients_of
 from te_fsdp.sharding.precision_plan import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
     ShardingState,
+    end_step,
     mark,
     mark_gathered,
     recover,
@@ -42,20 +39,20 @@ from te_fsdp.sharding.state import (
     state_of,
     versions_of,
 )
+from te_fsdp.step_hooks import StepFunctions, run_around_steps
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["watch_forward", "watch_method", "watch_steps"]
+    from te_fsdp.step_hooks import Step
+
+__all__ = ["AFTER_STEP", "BEFORE_STEP", "watch_forward", "watch_method", "watch_steps"]
 
 
-@functools.cache
 def watch_steps() -> None:
     """Take part in every optimizer step from now on; later calls do nothing."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    run_around_steps(BEFORE_STEP, AFTER_STEP)
 
 
 def watch_forward(state: ShardingState) -> None:
@@ -205,70 +202,35 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
-def _models(optimizer: Optimizer) -> list[tuple[ShardingState, list[torch.Tensor]]]:
-    """The models that an optimizer works on, each with the optimizer's parameters of it."""
-    found: dict[int, tuple[ShardingState, list[torch.Tensor]]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            facts: Facts | None = parameter.__dict__.get(KEY)  # no calls: this runs twice in each step
-            if not facts:
-                continue
-            if facts.record is not None and shard_of(parameter) is not parameter:
-                _refuse_gathered(optimizer, parameter)
-            state = facts.state() if facts.state is not None else None
-            if state is not None:
-                found.setdefault(id(state), (state, []))[1].append(parameter)
-    return list(found.values())
+def refuse_gathered(step: Step) -> None:
+    """Raise for gathered parameters, which the model has while its weights are kept between microbatches."""
+    for parameter, facts in step.held:
+        if facts.record is not None and shard_of(parameter) is not parameter:
+            raise OrderError(
+                f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
+                expected="sharded parameters",
+                got="one of those that the model has while its weights are kept between microbatches",
+                why="Its update would be lost",
+                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
+            )
 
 
-def _refuse_gathered(optimizer: Optimizer, parameter: torch.Tensor) -> NoReturn:
-    raise OrderError(
-        f"{type(optimizer).__name__}.step: a gathered parameter of shape {tuple(parameter.shape)}",
-        expected="sharded parameters",
-        got="one of those that the model has while its weights are kept between microbatches",
-        why="Its update would be lost",
-        fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
-    )
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is not None:
-        stand_ins.put_back(optimizer)  # a step that raised has left them in
-    models = _models(optimizer)
-    where = f"{type(optimizer).__name__}.step"
-    for state, _ in models:
+def wait_for_new_weights(step: Step) -> None:
+    """Wait for new weights of the step before; note whose step it is, for :func:`te_fsdp.sharding.state.recover`."""
+    for state, _ in step.models:
         state.arrivals.wait()
-        state.stepping = weakref.ref(optimizer)
-        remember(optimizer)
-    if models and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
-        _refuse_closure(optimizer, [p for _, parameters in models for p in parameters])
-    for state, parameters in models:
-        require_reduced(state, where, parameters)
-        for prepare in state.before_step:
-            prepare(optimizer)
-    if any(state.outer == "optim" for state, _ in models):
-        check_step(optimizer)
-    # What is cut over further axes is averaged in the optimizer's own hook, after this one, and taken over then.
-    copies.take_over_gradients(
-        [p for _, parameters in models for p in parameters if p.__dict__[KEY].stand_ins is None]
-    )
-    for state, parameters in models:
-        if state.precision_plan is not None:
-            state.precision_plan.before_step(optimizer, parameters)
-    if models and _mixes(optimizer):
-        mixing = models[0][0].mixing
-        mixing.close()
-        mixing.enter_context(implicit_replication())
+        state.stepping = weakref.ref(step.optimizer)
+        remember(step.optimizer)
 
 
-def _refuse_closure(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+def refuse_closure(step: Step) -> None:
     """Raise if a closure's forward and backward would meet what is done for the step alone."""
-    if _mixes(optimizer) or any(
-        f.tp_replica or f.gradient is not None for f in map(facts_of, parameters) if f
-    ):
+    if not step.models or not step.has_closure:
+        return
+    held = [facts_of(parameter) for _, parameters in step.models for parameter in parameters]
+    if _mixes(step.optimizer) or any(f.tp_replica or f.gradient is not None for f in held if f):
         raise OrderError(
-            f"{type(optimizer).__name__}.step(closure) of a model with tensor parallelism, with parameters that "
+            f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
             "are not sharded, or with gradients in main_grads_dtype",
             expected="step() after backward()",
             got="a closure",
@@ -277,35 +239,100 @@ def _refuse_closure(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Non
         )
 
 
-def _mixes(optimizer: Optimizer) -> bool:
-    """Whether torch would refuse a group's foreach and fused kernels: some parameters are DTensors, others are not.
+def wait_for_gradients(step: Step) -> None:
+    """Wait for reductions under way; raise if a gradient was not reduced, or if a backward has failed."""
+    for state, parameters in step.models:
+        require_reduced(state, step.where, parameters)
+
+
+def look_for_nan(step: Step) -> None:
+    """Raise or log what :func:`te_fsdp.report_nan` has seen. Collective over the world where it watches a model."""
+    for state, _ in step.models:
+        if state.nan_report is not None:
+            state.nan_report.check()
+
+
+def require_outer_averages(step: Step) -> None:
+    """Raise before a step of HFSDP whose gradients nobody would average over ``dp_replicate``."""
+    if any(state.outer == "optim" for state, _ in step.models):
+        check_step(step.optimizer)
+
+
+def cast_gradients(step: Step) -> None:
+    """Give main gradients (``main_grads_dtype``) in the parameters' dtype to optimizers that need it so."""
+    for state, parameters in step.models:
+        if state.precision_plan is not None:
+            state.precision_plan.cast_gradients(step.optimizer, parameters)
+
+
+def allow_mixed_parameters(step: Step) -> None:
+    """Let torch's foreach and fused kernels take DTensors and other parameters together.
 
     Optimizers choose these kernels by themselves on GPUs. Parameters that are not sharded count as replicated; updates
     are by element, so that each rank's part is what it would be alone.
     """
+    if step.models and _mixes(step.optimizer):
+        mixing = step.models[0][0].mixing
+        mixing.close()
+        mixing.enter_context(implicit_replication())
+
+
+def _mixes(optimizer: Optimizer) -> bool:
+    """Whether torch would refuse a group's foreach and fused kernels: some parameters are DTensors, others are not."""
     return any(
         len({isinstance(p, DTensor) for p in group["params"]}) == 2 for group in optimizer.param_groups
     )
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for state, parameters in _models(optimizer):
-        # Foreach and fused kernels change DTensors without counting it (torch 2.11 to 2.13). What has no gradient
-        # stays as it is: a graph that waits for its backward may still need it.
-        gradients = gradients_of(parameters)
-        increment_version(
-            [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-        )
-        state.mixing.close()
-        state.stepping = None
-        if state.precision_plan is not None:
-            state.precision_plan.put_back()
-        for finish in state.after_step:
-            finish(optimizer)
+def count_versions(step: Step) -> None:
+    """Count the change of each parameter, which foreach and fused kernels do not for DTensors (torch 2.11 to 2.13)."""
+    for _, parameters in step.models:
+        changed = zip(parameters, gradients_of(parameters), strict=True)
+        # What has no gradient stays as it is: a graph that waits for its backward may still need it.
+        increment_version([parameter for parameter, gradient in changed if gradient is not None])
+
+
+def take_back(step: Step) -> None:
+    """Undo :func:`cast_gradients` and :func:`allow_mixed_parameters`. The next forward does, if a step raised."""
+    for state, _ in step.models:
+        end_step(state)
+
+
+def forget_nan(step: Step) -> None:
+    """Begin to look for NaN anew."""
+    for state, _ in step.models:
+        if state.nan_report is not None:
+            state.nan_report.forget()
+
+
+def release_weights(step: Step) -> None:
+    """Release weights that were kept or are being gathered, so that the next forward gathers the new ones."""
+    for state, _ in step.models:
         for gather in state.gathers.values():
             gather.wait()
         state.gathers.clear()
         for _, unit in state.gathered():
-            unit.reshard()  # type: ignore[operator]
+            unit.reshard()
         kept = dict(state.gathered())
         state.versions = {name: versions for name, versions in state.versions.items() if name in kept}
+
+
+#: Around every step of an optimizer of sharded models, in this order (:mod:`te_fsdp.step_hooks`); bound ones have a
+#: part of it (``modules/apply.py``). In between, ``StandIns`` puts main weights in the parameters' places and takes
+#: them out again by hooks of the optimizer's own, since torch runs those before these once the step is over: what the
+#: user registers on the optimizer afterwards (an average of the weights, say) sees parameters with their new values.
+BEFORE_STEP: StepFunctions = (
+    take_out_main_weights,
+    refuse_replaced,
+    require_main_weights,
+    refuse_gathered,
+    wait_for_new_weights,
+    refuse_closure,
+    wait_for_gradients,
+    look_for_nan,
+    require_outer_averages,
+    sync_tp_replicas,
+    cast_gradients,
+    allow_mixed_parameters,
+)
+AFTER_STEP: StepFunctions = (refresh_quantized, count_versions, take_back, forget_nan, release_weights)

@@ -1,4 +1,4 @@
-"""A step asks once what never changes: te_fsdp's own calls in a settled step have a budget.
+"""A step asks once what never changes: te_fsdp's own calls in a settled step have a budget. Its hooks have an order.
 
 Python 3.10 and 3.11 also count a call for each comprehension.
 """
@@ -21,3 +21,23 @@ def test_a_settled_step(pool, axes, budget):
         assert sum(dict(counted).values()) <= budget, counted[:20]
         # What every gather of its 8 weights comes by: the step was counted at all.
         assert dict(counted)["quantized/all_gather.py:fsdp_pre_all_gather"] == 16
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_one_hook_before_and_one_after(pool):
+    """An average of the weights that the user takes after each step must see the new ones."""
+    assert pool.run(calls.user_hooks, 2) == [{"seen": [True, True], "before": 1, "after": 1}] * 2
+
+
+@pytest.mark.ranks(2)
+def test_replicas_after_a_failed_step(pool):
+    """The step that raised has left main weights in the groups: gradients are made equal all the same."""
+    assert pool.run(calls.replicas_after_a_failed_step, 2) == [True, True]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.recipe("current")
+def test_what_has_settled_is_looked_at_anew(pool):
+    """A step finds a main weight that loading, say, has put in the place of the one that it knows."""
+    assert pool.run(calls.replaced_main_weight, 2) == [(True, True)] * 2

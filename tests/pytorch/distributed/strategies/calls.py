@@ -1,7 +1,8 @@
-"""How many of te_fsdp's own functions a settled step calls."""
+"""How many of te_fsdp's own functions a settled step calls, and what the hooks around a step do and see."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 import harness
 import torch
+import torch.distributed as dist
 
 import te_fsdp
 
@@ -21,6 +23,18 @@ OPTIONS = {
 }
 
 
+def _model(meshes: te_fsdp.Meshes, recipe: Any) -> torch.nn.Module:
+    """Two TransformerLayers with quantized weights, fully sharded."""
+    import transformer_engine.pytorch as te
+
+    options = {**OPTIONS, "device": "meta", "params_dtype": torch.bfloat16, **meshes.te_kwargs()}
+    with te.quantized_model_init(recipe=recipe):
+        model = torch.nn.Sequential(*[te.TransformerLayer(64, 128, 4, **options) for _ in range(2)])
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=0)
+    return model
+
+
 def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
     """Functions of te_fsdp that the third step of a training calls, and how often, most calls first.
 
@@ -29,12 +43,8 @@ def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
-    recipe, meshes = Float8CurrentScaling(), te_fsdp.Meshes.build(**axes)
-    options = {**OPTIONS, "device": "meta", "params_dtype": torch.bfloat16, **meshes.te_kwargs()}
-    with te.quantized_model_init(recipe=recipe):
-        model = torch.nn.Sequential(*[te.TransformerLayer(64, 128, 4, **options) for _ in range(2)])
-    te_fsdp.fully_shard(model, meshes)
-    te_fsdp.materialize(model, seed=0)
+    recipe = Float8CurrentScaling()
+    model = _model(te_fsdp.Meshes.build(**axes), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     te_fsdp.main_weights(model, optimizer)
     root = os.path.dirname(te_fsdp.__file__) + os.sep
@@ -57,3 +67,80 @@ def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
         finally:
             sys.setprofile(None)
     return calls.most_common()
+
+
+def user_hooks() -> dict[str, Any]:
+    """How many hooks of all optimizers te_fsdp has, and whether one of the user's sees parameters after a step."""
+    from torch.optim import optimizer as module
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    model = _model(te_fsdp.Meshes.build(dp_shard=2), Float8CurrentScaling())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    te_fsdp.main_weights(model, optimizer)
+    before = [parameter.to_local().float() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    seen: list[bool] = []
+
+    def look(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        held = stepped.param_groups[0]["params"]
+        new = [parameter.to_local().float() for parameter in held]
+        seen.append(all(map(lambda one, other: one is other, held, parameters)))
+        seen.append(not any(map(torch.equal, new, before)))
+
+    optimizer.register_step_post_hook(look)
+    optimizer.step()
+    hooks = {"before": module._global_optimizer_pre_hooks, "after": module._global_optimizer_post_hooks}
+    ours = {
+        when: [h for h in held.values() if h.__module__.startswith("te_fsdp")] for when, held in hooks.items()
+    }
+    return {"seen": seen, **{when: len(held) for when, held in ours.items()}}
+
+
+def replicas_after_a_failed_step() -> bool:
+    """Whether tp ranks of a model that is only bound hold equal norms after a step whose predecessor has raised."""
+    import transformer_engine.pytorch as te
+
+    mesh = te_fsdp.Meshes.build(dp_shard=1, tp=2).tp
+    model = te.LayerNormLinear(32, 64, params_dtype=torch.bfloat16, device=harness.device())
+    te_fsdp.set_device_mesh(model, tp_mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    te_fsdp.main_weights(model, optimizer)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()
+    handle.remove()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float(mesh.get_local_rank()))
+    optimizer.step()
+    mine = model.layer_norm_weight.to_local().detach()
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, mine)
+
+
+def replaced_main_weight() -> tuple[bool, bool]:
+    """Whether a step updates a main weight that was put in another's place, and quantizes it; of both kinds."""
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    model = _model(te_fsdp.Meshes.build(dp_shard=2), Float8CurrentScaling())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    te_fsdp.main_weights(model, optimizer)
+    for new in (False, True):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            state = optimizer.state[parameter]
+            if new:
+                state["master_param"] = torch.full_like(state["master_param"], 0.5)
+        optimizer.step()
+    kept = [optimizer.state[parameter]["master_param"].to_local() for parameter in parameters]
+    return (
+        all(main.eq(0.5).all() for main in kept),
+        all(parameter.to_local().float().eq(0.5).all() for parameter in parameters),
+    )

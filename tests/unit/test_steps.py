@@ -1,0 +1,69 @@
+"""What te_fsdp does around a step of an optimizer: the lists, and the page that prints them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from te_fsdp.modules import apply
+from te_fsdp.sharding import steps
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = {
+    "before": (apply.BEFORE_STEP, steps.BEFORE_STEP),
+    "after": (apply.AFTER_STEP, steps.AFTER_STEP),
+}
+
+
+def _names(functions):
+    return [function.__name__ for function in functions]
+
+
+def test_the_order():
+    assert _names(steps.BEFORE_STEP) == [
+        "take_out_main_weights",  # first: until then the groups may hold main weights, which nobody knows
+        "refuse_replaced",
+        "require_main_weights",
+        "refuse_gathered",
+        "wait_for_new_weights",
+        "refuse_closure",
+        "wait_for_gradients",
+        "look_for_nan",
+        "require_outer_averages",
+        "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
+        "cast_gradients",
+        "allow_mixed_parameters",
+    ]
+    assert _names(steps.AFTER_STEP) == [
+        "refresh_quantized",
+        "count_versions",
+        "take_back",
+        "forget_nan",
+        "release_weights",
+    ]
+
+
+@pytest.mark.parametrize("when", LISTS)
+def test_a_bound_model_has_a_part_of_it_in_the_same_order(when):
+    bound, every = LISTS[when]
+    assert bound == tuple(function for function in every if function in bound)
+
+
+@pytest.mark.parametrize("when", LISTS)
+def test_the_page_has_the_list(when):
+    bound, every = LISTS[when]
+    expected = [
+        f"| {when} a step | where | bound models | does |",
+        "| --- | --- | --- | --- |",
+    ]
+    for function in every:
+        file = Path(inspect.getfile(function)).relative_to(ROOT / "te_fsdp")
+        does = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", (function.__doc__ or "").splitlines()[0])
+        does = does.replace("``", "`")
+        expected.append(
+            f"| `{function.__name__}` | `{file}` | {'yes' if function in bound else ''} | {does} |"
+        )
+    assert "\n".join(expected) in (ROOT / "docs/internals.md").read_text(), "\n".join(expected)
