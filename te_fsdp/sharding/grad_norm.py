@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.parameters import facts_of, noted
-from te_fsdp.sharding.outer_gradients import averaged
+from te_fsdp.sharding.outer_averages import averaged
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import shard_of, state_of
 

@@ -15,8 +15,8 @@ What has begun is worthless if a gradient has changed since: after an exception 
 complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
 saved. The question at the step goes over the CPU, and waits for no device.
 
-This file is the whole of the overlap. ``StandIns`` makes an :class:`EarlyAverages`, asks whether averages are
-``expected``, and calls ``forget`` and ``finish``; ``shard_optimizer`` calls :func:`watch_units`.
+This file is the whole of the overlap. ``OuterAverages`` makes an :class:`EarlyAverages`, and calls ``forget`` and
+``finish``; ``finish_averages`` asks whether any are ``expected``; ``shard_optimizer`` calls :func:`watch_units`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from te_fsdp.move.order import UnitOrder
 from te_fsdp.move.pending import Pending, SideStream, current_stream
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_flat import Average, comm_for, start_average
-from te_fsdp.sharding.outer_gradients import gradient_of
+from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class _Begun(NamedTuple):
 
     Attributes:
         unit: Its name.
-        sources: For each parameter the gradient that was sent, and its version then; ``None``: there was none.
+        sources: For each parameter the gradient that was sent; ``None``: there was none.
         pending: The averages, in the order of the parameters.
     """
 
     unit: str
-    sources: list[tuple[weakref.ref[torch.Tensor], int] | None]
+    sources: list[Seen | None]
     pending: Pending[list[Average]]
 
 
@@ -147,7 +147,7 @@ class EarlyAverages:
     def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
         chunks = plan.units[unit]
-        given = [None if empty else gradient_of(chunk.parameter) for chunk in chunks]
+        given = [None] * len(chunks) if empty else gradients_of([chunk.parameter for chunk in chunks])
         local = [None if g is None else _torch.local_of(g) for g in given]
         if self._comm is None:
             self._comm = replace(comm_for(chunks[0]) or GradComm())
@@ -164,7 +164,7 @@ class EarlyAverages:
             self._side.after_current(plan.state.meshes.device, events),
         ):
             pending = self._side.begun(lambda async_op: averages(async_op=async_op), local)
-        sources = [None if g is None else (weakref.ref(g), _torch.version_of(g)) for g in given]
+        sources = [None if g is None else Seen.now(g) for g in given]
         self._begun.append(_Begun(unit, sources, pending))
 
     # --- between backward and step
@@ -218,9 +218,11 @@ class EarlyAverages:
         """What :meth:`finish` does where the order is known."""
         chunks = [chunk for unit in agreed for chunk in plan.units[unit]]
         for begun in self._begun:
-            spoilt |= any(map(_has_changed, plan.units[begun.unit], begun.sources))
+            now = gradients_of([chunk.parameter for chunk in plan.units[begun.unit]])
+            same = (g is None if s is None else s.is_same(g) for s, g in zip(begun.sources, now, strict=True))
+            spoilt |= not all(same)
         wire = 0 if self._comm is None else 1 + _WIRES.index(self._comm.dtype)
-        has = [gradient_of(chunk.parameter) is not None for chunk in chunks]
+        has = [gradient is not None for gradient in gradients_of([chunk.parameter for chunk in chunks])]
         asked = torch.tensor([len(self._begun), spoilt, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
@@ -295,14 +297,6 @@ def _planned(chunks: list[Chunk]) -> _Plan | None:
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
 
 
-def _has_changed(chunk: Chunk, source: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
-    """Whether a gradient is another than the one that was sent."""
-    gradient = gradient_of(chunk.parameter)
-    if gradient is None or source is None:
-        return (gradient is None) != (source is None)
-    return source[0]() is not gradient or source[1] != _torch.version_of(gradient)
-
-
 def _own_groups(meshes: Meshes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Two process groups of the holders: for these averages alone, and for the question at the step, on the CPU.
 
@@ -353,4 +347,4 @@ def watch_units(state: ShardingState) -> None:
 def _reduced(of: weakref.ref[ShardingState], unit: str, group: int, event: Any) -> None:
     state = of()
     if state is not None and state.outer_optimizer is not None:
-        state.outer_optimizer.early.reduced(state, unit, group, event)
+        state.outer_optimizer.averages.early.reduced(state, unit, group, event)

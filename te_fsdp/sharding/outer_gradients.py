@@ -1,11 +1,9 @@
-"""Gradients of parameters whose optimizer state is cut over their holders: where they are, and who may read them.
+"""Gradients where the optimizer looks for them, and those that nobody may read yet.
 
-``parameter.grad`` is this rank's own gradient, which the holders have not averaged. The average exists in rows, on the
-stand-in that the optimizer will update, once somebody has asked for it: a step, or a norm.
-
-With ``outer_strategy="optim"`` (HFSDP) whatever reads ``.grad`` before that (torch's clipping, a loss scaler, a log)
-would find another number on each copy of the model, and scale each by another factor. Such a gradient is therefore a
-DTensor that computes nothing, an :class:`UnaveragedGradient`:
+With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average over this copy of the model, until the holders
+have averaged it (:mod:`te_fsdp.sharding.outer_averages`). Whatever reads it before (torch's clipping, a loss scaler, a
+log) would find another number on each copy, and scale each by another factor. Such a gradient is therefore a DTensor
+that computes nothing, an :class:`UnaveragedGradient`:
 
     works     shape, dtype and the like; zeros; multiplication or division by one number, the same on all ranks; what
               FSDP2 and te_fsdp do, by way of the local tensor
@@ -17,33 +15,25 @@ DTensor that computes nothing, an :class:`UnaveragedGradient`:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError
-from te_fsdp.parameters import facts_of, label_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_chunks import OUTER, copies_of
+from te_fsdp.parameters import facts_of
+from te_fsdp.sharding.outer_chunks import OUTER
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from te_fsdp.sharding.outer_state import StandIns
     from te_fsdp.sharding.state import ShardingState
 
 __all__ = [
+    "Seen",
     "UnaveragedGradient",
-    "averaged",
-    "check_step",
-    "current",
-    "finish_averages",
-    "forget_average",
-    "gather_averages",
     "give_gradients",
     "gradient_of",
     "gradients_of",
@@ -86,119 +76,29 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
-# ------------------------------------------------------------------------------------------------------------ averages
+class Seen(NamedTuple):
+    """A gradient at some time, to tell later whether it is still what it was then.
 
-
-def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose ``grad`` is the model's gradient: stand-ins of cut parameters, all others themselves.
-
-    Averages what has not been averaged. Collective over the holders of cut parameters, once per optimizer; in the same
-    order on all ranks.
-
-    Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
-            changed since they were averaged.
+    Attributes:
+        gradient: The gradient, if it lives.
+        version: How often it had been written to in place.
     """
-    given = list(parameters)
-    for stand_ins in _all_stand_ins(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
-        stand_ins.reduce()
-    known = (_ready(parameter) for parameter in given)
-    return [p if ready is None else ready[0] for p, ready in zip(given, known, strict=True)]
 
+    gradient: weakref.ref[torch.Tensor]
+    version: int
 
-def current(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that a step now would use as far as it is there: averaged rows, else the parameter's own.
+    @classmethod
+    def now(cls, gradient: torch.Tensor) -> Seen:
+        """As it is now. Local operation."""
+        return cls(weakref.ref(gradient), _torch.version_of(gradient))
 
-    For changes that are the same on all ranks and linear, such as scaling. Local operation.
-    """
-    known, own = _ready(parameter), gradient_of(parameter)
-    return own if known is None or own is None or known[1]() is not own else known[0].grad
-
-
-def forget_average(parameter: torch.Tensor) -> None:
-    """Forget what was averaged of a parameter's gradient, which is about to be cleared. Local operation."""
-    stand_ins = _stand_ins(parameter)
-    if stand_ins is not None:
-        stand_ins.ready.pop(id(parameter), None)
-        stand_ins.early.forget()
-
-
-def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Complete the averages that have begun during backward. Collective over the holders where there may be some.
-
-    Raises:
-        OrderError: Gradients have changed since they were averaged.
-    """
-    for stand_ins in _all_stand_ins(parameters):
-        if stand_ins.early.expected:
-            stand_ins.reduce()
-
-
-def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``.grad`` of cut parameters the average over their holders, whole.
-
-    Collective over the holders: the averages, unless that is done, and an all-gather of their rows.
-
-    Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
-            changed since they were averaged.
-    """
-    for stand_ins in _all_stand_ins(parameters, "finish_grad_reduce(outer=True) before shard_optimizer"):
-        stand_ins.gather_averages()
-
-
-def check_step(optimizer: Optimizer) -> None:
-    """Raise before a step on gradients that nobody would average over the outer axis. Local operation.
-
-    Raises:
-        OrderError: The optimizer was not given to ``shard_optimizer``.
-    """
-    keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if keeper is not None and keeper.cuts:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if gradient_of(parameter) is not None:
-                _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
-
-
-def _check_sharded(parameter: torch.Tensor, what: str) -> None:
-    """Raise for a parameter whose gradients wait for an optimizer that averages them."""
-    copies = copies_of(parameter)
-    if copies is None or copies.reduced:
-        return
-    name = label_of(parameter)
-    raise OrderError(
-        f"{what}: {name} of a model with outer_strategy='optim'",
-        expected="an optimizer that averages gradients over dp_replicate",
-        got="one that updates with those of this rank's dp_shard group",
-        why="The copies of the model would train apart",
-        fix="call te_fsdp.shard_optimizer(optimizer) once, right after it was built",
-    )
-
-
-def _stand_ins(parameter: torch.Tensor) -> StandIns | None:
-    """The stand-ins of the living optimizer that cuts a parameter's state."""
-    facts = facts_of(parameter)
-    return facts.stand_ins() if facts is not None and facts.stand_ins is not None else None
-
-
-def _ready(parameter: torch.Tensor) -> Any:
-    """The stand-in of a parameter whose gradient was averaged, and of which gradient (``StandIns.ready``)."""
-    stand_ins = _stand_ins(parameter)
-    return None if stand_ins is None else stand_ins.ready.get(id(parameter))
-
-
-def _all_stand_ins(parameters: Iterable[torch.Tensor], what: str = "") -> list[StandIns]:
-    """Those of several parameters, each once; with ``what``, raise for trained ones that should have some."""
-    found: dict[int, StandIns] = {}
-    for parameter in parameters:
-        stand_ins = _stand_ins(parameter)
-        if stand_ins is not None:
-            found[id(stand_ins)] = stand_ins
-        elif what and parameter.requires_grad:
-            _check_sharded(parameter, what)
-    return list(found.values())
+    def is_same(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is that one, unchanged. Local operation."""
+        return (
+            gradient is not None
+            and self.gradient() is gradient
+            and self.version == _torch.version_of(gradient)
+        )
 
 
 # ------------------------------------------------------------------------------------------ gradients of one copy alone

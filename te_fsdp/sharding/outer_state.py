@@ -20,24 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
-from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_arrivals import install_by_unit
+from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
-from te_fsdp.sharding.outer_early import EarlyAverages
-from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
-from te_fsdp.sharding.outer_gradients import (
-    give_gradients,
-    gradient_of,
-    gradients_of,
-    guard,
-    is_averaged,
-    open_averaged,
-    reopen,
-    zero_gradient,
-)
+from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
 from te_fsdp.sharding.outer_install import install, write
 from te_fsdp.sharding.state import state_of
 
@@ -89,18 +77,14 @@ class StandIns:
     Attributes:
         cuts: Whether state is cut over the holders of parameters; otherwise only main weights stand in.
         pairs: Those that stand in now; empty between steps.
-        ready: Stand-ins whose gradients have been averaged over the holders, by their parameters' ids; each with the
-            gradient that the average was made of and that one's version then.
-        early: Averages that begin during backward.
+        averages: Of the gradients, over the holders.
         overlaps: Whether new weights arrive after the step, unit by unit.
-        opened: Whether whole averages have ever been given to the parameters (:meth:`gather_averages`).
     """
 
     def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
         self.cuts = cuts
-        self.overlaps = self.opened = False
+        self.overlaps = False
         self.pairs: list[Pair] = []
-        self.ready: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], int]] = {}
         # What the last standing in has found, by the parameter's id; without a pair for one that needs none. Holds as
         # long as the parameter has the same local tensor (initialising and loading may replace it), and its state the
         # same main weight (so may loading). Where state is cut, stand-ins are found anew in each step.
@@ -109,7 +93,7 @@ class StandIns:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
-        self.early = EarlyAverages(self._averaged_over_holders)
+        self.averages = OuterAverages(self._cut, self._make_known)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -226,16 +210,15 @@ class StandIns:
 
     def _pair(self, optimizer: Optimizer, parameter: torch.Tensor, local: torch.Tensor) -> Pair | None:
         """A parameter and its stand-in; ``None`` for one that needs none."""
-        known = self.ready.get(id(parameter))
-        main = known[0] if known is not None else self.make(optimizer, parameter)
+        ready = self.averages.ready.get(id(parameter))
+        main = ready.main if ready is not None else self.make(optimizer, parameter)
         return None if main is None else Pair(parameter, main, local, is_low(parameter))
 
     def stand_down(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
-        mains = [pair.main for pair in self.pairs] + [main for main, _, _ in self.ready.values()]
-        give_gradients(mains, [None] * len(mains))
+        give_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
         self.put_back(optimizer)
-        self.ready = {}
+        self.averages.clear()
 
     def put_back(self, optimizer: Optimizer) -> None:
         """As :meth:`stand_down`, but averaged gradients stay."""
@@ -253,139 +236,19 @@ class StandIns:
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
 
-    # --- gradients over the holders
-
-    def reduce(self, optimizer: Optimizer | None = None) -> None:
-        """Average the gradients of cut parameters over their holders, unless that is done.
-
-        Collective over the holders: one reduce-scatter per group of holders and dtype, or what is left to do of those
-        that have begun during backward (:mod:`te_fsdp.sharding.outer_early`). The parameters' own gradients stay as
-        they are.
-
-        Raises:
-            OrderError: Gradients have changed since they were averaged.
-        """
-        if not self.cuts:
-            return
-        optimizer = optimizer or self._optimizer()
-        assert optimizer is not None
-        cut = self._cut(optimizer)
-        if self._is_done([c.parameter for c in cut]):
-            return
-        mains = [self.make(optimizer, c.parameter) for c in cut]
-        whole = self.opened and self._are_averaged(cut)
-        for chunk, main, known in zip(cut, mains, self._averages(cut, whole), strict=True):
-            parameter, rows = chunk.parameter, None if known is None else known.result()
-            if rows is None:
-                continue
-            assert main is not None
-            give_gradients([main], [chunk.distributed(rows)])
-            source = gradient_of(parameter)
-            if source is None:  # others have one: from now on this rank takes part as they do
-                source = zero_gradient(parameter)
-                if not chunk.copies.reduced:
-                    guard(source)
-            self.ready[id(parameter)] = (main, weakref.ref(source), _torch.version_of(source))
-        ready = {key: main for key, (main, _, _) in self.ready.items()}
-        take_over_gradients((c.parameter for c in cut if id(c.parameter) in ready), ready)
-
-    def _cut(self, optimizer: Optimizer) -> list[Chunk]:
-        """The trained parameters that are cut. Local operation."""
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    def _cut(self) -> list[Chunk]:
+        """The trained parameters whose state is cut. Local operation."""
+        optimizer = self._optimizer() if self.cuts else None
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = [p for group in groups for p in group["params"] if p.requires_grad]
         return [chunk for p in held if (chunk := self.chunk(p)) is not None]
 
-    def _averaged_over_holders(self) -> list[Chunk]:
-        """Those of them whose gradients do not arrive equal. Local operation."""
+    def _make_known(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a parameter whose state is cut. Local operation."""
         optimizer = self._optimizer()
-        cut = [] if optimizer is None else self._cut(optimizer)
-        return [c for c in cut if not c.copies.reduced]
-
-    def _is_done(self, parameters: list[torch.Tensor]) -> bool:
-        """Whether the averages that are there are those of the gradients that are there."""
-        kept, fresh, changed = 0, 0, 0
-        for parameter in parameters:
-            gradient, known = gradient_of(parameter), self.ready.get(id(parameter))
-            if gradient is None:
-                self.ready.pop(id(parameter), None)
-            elif known is None or known[1]() is not gradient:
-                fresh += 1
-            elif known[2] != _torch.version_of(gradient):
-                changed += 1
-            else:
-                kept += 1
-        if changed or (kept and fresh):
-            raise OrderError(
-                f"{changed + fresh} of {len(parameters)} gradients have changed since they were averaged",
-                expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
-                got="another backward, or another change of gradients, between them and step()",
-                why="The step would miss it",
-                fix="clip once, after the last backward; begin the next step with zero_grad()",
-            )
-        if not kept:
-            self.ready = {}
-        return bool(kept)
-
-    def _averages(self, cut: list[Chunk], whole: bool) -> list[Average | None]:
-        """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective.
-
-        Args:
-            cut: The parameters.
-            whole: Whether all gradients are averages already.
-        """
-        found = {id(c.parameter): _own_rows(c) for c in cut if whole or c.copies.reduced}
-        if not whole:
-            found |= self.early.finish([c for c in cut if not c.copies.reduced])
-        rest = [c for c in cut if id(c.parameter) not in found]
-        gradients = [
-            None if g is None else _torch.local_of(g) for g in (gradient_of(c.parameter) for c in rest)
-        ]
-        averages = start_average(rest, gradients).wait()
-        found |= {id(c.parameter): average for c, average in zip(rest, averages, strict=True)}
-        return [found[id(c.parameter)] for c in cut]
-
-    # --- whole averages
-
-    def gather_averages(self) -> None:
-        """Average, and give each parameter its whole average for a gradient. Collective over the holders."""
-        self.reduce()
-        parts, gradients = [], []
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        for chunk in self._cut(optimizer):
-            parameter = chunk.parameter
-            gradient = gradient_of(parameter)
-            if gradient is not None and id(parameter) in self.ready:  # the same ones on all holders
-                whole, rows = _torch.local_of(gradient), self.ready[id(parameter)][0].grad
-                assert rows is not None
-                parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
-                if not chunk.copies.reduced:
-                    gradients.append(gradient)
-        start_gather(parts).wait()
-        for gradient in gradients:
-            open_averaged(gradient)
-        give_gradients([main for main, _, _ in self.ready.values()], [None] * len(self.ready))
-        self.ready, self.opened = {}, True
-
-    def _are_averaged(self, cut: list[Chunk]) -> bool:
-        """Whether the gradients of all holders are whole averages; otherwise none is any more.
-
-        Collective over the holders: one all-reduce of three integers for each group of them, which is waited for: one
-        holder alone may have run a backward since, or cleared its gradients.
-        """
-        mine = [c for c in cut if not c.copies.reduced]
-        whole = True
-        for ranks, chunk in {c.ranks: c for c in mine}.items():
-            found = [g for c in mine if c.ranks == ranks and (g := gradient_of(c.parameter)) is not None]
-            told = [not all(map(is_averaged, found)), len(found), -len(found)]
-            seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
-            maximum(seen, chunk.copies.group)
-            added, most, fewest = seen.tolist()
-            whole &= not added and most == -fewest
-        for c in () if whole else mine:
-            gradient = gradient_of(c.parameter)
-            if gradient is not None:
-                reopen(gradient, c.size if c.copies.sums else 1)
-        return whole
+        main = None if optimizer is None else self.make(optimizer, parameter)
+        assert main is not None
+        return main
 
     # --- hooks of the optimizer
 
@@ -400,7 +263,7 @@ class StandIns:
                 fix="call backward() first, then step() without a closure",
             )
         self.put_back(optimizer)
-        self.reduce(optimizer)
+        self.averages.make()
         self.stand_in(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if not self.cuts or self.chunk(pair.parameter) is None]
         mains = [pair.main for pair in whole]
@@ -420,14 +283,6 @@ class StandIns:
                 write(pair.local, main)
         (install_by_unit if self.overlaps else install)(cut)
         self.stand_down(optimizer)
-
-
-def _own_rows(chunk: Chunk) -> Average | None:
-    """This rank's rows of a gradient that is equal on all holders; ``None`` where there is none."""
-    gradient = gradient_of(chunk.parameter)
-    if gradient is None:
-        return None
-    return Average(chunk.of(_torch.local_of(gradient)).to(chunk.dtype, copy=True).contiguous())
 
 
 def _settle(parameter: torch.Tensor) -> None:

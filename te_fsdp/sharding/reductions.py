@@ -14,7 +14,7 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.layout.storage import Pace
-from te_fsdp.sharding.outer_gradients import current, finish_averages, forget_average, gather_averages
+from te_fsdp.sharding.outer_averages import current, finish_averages, forget_average, gather_averages
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 
 if TYPE_CHECKING:

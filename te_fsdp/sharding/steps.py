@@ -26,7 +26,8 @@ from te_fsdp.modules.replaced import refuse_replaced, replacing
 from te_fsdp.parameters import attributes_of, carry_over, facts_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.optimizer import remember
-from te_fsdp.sharding.outer_gradients import check_step, gradients_of
+from te_fsdp.sharding.outer_averages import check_step
+from te_fsdp.sharding.outer_gradients import gradients_of
 from te_fsdp.sharding.precision_plan import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (

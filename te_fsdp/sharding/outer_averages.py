@@ -1,0 +1,312 @@
+"""Averages of gradients over the holders of parameters whose optimizer state is cut.
+
+``parameter.grad`` is this rank's own gradient. The average exists in rows, as the gradient of the stand-in that the
+optimizer will update, once somebody has asked for it: a step, or a norm. It is made once, and holds as long as the
+gradient that it was made of stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from te_fsdp import _torch
+from te_fsdp.agree import maximum
+from te_fsdp.errors import OrderError
+from te_fsdp.modules.copies import take_over_gradients
+from te_fsdp.parameters import facts_of, label_of
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.outer_chunks import Chunk, copies_of
+from te_fsdp.sharding.outer_early import EarlyAverages
+from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
+from te_fsdp.sharding.outer_gradients import (
+    Seen,
+    give_gradients,
+    gradient_of,
+    gradients_of,
+    guard,
+    is_averaged,
+    open_averaged,
+    reopen,
+    zero_gradient,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = [
+    "OuterAverages",
+    "averaged",
+    "check_step",
+    "current",
+    "finish_averages",
+    "forget_average",
+    "gather_averages",
+]
+
+
+class Ready(NamedTuple):
+    """An average that is there.
+
+    Attributes:
+        main: The stand-in that has it.
+        source: The gradient that it was made of.
+    """
+
+    main: torch.Tensor
+    source: Seen
+
+
+class OuterAverages:
+    """The averages of one optimizer's gradients.
+
+    Args:
+        chunks: What the optimizer trains and cuts now, in its order; the same on all holders.
+        make_main: Gives the stand-in of a parameter.
+
+    Attributes:
+        ready: Averages that are there, by their parameters' ids.
+        early: Those that begin during backward.
+    """
+
+    def __init__(
+        self, chunks: Callable[[], list[Chunk]], make_main: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._chunks, self._make_main = chunks, make_main
+        self.ready: dict[int, Ready] = {}
+        self.early = EarlyAverages(lambda: [c for c in chunks() if not c.copies.reduced])
+        # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
+        self._opened = False
+
+    def make(self) -> None:
+        """Average the gradients of cut parameters over their holders, unless that is done.
+
+        Collective over the holders: one reduce-scatter per group of holders and dtype, or what is left to do of those
+        that have begun during backward (:mod:`te_fsdp.sharding.outer_early`). The parameters' own gradients stay as
+        they are.
+
+        Raises:
+            OrderError: Gradients have changed since they were averaged.
+        """
+        cut = self._chunks()
+        if not cut or self._is_done(cut):
+            return
+        mains = [self._make_main(chunk.parameter) for chunk in cut]
+        for chunk, main, average in zip(cut, mains, self._averages(cut), strict=True):
+            rows = None if average is None else average.result()
+            if rows is None:
+                continue
+            give_gradients([main], [chunk.distributed(rows)])
+            source = gradient_of(chunk.parameter)
+            if source is None:  # others have one: from now on this rank takes part as they do
+                source = zero_gradient(chunk.parameter)
+                if not chunk.copies.reduced:
+                    guard(source)
+            self.ready[id(chunk.parameter)] = Ready(main, Seen.now(source))
+        given = [chunk.parameter for chunk in cut if id(chunk.parameter) in self.ready]
+        take_over_gradients(given, {key: ready.main for key, ready in self.ready.items()})
+
+    def clear(self) -> None:
+        """Forget all averages. Local operation."""
+        give_gradients([ready.main for ready in self.ready.values()], [None] * len(self.ready))
+        self.ready = {}
+
+    def _is_done(self, cut: list[Chunk]) -> bool:
+        """Whether the averages that are there are those of the gradients that are there."""
+        kept, fresh, changed = 0, 0, 0
+        for chunk, gradient in zip(cut, gradients_of([chunk.parameter for chunk in cut]), strict=True):
+            ready = self.ready.get(id(chunk.parameter))
+            if gradient is None:
+                self.ready.pop(id(chunk.parameter), None)
+            elif ready is None or ready.source.gradient() is not gradient:
+                fresh += 1
+            elif ready.source.is_same(gradient):
+                kept += 1
+            else:
+                changed += 1
+        if changed or (kept and fresh):
+            raise OrderError(
+                f"{changed + fresh} of {len(cut)} gradients have changed since they were averaged",
+                expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
+                got="another backward, or another change of gradients, between them and step()",
+                why="The step would miss it",
+                fix="clip once, after the last backward; begin the next step with zero_grad()",
+            )
+        if not kept:
+            self.ready = {}
+        return bool(kept)
+
+    def _averages(self, cut: list[Chunk]) -> list[Average | None]:
+        """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective."""
+        found: dict[int, Average | None] = {}
+        apart = [chunk for chunk in cut if not chunk.copies.reduced]
+        if not (self._opened and self._are_whole(apart)):
+            found = self.early.finish(apart)
+            rest = [chunk for chunk in apart if id(chunk.parameter) not in found]
+            gradients = gradients_of([chunk.parameter for chunk in rest])
+            averages = start_average(rest, [g if g is None else _torch.local_of(g) for g in gradients]).wait()
+            found |= {id(chunk.parameter): average for chunk, average in zip(rest, averages, strict=True)}
+        for chunk in cut:
+            if id(chunk.parameter) not in found:  # equal on all holders
+                gradient = gradient_of(chunk.parameter)
+                rows = None if gradient is None else chunk.of(_torch.local_of(gradient))
+                own = None if rows is None else Average(rows.to(chunk.dtype, copy=True).contiguous())
+                found[id(chunk.parameter)] = own
+        return [found[id(chunk.parameter)] for chunk in cut]
+
+    # --- whole averages
+
+    def gather(self) -> None:
+        """Average, and give each parameter its whole average for a gradient. Collective over the holders."""
+        self.make()
+        parts, gradients = [], []
+        for chunk in self._chunks():
+            gradient, ready = gradient_of(chunk.parameter), self.ready.get(id(chunk.parameter))
+            if gradient is not None and ready is not None:  # the same ones on all holders
+                whole, rows = _torch.local_of(gradient), ready.main.grad
+                assert rows is not None
+                parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
+                if not chunk.copies.reduced:
+                    gradients.append(gradient)
+        start_gather(parts).wait()
+        for gradient in gradients:
+            open_averaged(gradient)
+        self.clear()
+        self._opened = True
+
+    def _are_whole(self, apart: list[Chunk]) -> bool:
+        """Whether the gradients of all holders are whole averages; otherwise none is any more.
+
+        Collective over the holders: one all-reduce of three integers for each group of them, which is waited for: one
+        holder alone may have run a backward since, or cleared its gradients.
+        """
+        whole = True
+        for ranks, chunk in {chunk.ranks: chunk for chunk in apart}.items():
+            mine = gradients_of([chunk.parameter for chunk in apart if chunk.ranks == ranks])
+            found = [gradient for gradient in mine if gradient is not None]
+            told = [not all(map(is_averaged, found)), len(found), -len(found)]
+            seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
+            maximum(seen, chunk.copies.group)
+            added, most, fewest = seen.tolist()
+            whole &= not added and most == -fewest
+        for chunk in () if whole else apart:
+            gradient = gradient_of(chunk.parameter)
+            if gradient is not None:
+                reopen(gradient, chunk.size if chunk.copies.sums else 1)
+        return whole
+
+
+# ------------------------------------------------------------------------------------------------ of several parameters
+
+
+def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose ``grad`` is the model's gradient: stand-ins of cut parameters, all others themselves.
+
+    Averages what has not been averaged. Collective over the holders of cut parameters, once per optimizer; in the same
+    order on all ranks.
+
+    Raises:
+        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
+            changed since they were averaged.
+    """
+    given = list(parameters)
+    for averages in _all_averages(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
+        averages.make()
+    known = (_ready(parameter) for parameter in given)
+    return [p if ready is None else ready.main for p, ready in zip(given, known, strict=True)]
+
+
+def current(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a step now would use as far as it is there: averaged rows, else the parameter's own.
+
+    For changes that are the same on all ranks and linear, such as scaling. Local operation.
+    """
+    ready, own = _ready(parameter), gradient_of(parameter)
+    return own if ready is None or own is None or ready.source.gradient() is not own else ready.main.grad
+
+
+def forget_average(parameter: torch.Tensor) -> None:
+    """Forget what was averaged of a parameter's gradient, which is about to be cleared. Local operation."""
+    averages = _averages_of(parameter)
+    if averages is not None:
+        averages.ready.pop(id(parameter), None)
+        averages.early.forget()
+
+
+def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
+    """Complete the averages that have begun during backward. Collective over the holders where there may be some.
+
+    Raises:
+        OrderError: Gradients have changed since they were averaged.
+    """
+    for averages in _all_averages(parameters):
+        if averages.early.expected:
+            averages.make()
+
+
+def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
+    """Make ``.grad`` of cut parameters the average over their holders, whole.
+
+    Collective over the holders: the averages, unless that is done, and an all-gather of their rows.
+
+    Raises:
+        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
+            changed since they were averaged.
+    """
+    for averages in _all_averages(parameters, "finish_grad_reduce(outer=True) before shard_optimizer"):
+        averages.gather()
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Raise before a step on gradients that nobody would average over the outer axis. Local operation.
+
+    Raises:
+        OrderError: The optimizer was not given to ``shard_optimizer``.
+    """
+    keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if keeper is not None and keeper.cuts:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if gradient_of(parameter) is not None:
+                _check_sharded(parameter, f"{type(optimizer).__name__}.step()")
+
+
+def _check_sharded(parameter: torch.Tensor, what: str) -> None:
+    """Raise for a parameter whose gradients wait for an optimizer that averages them."""
+    copies = copies_of(parameter)
+    if copies is None or copies.reduced:
+        return
+    raise OrderError(
+        f"{what}: {label_of(parameter)} of a model with outer_strategy='optim'",
+        expected="an optimizer that averages gradients over dp_replicate",
+        got="one that updates with those of this rank's dp_shard group",
+        why="The copies of the model would train apart",
+        fix="call te_fsdp.shard_optimizer(optimizer) once, right after it was built",
+    )
+
+
+def _averages_of(parameter: torch.Tensor) -> OuterAverages | None:
+    """Those of the living optimizer that cuts a parameter's state."""
+    facts = facts_of(parameter)
+    stand_ins = facts.stand_ins() if facts is not None and facts.stand_ins is not None else None
+    return None if stand_ins is None else stand_ins.averages
+
+
+def _ready(parameter: torch.Tensor) -> Ready | None:
+    averages = _averages_of(parameter)
+    return None if averages is None else averages.ready.get(id(parameter))
+
+
+def _all_averages(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
+    """Those of several parameters, each once; with ``what``, raise for trained ones that should have some."""
+    found: dict[int, OuterAverages] = {}
+    for parameter in parameters:
+        averages = _averages_of(parameter)
+        if averages is not None:
+            found[id(averages)] = averages
+        elif what and parameter.requires_grad:
+            _check_sharded(parameter, what)
+    return list(found.values())
