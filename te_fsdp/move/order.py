@@ -21,13 +21,34 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from te_fsdp.agree import maximum
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from te_fsdp.mesh import Meshes
 
-__all__ = ["UnitOrder"]
+__all__ = ["UnitOrder", "own_group"]
+
+
+def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of the ranks of one axis, for these moves alone.
+
+    Two that ranks may begin in different orders must not share one: FSDP2's own and these, when ranks use different
+    units. Collective over the world: makes process groups.
+
+    Args:
+        root: The mesh of the job.
+        axis: Name of its axis.
+        backend: ``None``: the default one of the job.
+    """
+    at = (root.mesh_dim_names or ()).index(axis)
+    rows = root.mesh.movedim(at, -1).reshape(-1, root.size(at)).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    return group
 
 
 class UnitOrder:

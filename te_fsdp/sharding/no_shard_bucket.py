@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _torch
 from te_fsdp.move.buffer import Buffer
+from te_fsdp.move.order import own_group
 from te_fsdp.move.pending import Pending, current_stream
 from te_fsdp.move.start import start
 
@@ -54,21 +55,15 @@ class Ranks:
         return self.mesh.get_group() if self.own is None and self.mesh is not None else self.own
 
     def apart(self, root: DeviceMesh) -> Ranks:
-        """The same ranks by a process group of their own.
-
-        Two reductions that ranks may start in different orders must not share one: FSDP2's and these, when ranks use
-        different modules. Collective over the world: makes process groups.
+        """The same ranks by a process group of their own. Collective over the world: makes process groups.
 
         Args:
             root: The mesh of the job that the ranks' axis is cut from. Of several axes the group is their own already.
         """
-        names = root.mesh_dim_names or ()
-        if self.mesh is None or self.mesh.mesh_dim_names is None or self.mesh.mesh_dim_names[0] not in names:
+        names = self.mesh.mesh_dim_names if self.mesh is not None else None
+        if not names or names[0] not in (root.mesh_dim_names or ()):
             return self
-        axis = names.index(self.mesh.mesh_dim_names[0])
-        rows = root.mesh.movedim(axis, -1).reshape(-1, self.mesh.size()).tolist()
-        own, _ = dist.new_subgroups_by_enumeration(rows)
-        return replace(self, own=own)
+        return replace(self, own=own_group(root, names[0]))
 
     @classmethod
     def dense(cls, meshes: Meshes) -> Ranks:

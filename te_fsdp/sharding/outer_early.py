@@ -26,7 +26,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,12 @@ import torch.distributed as dist
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.comm import COMM_DTYPES, GradComm
-from te_fsdp.move.order import UnitOrder
+from te_fsdp.move.order import UnitOrder, own_group
 from te_fsdp.move.pending import Pending, SideStream, current_stream
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_flat import Average, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
-
-if TYPE_CHECKING:
-    from te_fsdp.mesh import Meshes
 
 __all__ = ["EarlyAverages", "watch_units"]
 
@@ -102,7 +99,9 @@ class EarlyAverages:
     _begun: list[_Begun] = field(default_factory=list)
     _spoilt: bool = False
     _comm: GradComm | None = None  # as it was when the first of them began
-    _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (
+        None  # for the averages, for the question at the step
+    )
     _side: SideStream = field(default_factory=SideStream)
 
     # --- during backward
@@ -266,7 +265,10 @@ class EarlyAverages:
             plan.order.agreed = ()
             return
         if self._groups is None:
-            self._groups = _own_groups(plan.state.meshes)
+            root, kind = plan.state.meshes.device_mesh, plan.state.meshes.device.type
+            backends = (dist.get_default_backend_for_device(kind), "gloo")
+            averages, question = (own_group(root, OUTER, backend) for backend in backends)
+            self._groups = averages, question
             # Connected here, where all ranks come by, and not in the midst of a backward.
             dist.all_reduce(torch.zeros(1, device=plan.state.meshes.device), group=self._groups[0])
         plan.order.agree(plan.state.meshes)
@@ -295,20 +297,6 @@ def _planned(chunks: list[Chunk]) -> _Plan | None:
             units[name] = mine
             groups += [name for ids in own if any(id(chunk.parameter) in ids for chunk in mine)]
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
-
-
-def _own_groups(meshes: Meshes) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two process groups of the holders: for these averages alone, and for the question at the step, on the CPU.
-
-    What ranks may start in different orders must not share one. Collective over the world.
-    """
-    mesh, kind = meshes.device_mesh, meshes.device.type
-    axis = (mesh.mesh_dim_names or ()).index(OUTER)
-    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-    backends = (dist.get_default_backend_for_device(kind), "gloo")
-    device, cpu = (dist.new_subgroups_by_enumeration(rows, backend=backend)[0] for backend in backends)
-    assert isinstance(device, dist.ProcessGroup) and isinstance(cpu, dist.ProcessGroup)
-    return device, cpu
 
 
 @functools.cache
