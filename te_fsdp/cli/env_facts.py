@@ -187,10 +187,12 @@ def _nvcc() -> str | None:
 
 
 def _driver() -> str | None:
+    # /proc lacks the file in some containers, where the command still tells it.
     with contextlib.suppress(OSError):
-        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        return found[1] if found else None
-    return None
+        if found := re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text()):
+            return found[1]
+    _, told, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return told.split()[0] if told.strip() else None
 
 
 def _cuda_problem() -> str:
