@@ -167,9 +167,9 @@ def test_exit_code_and_text(monkeypatch, capsys):
     assert env.main(["--no-such-option"]) == 2
 
 
-def test_this_environment(tmp_path):
+def test_this_environment(python, tmp_path):
     """As a user starts it: TransformerEngine's own words, patches as the tables have them, one JSON document."""
-    done = start("te_fsdp.cli", ["env", "--json"], tmp_path)
+    done = start(python, "te_fsdp.cli", ["env", "--json"], tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == (0 if found["ok"] else 1), done.stderr
     assert found["te_says"]["recipes"]["float8"] == ""
