@@ -153,4 +153,4 @@ def is_exempt(module: Any, name: str) -> bool:
         return True
     parameter = module._parameters.get(name)
     facts = None if parameter is None else facts_of(parameter)
-    return facts is not None and (facts.no_shard or (facts.plan is not None and facts.plan.storage.is_whole))
+    return facts is not None and (facts.no_shard or bool(facts.plan and facts.plan.storage.is_whole))

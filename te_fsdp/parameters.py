@@ -41,6 +41,7 @@ __all__ = [
     "label_of",
     "noted",
     "places_of",
+    "plan_of",
     "share",
     "successor",
 ]
@@ -59,7 +60,6 @@ class Facts:
         no_shard: Whether ``fsdp_no_shard`` was called for it.
         plan: What ``fully_shard`` has settled about it.
         ep_mesh: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
-        replicas: Who holds a parameter alike that FSDP2 does not manage (``sharding.outer_chunks.Copies``).
         gradient: What its gradient has to be, if of another dtype than itself (``precision_plan.OtherGradient``).
         state: The ``ShardingState`` of its model.
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
@@ -72,7 +72,6 @@ class Facts:
     no_shard: bool = False
     plan: ParameterPlan | None = None
     ep_mesh: DeviceMesh | None = None
-    replicas: Any = None
     gradient: Any = None
     state: weakref.ref[Any] | None = None
     record: weakref.ref[Any] | None = None
@@ -99,6 +98,12 @@ def noted(parameter: torch.Tensor) -> Facts:
     if not facts:
         facts = parameter.__dict__[KEY] = Facts()
     return facts
+
+
+def plan_of(parameter: torch.Tensor) -> ParameterPlan | None:
+    """What ``fully_shard`` has settled about a parameter; ``None`` for any other. Local operation."""
+    facts = parameter.__dict__.get(KEY)
+    return facts.plan if facts else None
 
 
 def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:

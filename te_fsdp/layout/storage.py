@@ -22,6 +22,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from te_fsdp.axes import AXES
+
 if TYPE_CHECKING:
     from te_fsdp.layout.rules import ParameterRule
 
@@ -71,6 +73,12 @@ class Storage:
     def is_whole(self) -> bool:
         """Whether every data-parallel rank holds the whole parameter: FSDP2 knows nothing of it."""
         return self.parameter == "RR"
+
+    @functools.cached_property
+    def cut_further(self) -> tuple[str, ...]:
+        """The axes that cut main weight and optimizer state, though every rank of them holds the parameter alike."""
+        columns = zip(AXES, self.parameter, self.optimizer, strict=False)
+        return tuple(axis for axis, parameter, optimizer in columns if parameter != optimizer)
 
     def reduces(self, pace: Pace) -> bool:
         """Whether a backward ends with gradients reduced over ``dp_shard``."""

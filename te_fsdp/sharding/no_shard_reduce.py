@@ -32,13 +32,11 @@ from te_fsdp.move.comm import comm_of
 from te_fsdp.move.order import UnitOrder
 from te_fsdp.move.pending import current_stream
 from te_fsdp.sharding.no_shard_bucket import Bucket, Reduction, Slot, all_ranks, pack
-from te_fsdp.sharding.outer_chunks import set_copies
 from te_fsdp.sharding.replicas import check_whole
 from te_fsdp.sharding.state import mark, sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.no_shard import Exempt
@@ -206,8 +204,6 @@ class ReplicatedGradients:
                 handle.remove()
             slot.hooked, replaced = weakref.ref(parameter), True
             self._buckets = None
-            if slot.exempt.plan.storage.optimizer == "SS" and slot.ranks.mesh is not None:
-                set_copies(parameter, _holders(parameter, slot.ranks.mesh), reduced=True)
             if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
                 parameter.grad_dtype = self._grads_dtype
             slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
@@ -372,13 +368,6 @@ def _words(meshes: Meshes) -> dist.ProcessGroup:
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group
-
-
-def _holders(parameter: torch.Tensor, mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of a parameter's optimizer state that is cut over data parallel: that axis, then the parameter's own."""
-    if not isinstance(parameter, DTensor):
-        return mesh
-    return _torch.concatenated_meshes(mesh, parameter.device_mesh)
 
 
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:

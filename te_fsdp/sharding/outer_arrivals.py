@@ -17,7 +17,7 @@ import torch
 
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.move.pending import UnitGather
-from te_fsdp.sharding.outer_chunks import Chunk, is_unmanaged
+from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_install import install, start_install, why_not_bytes
 from te_fsdp.sharding.state import state_of
 
@@ -67,7 +67,7 @@ def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
 
     FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
     """
-    return any(not is_unmanaged(chunk.parameter) and _may_travel_later(chunk) for chunk in chunks)
+    return any(not chunk.copies.reduced and _may_travel_later(chunk) for chunk in chunks)
 
 
 def watch_state_dicts(state: ShardingState) -> None:

@@ -16,9 +16,9 @@ from te_fsdp import _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.modules.copies import take_over_gradients
-from te_fsdp.parameters import facts_of, label_of
+from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_chunks import Chunk, copies_of
+from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_early import EarlyAverages
 from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
 from te_fsdp.sharding.outer_gradients import (
@@ -32,6 +32,7 @@ from te_fsdp.sharding.outer_gradients import (
     reopen,
     zero_gradient,
 )
+from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -276,8 +277,8 @@ def check_step(optimizer: Optimizer) -> None:
 
 def _check_sharded(parameter: torch.Tensor, what: str) -> None:
     """Raise for a parameter whose gradients wait for an optimizer that averages them."""
-    copies = copies_of(parameter)
-    if copies is None or copies.reduced:
+    plan, state = plan_of(parameter), state_of(parameter)
+    if plan is None or plan.storage.gradient[0] != "P" or state is None or state.meshes.size(OUTER) == 1:
         return
     raise OrderError(
         f"{what}: {label_of(parameter)} of a model with outer_strategy='optim'",

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from te_fsdp import _torch
 from te_fsdp.layout.boxes import chunk_range
 from te_fsdp.move.buffer import Rows
-from te_fsdp.parameters import facts_of, noted
+from te_fsdp.parameters import plan_of
 from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.mesh import Meshes
-
-__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "is_unmanaged", "rows_of_state", "set_copies"]
+__all__ = ["OUTER", "Chunk", "Copies", "copies_of", "rows_of_state"]
 
 #: The outer axis.
 OUTER = "dp_replicate"
@@ -71,10 +69,6 @@ class Copies:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the holders."""
         return tuple(dist.get_process_group_ranks(self.group))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Copies:
-        """Meshes are shared by the copy: process groups cannot be copied."""
-        return self
 
 
 class Chunk:
@@ -174,52 +168,24 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
     return dim, low, high
 
 
-def set_copies(parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool) -> None:
-    """Say who holds a parameter that FSDP2 does not manage alike. Local operation.
-
-    Args:
-        parameter: Plain, or a DTensor on the tp mesh.
-        mesh: 1-D for a plain parameter; else its own mesh with the axis of its holders in front.
-        reduced: Whether its gradients arrive equal on all of them.
-    """
-    noted(parameter).replicas = Copies(mesh, reduced)
-
-
-def is_unmanaged(parameter: torch.Tensor) -> bool:
-    """Whether :func:`set_copies` was called on a parameter. Local operation."""
-    facts = facts_of(parameter)
-    return facts is not None and facts.replicas is not None
-
-
 def copies_of(parameter: torch.Tensor) -> Copies | None:
     """Who holds a parameter alike, such that its optimizer state is to be cut; ``None`` where it is not.
 
-    Local operation. Parameters of FSDP2 are found through the model's sharding state (``outer_strategy="optim"``),
-    others by :func:`set_copies`. Scalars are never cut.
+    Local operation. Scalars are never cut.
     """
-    if parameter.ndim == 0:
+    plan, state = plan_of(parameter), state_of(parameter)
+    if plan is None or state is None or parameter.ndim == 0:
         return None
-    facts = facts_of(parameter)
-    if facts is None:
+    meshes = state.meshes
+    root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
+    axes = tuple(axis for axis in plan.storage.cut_further if root[axis].size() > 1)
+    if not axes:
         return None
-    known = facts.replicas
-    if known is not None:
-        return known if known.mesh.size(0) > 1 else None
-    state = state_of(parameter)
-    if state is None or state.outer != "optim" or not isinstance(parameter, DTensor):
-        return None
-    mesh = _outer_mesh(parameter, state.meshes)
-    return Copies(mesh, reduced=False, sums=not state.average_gradients) if mesh is not None else None
-
-
-def _outer_mesh(parameter: DTensor, meshes: Meshes) -> DeviceMesh | None:
-    """``dp_replicate`` and the axes of a parameter that FSDP2 has cut; ``None`` for one that it has not."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if names in ((), ("tp",)) or OUTER in names or meshes.size(OUTER) == 1:
-        return None
-    roots = [meshes.device_mesh, getattr(meshes, "expert_mesh", None)]
-    for root in roots:
-        known = () if root is None else root.mesh_dim_names or ()
-        if root is not None and set(names) <= set(known) and root[names] == parameter.device_mesh:
-            return root[(OUTER, *names)]
-    return None
+    own = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    if plan.storage.is_whole:
+        # Made when the model was sharded, for the reductions of gradients.
+        name = "data" if root is meshes.device_mesh else "expert_data"
+        holders = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
+        return Copies(holders if own is None else _torch.concatenated_meshes(holders, own), reduced=True)
+    assert own is not None and own.mesh_dim_names is not None
+    return Copies(root[(*axes, *own.mesh_dim_names)], reduced=False, sums=not state.average_gradients)
