@@ -5,12 +5,15 @@
     unit by unit     all others: the root's own first, then its units as they are registered
 
 The holders begin all of it in the step, in one order, whatever they use afterwards.
+
+This file and :class:`~te_fsdp.move.pending.PendingGathers` (``state.arrivals``, which all that reads or writes
+parameters waits for) are the whole of the overlap: without them a step calls ``start_install(cut).wait()``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +21,7 @@ import torch
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.move.pending import UnitGather
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_install import install, start_install, why_not_bytes
+from te_fsdp.sharding.outer_install import start_install, why_not_bytes
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ Cut = tuple[Chunk, torch.Tensor]
 
 @torch.no_grad()
 def install_by_unit(cut: Sequence[Cut]) -> None:
-    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_install.install` does.
+    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_install.start_install` does.
 
     Collective over the holders: as that, but for what travels together, which is of one unit. Nothing waits for it but
     :class:`~te_fsdp.move.pending.PendingGathers`.
@@ -42,24 +45,20 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
     Args:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
     """
-    units = _units_of(chunk for chunk, _ in cut)
-    at_once: list[Cut] = []
-    later: dict[tuple[int, str], list[Cut]] = {}
-    for chunk, rows in cut:
-        unit = units.get(id(chunk.parameter))
-        if unit is not None and _may_travel_later(chunk):
-            later.setdefault((id(unit[0]), unit[1]), []).append((chunk, rows))
-        else:
-            at_once.append((chunk, rows))
-    install(at_once)
-    for state in {id(state): state for state, _ in units.values()}.values():
-        gathers = [
-            _gather_of(name, unit, members)
-            for name, unit in reversed(state.modules.items())  # outer before inner
-            if (members := later.get((id(state), name)))
-        ]
+    left = {id(chunk.parameter): (chunk, rows) for chunk, rows in cut}
+    begins: list[tuple[ShardingState, list[UnitGather]]] = []
+    for state in {id(s): s for chunk, _ in cut if (s := state_of(chunk.parameter)) is not None}.values():
+        gathers = []
+        for name, unit in reversed(state.modules.items()):  # outer before inner
+            own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
+            members = [left.pop(key) for key in own if key in left and _may_travel_later(left[key][0])]
+            if members:
+                gathers.append(_gather_of(name, unit, members))
+        begins.append((state, gathers))
+    start_install([*left.values()]).wait()
+    for state, gathers in begins:
         if gathers:
-            state.arrivals.begin(gathers, _torch.local_of(cut[0][0].parameter).device)
+            state.arrivals.begin(gathers, state.meshes.device)
 
 
 def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
@@ -81,17 +80,6 @@ def watch_state_dicts(state: ShardingState) -> None:
 
 def _wait(state: ShardingState, *unused: Any) -> None:
     state.arrivals.wait()
-
-
-def _units_of(chunks: Iterable[Chunk]) -> dict[int, tuple[ShardingState, str]]:
-    """``id`` of a parameter that FSDP2 manages -> the state of its model, and its unit."""
-    states = {id(s): s for chunk in chunks if (s := state_of(chunk.parameter)) is not None}
-    return {
-        id(parameter): (state, name)
-        for state in states.values()
-        for name, unit in state.modules.items()
-        for parameter in _fsdp2.sharded_parameters(unit)
-    }
 
 
 def _may_travel_later(chunk: Chunk) -> bool:

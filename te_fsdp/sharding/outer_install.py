@@ -26,24 +26,10 @@ from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.outer_flat import Part, start_gather
 
-__all__ = ["SINGLE", "amax_group", "install", "start_install", "why_not_bytes", "write"]
+__all__ = ["SINGLE", "amax_group", "start_install", "why_not_bytes", "write"]
 
 #: Why one tensor of all experts crosses as fp32.
 SINGLE = "one tensor of all experts"
-
-
-@torch.no_grad()
-def install(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> None:
-    """Make parameters their new main weights, each rounded or quantized once.
-
-    Collective over the holders: one all-gather per dtype, one for the bytes of all quantized weights together, and
-    one more for each large tensor. With one scale per tensor also a max all-reduce of its amax, over the holders and
-    the weight mesh.
-
-    Args:
-        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
-    """
-    start_install(cut).wait()
 
 
 @torch.no_grad()
@@ -53,10 +39,15 @@ def start_install(
     async_op: bool = False,
     written: list[torch.Tensor] | None = None,
 ) -> Pending[None]:
-    """Begin :func:`install`. Collective as that; the wait issues none, unless weights travel as fp32.
+    """Begin to make parameters their new main weights, each rounded or quantized once.
+
+    Collective over the holders: one all-gather per dtype, one for the bytes of all quantized weights together, and
+    one more for each large tensor. With one scale per tensor also a max all-reduce of its amax, over the holders and
+    the weight mesh. The wait issues none, unless weights travel as fp32.
 
     Args:
-        cut: As there; main weights and parameters must not change until the end.
+        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders. Main weights and
+            parameters must not change until the end.
         async_op: Whether nothing waits for the gathers before.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
             that travel as fp32.

@@ -26,7 +26,7 @@ from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
-from te_fsdp.sharding.outer_install import install, write
+from te_fsdp.sharding.outer_install import start_install, write
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -281,7 +281,10 @@ class StandIns:
                 cut.append((chunk, main))
             else:
                 write(pair.local, main)
-        (install_by_unit if self.overlaps else install)(cut)
+        if self.overlaps:
+            install_by_unit(cut)
+        else:
+            start_install(cut).wait()
         self.stand_down(optimizer)
 
 
