@@ -41,45 +41,47 @@ MESHES = {
     [[[["a"], ["b"], ["c"]], [], [], []], [[["a"]], [["b"]], [["c"]], []], [[["a", "b"]], [], [], [["c"]]]],
     ids=["one writer", "three writers", "a group of two"],
 )
-def test_everything_comes_once_within_the_bound(mesh, queues):
+def test_everything_comes_once_group_by_group(mesh, queues):
     seen = [MESHES[mesh](rank) for rank in range(4)]
     plans = plan_exchange(seen, queues)
     about = describe_shares(seen)
-
-    def size(name, place):
-        return math.prod(place[1]) * about[name][2].itemsize
-
-    largest = max(
-        sum(math.prod(about[n][0]) * about[n][2].itemsize for n in group)
-        for queue in queues
-        for group in queue
-    )
-    assert len({len(plan.sends) for plan in plans}) == len({len(plan.receives) for plan in plans}) == 1
-    came = [[] for _ in seen]
-    for number in range(len(plans[0].sends)):
-        for rank, plan in enumerate(plans):
-            sent = [(to, name, seen[rank][name][3][n]) for to, name, n in plan.sends[number]]
-            assert sum(size(name, place) for _, name, place in sent) <= largest
-            for to in range(4):  # in the order in which the other one takes the bytes apart
-                arrive = [(n, p) for source, n, p in plans[to].receives[number] if source == rank]
-                assert [(n, p) for t, n, p in sent if t == to] == arrive
-            if plan.receives[number]:
-                came[rank].append({name for _, name, _ in plan.receives[number]})
-    assert came == [[set(group) for group in queue] for queue in queues]
+    for rank, plan in enumerate(plans):
+        assert all(rank in (one.holder, one.writer) for one in plan)
+        assert all(seen[one.holder][one.name][3][one.index] == one.place for one in plan)
+        for other in range(rank):  # in the order in which the other one takes part
+            assert [one for one in plan if other in one[::2]] == [
+                one for one in plans[other] if rank in one[::2]
+            ]
+        came = list(dict.fromkeys(one.name for one in plan if one.writer == rank))
+        assert came == [name for group in queues[rank] for name in group]
     elements = Counter()
-    for plan in plans:
-        for _, name, place in (one for receives in plan.receives for one in receives):
-            elements[name] += math.prod(place[1])
+    for rank, plan in enumerate(plans):
+        for one in plan:
+            elements[one.name] += math.prod(one.place[1]) * (one.writer == rank)
     assert elements == {name: math.prod(about[name][0]) for name in "abc"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_two_ranks_wait_for_each_other(mesh):
+    """Each takes part in its transfers one after another: all are done in the end."""
+    plans = plan_exchange([MESHES[mesh](rank) for rank in range(4)], [[["a"], ["b"]], [], [["c"]], []])
+    left = [list(plan) for plan in plans]
+    while any(left):
+        ready = next(
+            (p[0] for p in left if p and all(left[r][:1] == [p[0]] for r in (p[0].holder, p[0].writer))), None
+        )
+        assert ready is not None, left
+        for rank in {ready.holder, ready.writer}:
+            left[rank].pop(0)
 
 
 def test_what_several_hold_comes_from_the_one_with_the_least_to_do():
     seen = [{n: told((4, 4), ((0, 0), (4, 4))) for n in "abcd"} for _ in range(4)]
     plans = plan_exchange(seen, [[["a"], ["b"], ["c"], ["d"]], [], [], []])
-    assert [sum(map(len, plan.sends)) for plan in plans] == [4, 0, 0, 0], "the writer has it all"
+    assert [len(plan) for plan in plans] == [4, 0, 0, 0], "the writer has it all"
     others = [{}, *seen[1:]]
     plans = plan_exchange(others, [[["a"], ["b"], ["c"], ["d"]], [], [], []])
-    assert sorted(sum(map(len, plan.sends)) for plan in plans) == [0, 1, 1, 2]
+    assert sorted(len(plan) for plan in plans[1:]) == [1, 1, 2]
 
 
 def test_tensors_that_the_ranks_do_not_hold_once():

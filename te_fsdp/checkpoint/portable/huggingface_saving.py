@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,26 +158,31 @@ def describe_shares(seen: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
     return empty | found
 
 
-@dataclass
-class Plan:
-    """What one rank does in an exchange.
+class Transfer(NamedTuple):
+    """A rectangle on its way to the rank that writes its tensor.
 
     Attributes:
-        sends: Per round: rank, tensor, number of the rectangle.
-        receives: Per round: rank, tensor, rectangle; all of one group of tensors.
+        holder: The rank that has it.
+        index: Its number among what that rank has of the tensor.
+        writer: The rank that needs it, perhaps the same.
+        name: Of the tensor.
+        place: The rectangle.
     """
 
-    sends: list[list[tuple[int, str, int]]] = field(default_factory=list)
-    receives: list[list[tuple[int, str, Place]]] = field(default_factory=list)
+    holder: int
+    index: int
+    writer: int
+    name: str
+    place: Place
 
 
 def plan_exchange(
     seen: Sequence[Mapping[str, Told]], queues: Sequence[Sequence[Sequence[str]]]
-) -> list[Plan]:
-    """Who sends what to whom, in rounds. Local operation.
+) -> list[list[Transfer]]:
+    """What each rank sends and receives, in one order for all, so that no two wait for each other. Local operation.
 
-    In a round a rank receives the tensors of one group at most, and sends no more bytes than the largest group has.
-    A rectangle that several ranks hold comes from the rank that needs it, or from the one with the least to send.
+    The writers' groups take turns. A rectangle that several ranks hold comes from the rank that needs it, or from the
+    one with the least to send.
 
     Args:
         seen: Every rank's description of what it holds.
@@ -193,33 +199,14 @@ def plan_exchange(
                 holders[name].setdefault(place, []).append((holder, n))
     _check_whole(holders, told)
     load: Counter[int] = Counter()
-    groups: list[list[tuple[Counter[int], list[tuple[int, int, str, Place]]]]] = []
-    for writer, queue in enumerate(queues):
-        groups.append([])
-        for names in queue:
-            bytes_, parts = Counter[int](), []
-            for name, place, have in ((n, p, h) for n in names for p, h in holders[n].items()):
+    plans: list[list[Transfer]] = [[] for _ in seen]
+    for turn in zip_longest(*queues, fillvalue=()):
+        for writer, name in ((writer, name) for writer, names in enumerate(turn) for name in names):
+            for place, have in holders[name].items():
                 holder, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
-                bytes_[holder] += (size := math.prod(place[1]) * told[name].values.itemsize)
-                load[holder] += size * (holder != writer)
-                parts.append((holder, index, name, place))
-            groups[-1].append((bytes_, parts))
-    plans = [Plan() for _ in seen]
-    limit = max((sum(bytes_.values()) for queue in groups for bytes_, _ in queue), default=0)
-    while any(groups):
-        for plan in plans:
-            plan.sends.append([])
-            plan.receives.append([])
-        sent: Counter[int] = Counter()
-        for writer, queue in enumerate(groups):
-            if queue and all(sent[holder] + size <= limit for holder, size in queue[0][0].items()):
-                bytes_, parts = queue.pop(0)
-                sent += bytes_
-                for holder, index, name, _ in parts:
-                    plans[holder].sends[-1].append((writer, name, index))
-                plans[writer].receives[-1] += sorted(
-                    ((r, n, p) for r, _, n, p in parts), key=lambda one: one[0]
-                )
+                load[holder] += math.prod(place[1]) * told[name].values.itemsize * (holder != writer)
+                for rank_ in {holder, writer}:
+                    plans[rank_].append(Transfer(holder, index, writer, name, place))
     return plans
 
 
@@ -236,69 +223,56 @@ def _check_whole(holders: Mapping[str, Mapping[Place, Any]], told: Mapping[str, 
 
 
 class Exchange:
-    """The rounds of one export, as one rank sees them.
+    """The transfers of one export, as one rank sees them.
 
-    Every rank runs all rounds, whatever goes wrong on it: others wait for it there. Tensors pass through the CPU's
-    memory, over a gloo group of te_fsdp's own, so that training's memory and collectives are not touched.
+    Every rank takes part in all of its own, whatever goes wrong on it: others wait for it there. Tensors pass through
+    the CPU's memory, a rectangle at a time, over a gloo group of te_fsdp's own, so that training's memory and
+    collectives are not touched.
     """
 
     def __init__(
-        self, ranks: Ranks, shares: Mapping[str, Share], told: Mapping[str, Told], plan: Plan
+        self, ranks: Ranks, shares: Mapping[str, Share], told: Mapping[str, Told], plan: Sequence[Transfer]
     ) -> None:
-        self.ranks, self.shares, self.told, self.plan = ranks, shares, told, plan
-        self.done, self.here = 0, {}
+        self.ranks, self.shares, self.told, self.left = ranks, shares, told, deque(plan)
+        self.missing = Counter(one.name for one in plan if one.writer == ranks.rank)
+        self.here: dict[str, torch.Tensor] = {}
         self.failed: Exception | None = None
 
     def take(self, name: str) -> torch.Tensor:
-        """A tensor that this rank needs next, in the dtype of its values. Collective with the other ranks' rounds."""
-        while name not in self.here:
-            self._round()
+        """A tensor that this rank needs next, in the dtype of its values. Waits for the ranks that have it."""
+        while self.missing[name]:
+            self._move(self.left.popleft())
         return self.here.pop(name)
 
     def drain(self) -> None:
-        """The rounds that are left: this rank needs nothing more, or has failed. Collective as :meth:`take`."""
-        while self.done < len(self.plan.sends):
-            self._round()
+        """The transfers that are left: this rank needs nothing more, or has failed."""
+        while self.left:
+            self._move(self.left.popleft())
+            self.here.clear()
         if self.failed is not None:
             raise self.failed
 
-    def _round(self) -> None:
-        sends = sorted(self.plan.sends[self.done], key=lambda one: one[0])
-        receives = self.plan.receives[self.done]
-        self.done += 1
-        out = [self._size(name, self.shares[name].told.places[n][1]) for _, name, n in sends]
-        into = [self._size(name, place[1]) for _, name, place in receives]
-        sent = torch.zeros(sum(out), dtype=torch.uint8, device="cpu")
-        try:
-            for part, (_, name, n) in zip(sent.split(out), sends, strict=True):
-                part.copy_(self._bytes_of(name, n))
-        except Exception as error:
-            self.failed = self.failed or error
-        came = sent
-        if self.ranks.size > 1:
-            came = torch.empty(sum(into), dtype=torch.uint8, device="cpu")
-            counts = self._by_rank(into, receives), self._by_rank(out, sends)
-            dist.all_to_all_single(came, sent, *counts, group=self.ranks.group)
-        del sent
-        if receives:
-            about = {name: self.told[name] for _, name, _ in receives}
-            self.here = {name: torch.empty(one.shape, dtype=one.values) for name, one in about.items()}
-        for part, (_, name, (offsets, sizes)) in zip(came.split(into), receives, strict=True):
-            # A copy, since views of other dtypes must begin at a multiple of their size.
-            self.here[name][slices(offsets, sizes)] = part.clone().view(self.told[name].values).view(sizes)
+    def _move(self, one: Transfer) -> None:
+        about, (offsets, sizes) = self.told[one.name], one.place
+        data = torch.zeros(math.prod(sizes) * about.values.itemsize, dtype=torch.uint8, device="cpu")
+        if one.holder != self.ranks.rank:
+            dist.recv(data, one.holder, group=self.ranks.group)
+        else:
+            try:
+                data = self._bytes_of(one.name, one.index).cpu()
+            except Exception as error:  # the zeros go instead
+                self.failed = self.failed or error
+        if one.writer != self.ranks.rank:
+            dist.send(data, one.writer, group=self.ranks.group)
+            return
+        if one.name not in self.here:
+            self.here[one.name] = torch.empty(about.shape, dtype=about.values, device="cpu")
+        self.here[one.name][slices(offsets, sizes)] = data.view(about.values).view(sizes)
+        self.missing[one.name] -= 1
 
     def _bytes_of(self, name: str, n: int) -> torch.Tensor:
         value = self.shares[name].read(n).to(self.told[name].values)
         return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-    def _by_rank(self, sizes: list[int], parts: Sequence[tuple[int, Any, Any]]) -> list[int]:
-        found = [0] * self.ranks.size
-        for size, (other, *_) in zip(sizes, parts, strict=True):
-            found[other] += size
-        return found
-
-    def _size(self, name: str, sizes: Sequence[int]) -> int:
-        return math.prod(sizes) * self.told[name].values.itemsize
 
 
 @torch.no_grad()
@@ -322,7 +296,7 @@ def save_huggingface(
     and on disk; training goes on as if nothing had been.
 
     Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
-    te_fsdp's own (one all-to-all a group of tensors). All ranks must reach the folder.
+    te_fsdp's own (each piece from a rank that has it to the one that writes it). All ranks must reach the folder.
 
     Args:
         path: The folder to make; nothing may lie there yet but an empty directory.
@@ -391,7 +365,7 @@ class _Saving:
                 shares[name] = shares.pop(first)
         return cls(weights.like(config), shares, *options)
 
-    def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], Plan]]:
+    def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], list[Transfer]]]:
         """For each rank what it needs to know of all, and what it does."""
         told = describe_shares(seen)
         files = self.files(self.tensors(told, None)).values()
@@ -417,7 +391,7 @@ class _Saving:
         together = (batch[0].written(to_te=False) for batch in self.weights.batches(to_te=False))
         return deal(tensors, together, most)
 
-    def write(self, folder: Path, told: dict[str, Told], plan: Plan) -> dict[str, Lazy]:
+    def write(self, folder: Path, told: dict[str, Told], plan: list[Transfer]) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
         exchange = Exchange(own_ranks(), self.shares, told, plan)
         tensors = self.tensors(told, exchange)
