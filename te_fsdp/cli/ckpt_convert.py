@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.portable.contents import Contents
@@ -29,11 +31,23 @@ from te_fsdp.checkpoint.portable.huggingface import (
     write_huggingface,
 )
 from te_fsdp.checkpoint.portable.state_dicts import Choices
-from te_fsdp.cli.ckpt_show import check_good, show_bar
+from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
 from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 
-__all__ = ["Model", "Target", "UsageError", "choices", "convert", "export"]
+__all__ = ["UsageError", "convert", "export"]
 
+_Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
+_Size = Annotated[
+    str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
+]
+_Optimizer = Annotated[
+    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not tell it.")
+]
+_ExtraState = Annotated[
+    Literal["read", "drop"],
+    arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
+]
+_DType = Literal["float32", "bfloat16", "float16"]
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -54,6 +68,9 @@ class Model:
     def is_described(self) -> bool:
         """Whether anything was said about it."""
         return self != Model()
+
+
+_AS_USUAL = Model()
 
 
 @dataclass
@@ -92,70 +109,134 @@ class Target:
         return self.kind
 
 
-def choices(key: str | None, optimizer_class: str | None, extra_state: str) -> Choices:
-    """What a reader cannot know, from the command line."""
-    return Choices(key, optimizer_class, extra_state)
-
-
 def convert(
-    source: Path,
-    target: Target,
-    chosen: Choices,
+    source: Positional[Path],
+    target: Positional[Path],
+    /,
     *,
-    everything: bool,
-    dtype: str | None,
-    quantized: str | None,
-    checksums: bool,
-    as_json: bool,
-    model: Model | None = None,
+    to: Annotated[
+        Literal["checkpoint", "safetensors", "torch"] | None,
+        arg(help="Kind of the target; told by .safetensors, .pt, .pth, .bin or .ckpt."),
+    ] = None,
+    everything: Annotated[
+        bool,
+        arg(help="Optimizer, extra and delayed-scaling state into safetensors and torch.save files too."),
+    ] = False,
+    dtype: Annotated[_DType | None, arg(help="Of floating-point parameters in high precision.")] = None,
+    quantized: Annotated[
+        Literal["keep", "dequantize"] | None,
+        arg(help="Quantized weights: keep their components (default into a checkpoint) or dequantize."),
+    ] = None,
+    max_shard_size: _Size = "5GB",
+    key: Key = None,
+    optimizer_class: _Optimizer = None,
+    extra_state: _ExtraState = "read",
+    check: Annotated[
+        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+    ] = "checksums",
+    from_: Annotated[
+        Literal["huggingface"] | None,
+        arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
+    ] = None,
+    te: Model = _AS_USUAL,
+    force: _Force = False,
+    as_json: Json = False,
 ) -> int:
-    """Convert a checkpoint, or a Hugging Face model onto ``model``; 0."""
-    kind = target.settle(None)
-    if model is None:
-        contents = open_any(source, chosen)
+    """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
+
+    Canonical names and rows: what the unsharded module's state_dict() holds. --from huggingface: the weights of a
+    Hugging Face model onto the names of one built of te.TransformerLayer.
+    """
+    if from_ is None and te.is_described:
+        raise UsageError("--te... describes the model for --from huggingface, which is not given")
+    place = Target(target, to, _bytes(max_shard_size), force)
+    kind = place.settle(None)
+    if from_ is None:
+        contents = open_any(source, Choices(key, optimizer_class, extra_state))
     else:
-        contents = open_huggingface(source, model.layers, model.names, untie=model.untie)
-    _check(contents, target, checksums, as_json)
+        contents = open_huggingface(source, te.layers, te.names, untie=te.untie)
+    _check(contents, place, check, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
     into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
     if kind != "checkpoint" and not everything:
         into = weights_only(into)
-    files = _write(target, into, everything=everything, as_json=as_json)
-    _report(contents, into, target, files, sources, as_json=as_json, table=False)
+    files = _write(place, into, everything=everything, as_json=as_json)
+    _report(contents, into, place, files, sources, as_json=as_json, table=False)
     return 0
 
 
 def export(
-    source: Path,
-    target: Target,
+    source: Positional[Path],
+    target: Positional[Path],
+    /,
     *,
-    dtype: str,
-    weights: str,
-    checksums: bool,
-    as_json: bool,
-    model: Model | None = None,
+    dtype: Annotated[
+        _DType, arg(help="Of floating-point parameters; buffers stay as they are.")
+    ] = "bfloat16",
+    weights: Annotated[
+        Literal["auto", "main", "compute"],
+        arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
+    ] = "auto",
+    max_shard_size: _Size = "5GB",
+    check: Annotated[
+        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+    ] = "checksums",
+    like: Annotated[
+        Path | None,
+        arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
+    ] = None,
+    te: Model = _AS_USUAL,
+    force: _Force = False,
+    as_json: Json = False,
 ) -> int:
-    """Write weights for inference, those of ``model`` as a Hugging Face model like ``target.like``; 0."""
-    target.settle("safetensors")
-    contents = open_any(source, Choices())
-    _check(contents, target, checksums, as_json)
+    """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
+
+    A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt). --like: a Hugging
+    Face model.
+    """
+    if like is None and te.is_described:
+        raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
+    place = Target(target, None, _bytes(max_shard_size), force, like)
+    place.settle("safetensors")
+    contents = open_any(source)
+    _check(contents, place, check, as_json)
     into, sources = transformed(contents, Transform(_dtype(dtype), True, weights))
     into = weights_only(into)
-    files = _write(target, into, everything=False, as_json=as_json, model=model)
-    _report(contents, into, target, files, sources, as_json=as_json, table=True)
+    files = _write(place, into, everything=False, as_json=as_json, model=te)
+    _report(contents, into, place, files, sources, as_json=as_json, table=True)
     return 0
+
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if found is None or found.group(2) not in _UNITS or not float(found.group(1)):
+        raise UsageError(f"--max-shard-size {text}: expected a size such as 5GB or 500MiB")
+    return int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _check(contents: Contents, target: Target, checksums: bool, as_json: bool) -> None:
+def _check(contents: Contents, target: Target, check: str, as_json: bool) -> None:
     """The target lies apart from what is read, and a checkpoint's files are good, lest a copy give damage new sums."""
     for source in (contents.source, target.like):
         if source is not None:
             check_apart(source, target.path)
-    if checksums:
+    if check == "checksums":
         check_good(contents, as_json)
 
 

@@ -8,7 +8,9 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.extra import decode
@@ -22,7 +24,12 @@ from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import folded
 
-__all__ = ["check_good", "diff", "inspect", "show_bar", "verify"]
+__all__ = ["Json", "Key", "check_good", "diff", "inspect", "show_bar", "verify"]
+
+Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
+Key = Annotated[
+    str | None, arg(help="Where in a nested torch.save file the model's state dict is, dots between keys.")
+]
 
 
 def show_bar(as_json: bool) -> bool:
@@ -53,14 +60,25 @@ def check_good(contents: Contents, as_json: bool) -> None:
 # --- inspect
 
 
-def inspect(path: Path, *, pattern: str, key: str | None, as_json: bool) -> int:
-    """Print what a checkpoint holds; 0."""
+def inspect(
+    path: Positional[Path],
+    /,
+    *,
+    filter: Annotated[str, arg(help="Show names that match this pattern only, such as '*.mlp.*'.")] = "*",
+    key: Key = None,
+    as_json: Json = False,
+) -> int:
+    """Show what a checkpoint holds: parameters, buffers, optimizer state, extra, meshes, versions, bytes.
+
+    The path is a checkpoint, a folder of checkpoints (the newest is taken), safetensors, a torch.save file, or a
+    plain DCP directory.
+    """
     contents = open_any(path, Choices(key=key))
-    summary = _summary(contents, pattern)
+    summary = _summary(contents, filter)
     if as_json:
         print_json(summary)
     else:
-        _print_summary(summary, pattern)
+        _print_summary(summary, filter)
     return 0
 
 
@@ -198,8 +216,8 @@ def _short(value: Any) -> str:
 # --- verify
 
 
-def verify(path: Path, *, as_json: bool) -> int:
-    """Check a checkpoint's bytes; 0 if nothing is wrong."""
+def verify(path: Positional[Path], /, *, as_json: Json = False) -> int:
+    """Check every byte of a checkpoint against its checksums, and its manifest against DCP's metadata."""
     where, kind = resolve(path)
     if kind != CHECKPOINT:
         raise CheckpointError(
@@ -233,9 +251,20 @@ def verify(path: Path, *, as_json: bool) -> int:
 
 
 def diff(
-    a: Path, b: Path, *, rtol: float, atol: float, weights_only: bool, strict: bool, as_json: bool
+    a: Positional[Path],
+    b: Positional[Path],
+    /,
+    *,
+    rtol: Annotated[float, arg(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, arg(help="Absolute tolerance.")] = 0.0,
+    weights_only: Annotated[bool, arg(help="Leave optimizer, delayed-scaling state and extra.")] = False,
+    strict: Annotated[bool, arg(help="Other dtypes and formats count as differences.")] = False,
+    as_json: Json = False,
 ) -> int:
-    """Compare two checkpoints; 0 if they are the same."""
+    """Compare two checkpoints by logical value, whatever mesh, format or kind of file; exit code 1 if they differ.
+
+    Quantized weights are compared by the values that they stand for.
+    """
     one, other = open_any(a), open_any(b)
     for contents in (one, other):
         check_good(contents, as_json)
