@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.lazy import slices
-from te_fsdp.checkpoint.portable.torch_files import Heads, Window
+from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, without_collector
 
 __all__ = ["Rectangle", "Staged", "read_stored", "rectangle"]
@@ -127,7 +127,7 @@ def _pieces(path: Path, metadata: Metadata, wanted: list[Rectangle]) -> dict[str
     for place in wanted:
         by_key.setdefault(place[0], []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
-    heads = Heads()
+    heads: dcp.Heads = {}
     for key, places in by_key.items():
         saved, covered = metadata.state_dict_metadata.get(key), 0
         if isinstance(saved, TensorStorageMetadata) and len(saved.size) == len(places[0][1]):
@@ -138,9 +138,9 @@ def _pieces(path: Path, metadata: Metadata, wanted: list[Rectangle]) -> dict[str
                 where = metadata.storage_data[item.storage_index]
                 in_file = found.setdefault(where.relative_path, {})
                 if where.offset not in in_file:
-                    window = Window(path / where.relative_path, key, where.offset, where.length, heads)
+                    window = Window(path / where.relative_path, key, where.offset, where.length)
                     shape = tuple(saved.chunks[item.storage_index.index or 0].sizes)
-                    in_file[where.offset] = dcp.Piece(window, shape, saved.properties.dtype), []
+                    in_file[where.offset] = dcp.Piece(window, shape, saved.properties.dtype, heads), []
                 in_file[where.offset][1].append((item, places[item.dest_index.index or 0]))
                 covered += math.prod(item.lengths)
         if covered != sum(math.prod(sizes) for _, _, sizes in places):

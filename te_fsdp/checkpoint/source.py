@@ -260,7 +260,7 @@ def _open(path: Path, choices: Choices) -> Contents:
         for part in tensor.parts if isinstance(tensor, Stack) else [tensor]:
             for _, piece in part.chunks if isinstance(part, Chunked) else ():
                 if isinstance(piece, dcp.Piece):
-                    _ = piece.header  # reads it
+                    _ = piece.header  # is read
     return contents
 
 

@@ -71,7 +71,7 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     model, optimizer = small_model()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
-    calls = counted(monkeypatch, Window, "unpickled")
+    calls = counted(monkeypatch, Window, "objects")
     other, its_optimizer = small_model(seed=1)
     checkpoint.load(tmp_path / "plain", other, its_optimizer)
     assert_equal(values(other, its_optimizer), values(model, optimizer))
@@ -89,7 +89,7 @@ def test_only_files_that_are_alike_up_to_their_data_share_what_was_read(
     data = bytearray(file.read_bytes())
     data[data.index(b"archive/data/0", last.offset)] ^= 1  # torch goes by the list at the end of its files
     file.write_bytes(data)
-    calls = counted(monkeypatch, Window, "unpickled")
+    calls = counted(monkeypatch, Window, "objects")
     for name, tensor in open_dcp(tmp_path / "plain").tensors.items():
         assert torch.equal(tensor.whole(), state[name])
     assert len(calls) == 2

@@ -19,7 +19,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import reading, sums
 from te_fsdp.checkpoint.portable.dcp import Piece, read_metadata
-from te_fsdp.checkpoint.portable.torch_files import Heads, Window
+from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
@@ -224,23 +224,15 @@ def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...],
 
 def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
-    values, heads = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()], Heads()
+    values, heads = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()], {}
     lengths = set()
     for value in (*values, *values):
         torch.save(value, tmp_path / "a")
         piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
         lengths.add(len(piece))
-        stored = Piece(Window(tmp_path / "a", "a", 0, len(piece), heads), (4, 4), torch.float32)
+        stored = Piece(Window(tmp_path / "a", "a", 0, len(piece)), (4, 4), torch.float32, heads)
         assert torch.equal(stored.within(piece), value)
-    assert len(heads._found) == 2 and len(lengths) == 1
-
-
-def test_a_head_that_is_not_seen_to_its_end_tells_nothing() -> None:
-    head, tensor = b"PK\x03\x04 pickle PK\x03\x04" + bytes(1000), torch.empty(3, device="meta")
-    for begin, found in ((64, (64, tensor)), (len(head), (len(head), tensor)), (len(head) + 1, None)):
-        heads = Heads()
-        heads.add(5000, head, begin, tensor)
-        assert heads.find(5000, head) == found
+    assert len(heads) == len(lengths) == 1 and len(*heads.values()) == 2
 
 
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:

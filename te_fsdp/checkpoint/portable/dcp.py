@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy
-from te_fsdp.checkpoint.portable.torch_files import Heads, Window, stored
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, read_bytes
+from te_fsdp.checkpoint.portable.torch_files import BEHIND, Window, stored
 from te_fsdp.checkpoint.sums import DamagedFileError, crc32, without_collector
 from te_fsdp.errors import CheckpointError, shorten
 
 __all__ = [
+    "Heads",
     "Opened",
     "Piece",
     "check_metadata",
@@ -157,47 +159,70 @@ def stored_tensors(
     yield from (one for one in plain if empty != bool(math.prod(one[1])))
 
 
+#: By length, shape and dtype: what comes before the data of some pieces, and where the elements of one of them lie.
+Heads = dict[tuple[int, tuple[int, ...], torch.dtype], list[tuple[bytes, Stored]]]
+
+
 @dataclass
 class Piece(Lazy):
     """A rectangle that DCP wrote.
+
+    To list the members of its file takes most of the time of a small tensor, and most files differ in the data alone:
+    what comes before these is compared with that of pieces that were looked at before.
 
     Attributes:
         window: Its ``torch.save`` file.
         shape: According to DCP's metadata.
         dtype: According to DCP's metadata.
+        heads: What is known of the pieces beside it.
     """
 
     window: Window
     shape: tuple[int, ...]
     dtype: torch.dtype
+    heads: Heads = field(default_factory=dict, repr=False)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
         return self.header.rows(first, last)
 
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return self.header.select(index)
+
     @cached_property
-    def header(self) -> Lazy:
-        """Where its elements lie, read when it is first asked for.
+    def found(self) -> Any:
+        """Where the elements of a tensor lie, read when it is first asked for; or what else there is.
+
+        Raises:
+            CheckpointError: See :meth:`Window.objects`.
+        """
+        window = self.window
+        known = self._known(lambda count: bytes(read_bytes(window.file, window.offset, count, window.key)))
+        if known is not None:
+            begin, like = known
+            at, count = window.offset + begin, like.record.count
+            mark, crc = struct.unpack("<4sI", read_bytes(window.file, at + count, 8, window.label)[:8])
+            if mark == BEHIND:  # where torch writes the checksum
+                record = Record(window.file, at, count, crc or None, window.label)
+                return replace(like, key=window.key, record=record)
+        found = window.objects()
+        if not isinstance(found, torch.Tensor):
+            return found
+        like = stored(found, window.key)
+        head = bytes(read_bytes(window.file, window.offset, like.record.offset - window.offset, window.key))
+        self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
+        return like
+
+    @property
+    def header(self) -> Stored:
+        """Where its elements lie.
 
         Raises:
             CheckpointError: Another tensor is there than DCP's metadata says, or none.
         """
-        return stored(self._checked(self.window.objects()), self.window.key)
-
-    def within(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them.
-
-        Raises:
-            CheckpointError: See :attr:`header`.
-        """
-        begin, found = self.window.within(data)
-        strides, first = self._checked(found).stride(), int(found.storage_offset())
-        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
-        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
-        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
-
-    def _checked(self, found: Any) -> torch.Tensor:
-        got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
+        is_tensor = isinstance(self.found, Stored)
+        got = (self.found.shape, self.found.dtype) if is_tensor else type(self.found).__name__
         if got != (self.shape, self.dtype):
             raise CheckpointError(
                 f"{self.window.key}: its bytes in {self.window.file}",
@@ -205,11 +230,27 @@ class Piece(Lazy):
                 got=got,
                 fix="the checkpoint is damaged, take an earlier one",
             )
-        return found
+        return self.found
 
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        return self.header.select(index)
+    def within(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them.
+
+        Raises:
+            CheckpointError: See :attr:`header`.
+        """
+        known = self._known(lambda count: bytes(data[:count].numpy()))
+        begin, like = known or (self.header.record.offset - self.window.offset, self.header)
+        first, strides = like.start, like.strides
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
+        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
+
+    def _known(self, begins: Callable[[int], bytes]) -> tuple[int, Stored] | None:
+        """A piece that is alike up to the data, and where these begin; given how to read the first bytes."""
+        for head, like in self.heads.get((self.window.length, self.shape, self.dtype), ()):
+            if begins(len(head)) == head:
+                return len(head), like
+        return None
 
 
 @dataclass
@@ -238,13 +279,14 @@ def open_dcp(path: Path) -> Opened:
     metadata = read_metadata(path)
     by_key: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
     ends: dict[str, int] = {}
-    transformed, heads = [], Heads()
+    transformed: list[str] = []
+    heads: Heads = {}
     try:
         described = metadata.state_dict_metadata
         for index, place in metadata.storage_data.items():
             name, key, end = place.relative_path, index.fqn, place.offset + place.length
             ends[name] = max(ends.get(name, 0), end)
-            window = Window(path / name, key, place.offset, place.length, heads)
+            window = Window(path / name, key, place.offset, place.length)
             by_key.setdefault(key, []).append((index.offset, window))
             if getattr(place, "transform_descriptors", None):
                 transformed.append(f"{key} in {path}: stored with {place.transform_descriptors}")
@@ -260,7 +302,7 @@ def open_dcp(path: Path) -> Opened:
     opened.windows = [window for windows in by_key.values() for _, window in windows]
     for key, meta in described.items():
         if isinstance(meta, TensorStorageMetadata):
-            opened.tensors[key] = _tensor(key, meta, by_key.get(key, []))
+            opened.tensors[key] = _tensor(key, meta, by_key.get(key, []), heads)
         elif isinstance(meta, BytesStorageMetadata):
             opened.others[key] = by_key[key][0][1]
     return opened
@@ -282,12 +324,12 @@ def _check_files(path: Path, ends: Mapping[str, int]) -> None:
 
 
 def _tensor(
-    key: str, meta: TensorStorageMetadata, windows: list[tuple[tuple[int, ...] | None, Window]]
+    key: str, meta: TensorStorageMetadata, windows: list[tuple[tuple[int, ...] | None, Window]], heads: Heads
 ) -> Lazy:
     shape, dtype = tuple(meta.size), meta.properties.dtype
     sizes = {tuple(c.offsets): tuple(c.sizes) for c in meta.chunks}
     chunks = []
     for offset, window in windows:
         offsets = tuple(offset or (0,) * len(shape))
-        chunks.append((offsets, Piece(window, sizes.get(offsets, shape), dtype)))
+        chunks.append((offsets, Piece(window, sizes.get(offsets, shape), dtype, heads)))
     return Chunked(key, shape, dtype, chunks)

@@ -213,7 +213,7 @@ class Stored(Lazy):
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
         shape = self.shape_of(first, last)
-        stride, item = self._strides(), self.dtype.itemsize
+        stride, item = self.strides, self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
         file, offset = self.record.file, self.record.offset
@@ -232,11 +232,13 @@ class Stored(Lazy):
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
-        step, *stride = self._strides()
+        step, *stride = self.strides
         start = self.start + index * step
         return Stored(self.key, self.record, self.shape[1:], self.dtype, tuple(stride), start)
 
-    def _strides(self) -> tuple[int, ...]:
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the tensor, in elements."""
         if self.stride is not None:
             return self.stride
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))

@@ -143,7 +143,7 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     # The metadata says of them what it says of plain tensors; the header of the piece tells.
     if not pieces or not pieces[0].dtype.is_floating_point:
         return tensor
-    found = pieces[0].window.objects()
+    found = pieces[0].found
     if not isinstance(found, Quantized):
         return tensor
     if len(pieces) > 1:

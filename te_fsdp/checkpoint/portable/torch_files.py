@@ -21,7 +21,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,17 +31,17 @@ from torch import serialization
 from te_fsdp import _torch
 from te_fsdp._te_pickles import TENSORS, TableUnpickler, UnknownNameError, with_record
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
+from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored
 from te_fsdp.checkpoint.portable.safetensors import as_bytes
 from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["Heads", "Window", "stored", "write_torch"]
+__all__ = ["BEHIND", "Window", "stored", "write_torch"]
 
 #: Begins each member of a zip file.
 _MEMBER = b"PK\x03\x04"
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
-_BEHIND = b"PK\x07\x08"
+BEHIND = b"PK\x07\x08"
 
 
 # ---------------------------------------------------------------------------------------------------- the pickle
@@ -119,35 +119,6 @@ class _Part:
         return data
 
 
-class Heads:
-    """What ``torch.save`` files of a directory hold, by their length and their first member, the pickle.
-
-    To list the members of a zip file takes most of the time of a small tensor, and most files differ in the data alone.
-    """
-
-    #: All that comes before the data of one tensor lies in so many bytes.
-    BYTES = 1024
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, bytes], tuple[bytes, Any]] = {}
-
-    def find(self, length: int, head: bytes) -> tuple[int, Any] | None:
-        """What a file holds that is equal to a known one up to the data, and the byte at which these begin."""
-        begin, objects = self._found.get(_kind(length, head), (b"", None))
-        return (len(begin), objects) if begin and head.startswith(begin) else None
-
-    def add(self, length: int, head: bytes, begin: int | None, objects: torch.Tensor | None) -> None:
-        """Note what a file holds, and the byte at which its data begin; ``None``: there are none."""
-        kind = _kind(length, head)
-        begin = len(kind[1]) if begin is None else begin
-        if kind[1] and begin <= len(head):  # else what comes before the data is not known to its end
-            self._found[kind] = head[:begin], objects
-
-
-def _kind(length: int, head: bytes) -> tuple[int, bytes]:
-    return length, head[: max(0, head.find(_MEMBER, len(_MEMBER)))]
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """A ``torch.save`` file: a whole file, or a part of one, as DCP strings them together.
@@ -157,14 +128,12 @@ class Window:
         key: Name of what is in it, for messages.
         offset: Byte at which it begins.
         length: Its bytes; -1: to the end of the file.
-        heads: What is known of the files beside it.
     """
 
     file: Path
     key: str = ""
     offset: int = 0
     length: int = -1
-    heads: Heads | None = field(default=None, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -177,45 +146,6 @@ class Window:
         Raises:
             CheckpointError: It cannot be read, or holds an object of a class that no state dict needs.
         """
-        if self.heads is None:
-            return self.unpickled()
-        head = bytes(read_bytes(self.file, self.offset, min(self.length, Heads.BYTES), self.key))
-        known = self.heads.find(self.length, head)
-        if known is not None:
-            begin, objects = known
-            found = None if objects is None else self._moved(objects, begin)
-            if objects is None or found is not None:
-                return found
-        objects = self.unpickled()
-        if isinstance(objects, torch.Tensor | None):
-            # The data of a tensor come behind all that tells about it, but for its checksum.
-            begin = None if objects is None else objects.record.offset - self.offset  # type: ignore[missing-attribute]
-            self.heads.add(self.length, head, begin, objects)
-        return objects
-
-    def within(self, data: torch.Tensor) -> tuple[int, Any]:
-        """:meth:`objects` of a file whose bytes are in memory, and the byte at which the data begin."""
-        known = (
-            None if self.heads is None else self.heads.find(self.length, bytes(data[: Heads.BYTES].numpy()))
-        )
-        if known is not None:
-            return known
-        objects = self.objects()
-        return (objects.record.offset - self.offset if isinstance(objects, torch.Tensor) else 0), objects  # type: ignore[missing-attribute]
-
-    def _moved(self, tensor: torch.Tensor, begin: int) -> torch.Tensor | None:
-        """A tensor of another file as that of this one, whose data begin at some byte of it.
-
-        ``None`` if the checksum does not stand behind the data, where torch writes it.
-        """
-        count, at = tensor.record.count, self.offset + begin  # type: ignore[attr-defined]
-        mark, crc = struct.unpack("<4sI", bytes(read_bytes(self.file, at + count, 8, self.label))[:8])
-        if mark != _BEHIND:
-            return None
-        return with_record(tensor.detach(), Record(self.file, at, count, crc or None, self.label))
-
-    def unpickled(self) -> Any:
-        """:meth:`objects`, whatever is known of other files."""
         records = self.records()
         try:
             order = records.get("byteorder")
@@ -284,7 +214,7 @@ class Window:
         )
 
 
-def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Lazy:
+def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Stored:
     """A tensor without data as one that is read from its file.
 
     Args:
@@ -335,7 +265,7 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
                 file.write(block)
                 tick(len(block))
             sums[offset] = crc
-            if file.read(4) == _BEHIND:
+            if file.read(4) == BEHIND:
                 file.write(struct.pack("<I", crc))
     _write_checksums(path, sums)
 
