@@ -29,6 +29,8 @@ RANKS, KEEP = 2, 2
 #: Kills come this many events after the victim's first whole checkpoint, at most: about two saves later. Rank 0 alone
 #: makes directories, commits, and removes what is old.
 EVENTS = (60, 8)
+#: Who dies in turn, for each way to save.
+VICTIMS = (0, 0, 1)
 #: Where a rank may wait for a dead one; then it is killed too, and the trial says so.
 PATIENCE = 60.0
 
@@ -119,10 +121,21 @@ def fork_rank(directory: Path, rank: int, asynchronous: bool, events: int | None
     os._exit(status)
 
 
-def trial(directory: Path, chance: random.Random, asynchronous: bool) -> dict[str, object]:
+def moments(seed: int, trials: int) -> list[tuple[int, int]]:
+    """Victim and number of events of each trial: random ones of equal parts of what may come, for each way to save."""
+    chance = random.Random(seed)
+    victims = [VICTIMS[number // 2 % len(VICTIMS)] for number in range(trials)]
+    found = [(0, 0)] * trials
+    for victim in range(RANKS):
+        for asynchronous in range(2):
+            own = [n for n in range(asynchronous, trials, 2) if victims[n] == victim]
+            for part, number in enumerate(own):
+                found[number] = victim, int((part + chance.random()) * EVENTS[victim] / len(own))
+    return found
+
+
+def trial(directory: Path, victim: int, events: int, asynchronous: bool) -> dict[str, object]:
     """Start ranks, kill one in the middle of what it does to files, end the others."""
-    victim = chance.randrange(RANKS)
-    events = chance.randrange(EVENTS[victim])
     ranks = [
         fork_rank(directory, rank, asynchronous, events if rank == victim else None) for rank in range(RANKS)
     ]
@@ -170,9 +183,8 @@ def main(directory: Path, seed: int, trials: int) -> None:
     model, optimizer = build()
     step(model, optimizer)
     te_fsdp.checkpoint.save(directory / "warm", model, optimizer)
-    chance = random.Random(seed)
-    for number in range(trials):
-        outcome = trial(directory / str(number), chance, asynchronous=bool(number % 2))
+    for number, (victim, events) in enumerate(moments(seed, trials)):
+        outcome = trial(directory / str(number), victim, events, asynchronous=bool(number % 2))
         print(json.dumps(outcome), flush=True)
 
 

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("crash_worker.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
 SEED = int(os.environ.get("TE_FSDP_CRASH_SEED", "20"))
 #: Half of them of synchronous saves, half of asynchronous ones.
-TRIALS = int(os.environ.get("TE_FSDP_CRASH_TRIALS", "40"))
+TRIALS = int(os.environ.get("TE_FSDP_CRASH_TRIALS", "24"))
 
 
 def _worker():

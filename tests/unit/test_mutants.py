@@ -52,8 +52,9 @@ def test_forks_tell_killed_and_survived_apart(tree):
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
+def tree(tmp_path, monkeypatch, python):
     """A tree with one module and one test of it, and a way to make a row."""
+    monkeypatch.setattr(sys, "executable", python)
     (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "test_double.py").write_text(
         "from double import double\n\ndef test_two():\n    assert double(2) == 4\n"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import numpy
+
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Allowed = Callable[[dict[str, Any]], bool]
 CANDIDATES = 30
@@ -44,12 +46,26 @@ def covering(
         cost: Of cases that bring equally many missing pairs the cheapest is taken.
         seed: Decides between those that are equal in this too; 0 takes the first.
     """
-    names = tuple(factors)
     everything = list(all_cases(factors, allowed))
     if seed:
         random.Random(seed).shuffle(everything)
-    contents = [frozenset(pairs_of(case, names)) for case in everything]
-    return [everything[place] for place in cover(contents, lambda place: cost(everything[place]))]
+    numbers = _numbered(everything, tuple(factors))
+    return [everything[place] for place in _greedy(list(numbers), lambda place: cost(everything[place]))]
+
+
+def _numbered(cases: Sequence[Mapping[str, Any]], names: Sequence[str]) -> numpy.ndarray:
+    """The pairs of each case, a row of numbers; numbers are in the order of the pairs' texts."""
+    columns = {name: list(dict.fromkeys(case[name] for case in cases)) for name in names}
+    where = {name: {value: place for place, value in enumerate(values)} for name, values in columns.items()}
+    chosen = {name: numpy.array([where[name][case[name]] for case in cases]) for name in names}
+    rows, texts = [], []
+    for first, second in combinations(names, 2):
+        rows.append(len(texts) + chosen[first] * len(columns[second]) + chosen[second])
+        pairs = product(columns[first], columns[second])
+        texts += [repr(((first, one), (second, two))) for one, two in pairs]
+    order = numpy.empty(len(texts), dtype=int)
+    order[sorted(range(len(texts)), key=texts.__getitem__)] = numpy.arange(len(texts))
+    return order[numpy.stack(rows, axis=1)]
 
 
 def cover(
@@ -64,20 +80,33 @@ def cover(
         cost: By place. Of cases that bring equally many missing things the cheapest is taken, then the first.
         chosen: Places that are taken in any case.
     """
-    holders: dict[Any, list[int]] = {}
-    for place, things in enumerate(contents):
-        for thing in things:
-            holders.setdefault(thing, []).append(place)
-    taken = list(chosen)
-    missing = set(holders).difference(*(contents[place] for place in taken))
-    order = sorted(missing, key=repr)
+    things = sorted(set().union(*contents), key=repr)
+    number = {thing: place for place, thing in enumerate(things)}
+    return _greedy(
+        [numpy.array([number[thing] for thing in content], dtype=int) for content in contents], cost, chosen
+    )
+
+
+def _greedy(
+    contents: Sequence[numpy.ndarray], cost: Callable[[int], int], chosen: Sequence[int] = ()
+) -> list[int]:
+    """`cover` of things that are numbers."""
+    things = numpy.concatenate([*contents, numpy.empty(0, dtype=int)])
+    holders = numpy.repeat(numpy.arange(len(contents)), [len(content) for content in contents])
+    holders = holders[numpy.argsort(things, kind="stable")]
+    held = numpy.bincount(things)
+    ends = numpy.cumsum(held)
+    taken, missing = list(chosen), held > 0
+    for place in taken:
+        missing[contents[place]] = False
     choice = random.Random(0)
-    while missing:
+    while missing.any():
         # The thing that fewest cases could still bring, and of a sample of those the one that brings most others.
-        wanted = min((thing for thing in order if thing in missing), key=lambda thing: len(holders[thing]))
-        places = holders[wanted]
+        (candidates,) = missing.nonzero()
+        wanted = candidates[numpy.argmin(held[candidates])]
+        places = holders[ends[wanted] - held[wanted] : ends[wanted]].tolist()
         sample = places if len(places) <= CANDIDATES else choice.sample(places, CANDIDATES)
-        best = max(sample, key=lambda place: (len(contents[place] & missing), -cost(place)))
+        best = max(sample, key=lambda place: (missing[contents[place]].sum(), -cost(place)))
         taken.append(best)
-        missing -= contents[best]
+        missing[contents[best]] = False
     return taken
