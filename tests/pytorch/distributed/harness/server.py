@@ -23,6 +23,8 @@ def main(options: dict[str, Any]) -> None:
     control = Client(options["address"], family="AF_UNIX")
     try:
         state.preload(options["te"])
+        if options["te"] and not options["coverage"]:  # which workers measure from their start
+            state.preload_library()
     except BaseException:
         wire.send(control, ("failed", traceback.format_exc()))
         return

@@ -10,10 +10,12 @@ import functools
 import gc
 import importlib
 import os
+import pkgutil
 import random
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import numpy
 import torch
@@ -55,6 +57,17 @@ def preload(te: bool, arch: str = "10.0") -> None:
         _foreach_as_on_gpus()
         importlib.import_module("te_fsdp.emulation").install(arch=arch)
     importlib.import_module("transformer_engine.pytorch")
+
+
+def preload_library() -> None:
+    """Import te_fsdp and the bodies beside `harness`: 250 files, which each worker would import by itself."""
+    package, here = importlib.import_module("te_fsdp"), Path(__file__).parents[1]
+    beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest")
+    for folders, prefix in ((package.__path__, "te_fsdp."), ([str(here)], "")):
+        for found in pkgutil.walk_packages(folders, prefix):
+            if not found.name.startswith(beside):
+                with suppress(ImportError):  # of what is not installed: who needs it says so
+                    importlib.import_module(found.name)
 
 
 def pretend(arch: str) -> None:
