@@ -60,7 +60,6 @@ class Facts:
         no_shard: Whether ``fsdp_no_shard`` was called for it.
         plan: What ``fully_shard`` has settled about it.
         ep_mesh: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
-        gradient: What its gradient has to be, if of another dtype than itself (``precision_plan.OtherGradient``).
         state: The ``ShardingState`` of its model.
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
         stand_ins: Those of the optimizer that keeps its state in parts (``outer_state.StandIns``).
@@ -72,7 +71,6 @@ class Facts:
     no_shard: bool = False
     plan: ParameterPlan | None = None
     ep_mesh: DeviceMesh | None = None
-    gradient: Any = None
     state: weakref.ref[Any] | None = None
     record: weakref.ref[Any] | None = None
     stand_ins: weakref.ref[Any] | None = None

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 from te_fsdp.axes import AXES
 
 if TYPE_CHECKING:
+    import torch
+
     from te_fsdp.layout.rules import ParameterRule
 
 __all__ = ["EXEMPT", "OUTER_STRATEGIES", "STORAGE", "STRATEGIES", "Pace", "ParameterPlan", "Storage"]
@@ -131,6 +133,7 @@ class ParameterPlan:
         rule: How tp cuts it; ``None`` if it does not.
         experts: Whether it is dealt out over ``ep``.
         cut_dim: The dim that FSDP2 is told to cut, of weights that are quantized or hold all experts.
+        gradient_dtype: Dtype of its gradient, if that is to be another than its own.
     """
 
     label: str
@@ -141,3 +144,4 @@ class ParameterPlan:
     rule: ParameterRule | None = None
     experts: bool = False
     cut_dim: int | None = None
+    gradient_dtype: torch.dtype | None = None

@@ -258,7 +258,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
     if state.precision_plan is not None:
-        state.precision_plan.install(state.model)
+        state.precision_plan.install(state.model, plan.parameters.values())
     reduce_unused(state.model)
     guard_gradients(state)
     if exempt := plan.exempt:

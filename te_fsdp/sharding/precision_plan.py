@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PrecisionError
 from te_fsdp.move.comm import GradComm, set_comm
-from te_fsdp.parameters import facts_of, noted, places_of, successor
+from te_fsdp.parameters import facts_of, places_of, plan_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
@@ -22,26 +22,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["OtherGradient", "PrecisionPlan", "gradient_dtype", "plan_precision"]
+    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.quantized.shards import Key
 
-
-@dataclass(frozen=True)
-class OtherGradient:
-    """What a parameter's gradient has to be.
-
-    Attributes:
-        label: Full name of the parameter.
-        dtype: Of its gradient.
-    """
-
-    label: str
-    dtype: torch.dtype
+__all__ = ["PrecisionPlan", "gradient_dtype", "plan_precision"]
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Dtype of a parameter's gradient in a model with a precision policy. Local operation."""
-    facts = facts_of(parameter)
-    return parameter.dtype if facts is None or facts.gradient is None else facts.gradient.dtype
+    plan = plan_of(parameter)
+    return plan.gradient_dtype if plan is not None and plan.gradient_dtype is not None else parameter.dtype
 
 
 @dataclass
@@ -62,6 +52,15 @@ class PrecisionPlan:
     def gradients(self, unit: str) -> torch.dtype | None:
         """Dtype that a unit's gradients add up in. Local operation."""
         return self.policy.main_grads_dtype or self.compute[unit]
+
+    def gradient_of(self, parameter: torch.Tensor, plan: ParameterPlan) -> torch.dtype | None:
+        """Dtype of the gradient of a parameter that has not been widened yet, if it will not be the parameter's own."""
+        if not _trained(parameter):
+            return None
+        whole, policy = plan.storage.is_whole, self.policy
+        own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
+        dtype = policy.main_grads_dtype if whole else self.gradients(plan.unit)
+        return None if dtype == own else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
         """FSDP2's own policy for a unit. Local operation.
@@ -92,12 +91,17 @@ class PrecisionPlan:
                 done[id(parameter)] = successor(parameter, _torch.local_of(parameter).detach().to(dtype))
             module._parameters[name] = done[id(parameter)]
 
-    def install(self, model: nn.Module) -> None:
-        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
+    def install(self, model: nn.Module, plans: Iterable[ParameterPlan]) -> None:
+        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model.
+
+        Args:
+            model: The root.
+            plans: Those of its parameters.
+        """
         policy = self.policy
+        others = {p.unit for p in plans if p.gradient_dtype is not None and not p.storage.is_whole}
         comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32)
         set_comm(model, comm)
-        labels = {id(parameter): name for name, parameter in model.named_parameters()}
         for name in self.compute:
             unit = model.get_submodule(name)
             if _torch.is_fsdp_module(unit):
@@ -106,10 +110,8 @@ class PrecisionPlan:
                     sum_outer_in_fp32(unit, comm)
                 if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
                     unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-                _keep_gradients(unit, self.gradients(name), labels)
-        for place in places_of(model):
-            if is_exempt(place.owner, place.name):
-                _expect(place.parameter, policy.main_grads_dtype, labels)
+                if (dtype := self.gradients(name)) is not None and name in others:
+                    _fsdp2_patches.gradients_in(unit, dtype)
 
     def cast_gradients(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
@@ -127,16 +129,15 @@ class PrecisionPlan:
         for parameter in parameters:
             facts = facts_of(parameter)
             # Stand-ins of outer sharding cast gradients themselves.
-            if facts is None or facts.gradient is None or facts.stand_ins is not None:
+            if facts is None or facts.plan is None or facts.stand_ins is not None:
                 continue
-            other = facts.gradient
-            gradient = parameter.grad
-            if gradient is None:
+            gradient, dtype = parameter.grad, facts.plan.gradient_dtype
+            if gradient is None or dtype is None:
                 continue
-            if gradient.dtype != other.dtype:
+            if gradient.dtype != dtype:
                 raise PrecisionError(
-                    f"{other.label}: dtype of its gradient",
-                    expected=f"{other.dtype} (main_grads_dtype)",
+                    f"{facts.plan.label}: dtype of its gradient",
+                    expected=f"{dtype} (main_grads_dtype)",
                     got=gradient.dtype,
                     why="Microbatches would add up in the wrong dtype",
                     fix="change gradients in place, and clear them with zero_grad()",
@@ -159,22 +160,6 @@ class PrecisionPlan:
         self._casts.clear()
 
 
-def _keep_gradients(unit: nn.Module, dtype: torch.dtype | None, labels: dict[int, str]) -> None:
-    """Sharded gradients of a unit in ``dtype``, where the parameters' own is another."""
-    owned = [place for managed in _torch.managed_by(unit) for place in _torch.owners_of(managed)]
-    expected = [_expect(getattr(owner, name), dtype, labels) for owner, name in owned]
-    if dtype is not None and any(expected):
-        _fsdp2_patches.gradients_in(unit, dtype)
-
-
-def _expect(parameter: torch.Tensor, dtype: torch.dtype | None, labels: dict[int, str]) -> bool:
-    """Note that a parameter's gradient will be in ``dtype``, if that is not its own."""
-    if dtype is None or parameter.dtype == dtype or not _trained(parameter):
-        return False
-    noted(parameter).gradient = OtherGradient(labels[id(parameter)], dtype)
-    return True
-
-
 def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Whether an optimizer updates a parameter from a gradient of another dtype without loss.
 
@@ -190,47 +175,37 @@ def _trained(parameter: torch.Tensor) -> bool:
 
 def plan_precision(
     model: nn.Module,
+    rows: Mapping[Key, ParameterPlan],
     units: Iterable[str],
     policy: MixedPrecisionPolicy,
     *,
-    skip: Collection[tuple[int, str]] = (),
     all_reduces: bool = False,
 ) -> PrecisionPlan:
     """Plan a policy for a model that is not sharded yet. Local operation, changes nothing; equal on all ranks.
 
     Args:
         model: Before ``set_device_mesh``.
+        rows: The plans of its parameters, by owner's id and name.
         units: Names of the modules that become FSDP2 units, outer before inner; ``""`` is the root.
         policy: The user's.
-        skip: Owner's id and name of parameters that FSDP2 will not manage.
         all_reduces: Whether FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
 
     Raises:
         PrecisionError: The policy contradicts the model; names the parameter or the unit.
     """
+    # Label, parameter, and whether it is or will be quantized.
+    members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
+    for label, module, name, parameter in places_of(model):
+        row = rows[id(module), name]
+        if not row.storage.is_whole and label == row.owners[0] and parameter.is_floating_point():
+            members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
     compute: dict[str, torch.dtype | None] = {}
-    seen: set[int] = set()
-    for unit in reversed(list(units)):
-        members = list(_members(model.get_submodule(unit), unit, skip, seen))
-        compute[unit] = _compute_dtype(unit, members, policy)
-        for label, parameter, quantized in members:
+    for unit, own in reversed(members.items()):
+        compute[unit] = _compute_dtype(unit, own, policy)
+        for label, parameter, quantized in own:
             if parameter.requires_grad:
                 _check_main(label, parameter, quantized, policy)
     return PrecisionPlan(policy, compute, all_reduces)
-
-
-def _members(
-    unit: nn.Module, prefix: str, skip: Collection[tuple[int, str]], seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Label, floating-point parameter, and whether it is or will be quantized, of what no inner unit has taken."""
-    taken: set[int] = set()
-    for label, module, name, parameter in places_of(unit, prefix):
-        if id(parameter) in seen or (id(module), name) in skip:
-            continue
-        taken.add(id(parameter))
-        if parameter.is_floating_point():
-            yield label, parameter, _te.weight_quantizer(module, name) is not None
-    seen |= taken
 
 
 def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) -> torch.dtype | None:

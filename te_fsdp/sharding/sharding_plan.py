@@ -122,6 +122,11 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         check_accepted(model, units)
         cut = {name: row for name, row in units.items() if name not in whole}
         precision = _plan_precision(model, meshes, request, cut, placed)
+        if precision is not None:
+            for place in places_of(model):
+                key = id(place.owner), place.name
+                dtype = precision.gradient_of(place.parameter, placed[key])
+                placed[key] = replace(placed[key], gradient_dtype=dtype)
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
@@ -310,8 +315,7 @@ def _plan_precision(
     if request.precision is None:
         return None
     all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
-    skip = {key for key, row in rows.items() if row.storage.is_whole}
-    return plan_precision(model, units, request.precision, skip=skip, all_reduces=all_reduces)
+    return plan_precision(model, rows, units, request.precision, all_reduces=all_reduces)
 
 
 def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish:

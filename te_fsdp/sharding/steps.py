@@ -23,7 +23,7 @@ from te_fsdp.modules.copies import sync_tp_replicas
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.replaced import refuse_replaced, replacing
-from te_fsdp.parameters import attributes_of, carry_over, facts_of
+from te_fsdp.parameters import attributes_of, carry_over, facts_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.optimizer import remember
 from te_fsdp.sharding.outer_averages import check_step
@@ -78,8 +78,8 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = attributes_of(parameter)
-        facts = facts_of(parameter)
-        if facts is not None and facts.gradient is not None:
+        plan = plan_of(parameter)
+        if plan is not None and plan.gradient_dtype is not None:
             gradients[name], parameter.grad = parameter.grad, None
     try:
         with replacing(state.model, "to_empty, or another call that converts the model"):
@@ -229,7 +229,9 @@ def refuse_closure(step: Step) -> None:
     if not step.models or not step.has_closure:
         return
     held = [facts_of(parameter) for _, parameters in step.models for parameter in parameters]
-    if _mixes(step.optimizer) or any(f.tp_replica or f.gradient is not None for f in held if f):
+    if _mixes(step.optimizer) or any(
+        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in held if f
+    ):
         raise OrderError(
             f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
             "are not sharded, or with gradients in main_grads_dtype",

@@ -11,9 +11,17 @@ from torch import nn
 import te_fsdp
 from te_fsdp import MixedPrecisionPolicy
 from te_fsdp.errors import OrderError, PrecisionError
-from te_fsdp.sharding.precision_plan import plan_precision
+from te_fsdp.layout.storage import STORAGE
+from te_fsdp.sharding import precision_plan
+from te_fsdp.sharding.sharding_plan import plan_storage
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def plan_precision(model, units, policy):
+    """The plan of a model whose units are cut."""
+    rows = plan_storage(model, dict.fromkeys(units, STORAGE["optim_grads_params", "no_shard"]))
+    return precision_plan.plan_precision(model, rows, units, policy)
 
 
 class Model(nn.Module):
@@ -88,7 +96,7 @@ def test_main_weights_keep_values_ties_and_attributes():
     model.first.weight.mine = "kept"
     model.first.bias.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan_precision(model, UNITS, MixedPrecisionPolicy()).widen(model)
+    plan_precision(model, [""], MixedPrecisionPolicy(param_dtype=BF16)).widen(model)
     assert model.second.weight is model.first.weight and model.first.weight.mine == "kept"
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (BF16 if name == "first.bias" else FP32), name  # frozen: nothing updates it
@@ -124,10 +132,8 @@ def test_several_dtypes_in_a_unit_are_refused():
         plan_precision(model, UNITS, MixedPrecisionPolicy())
     plan = plan_precision(model, UNITS, MixedPrecisionPolicy(param_dtype=BF16))
     assert plan.fsdp2_policy("").param_dtype == BF16
-    exempt = {(id(model.norm), "weight"), (id(model.norm), "bias")}
-    assert (
-        plan_precision(model, UNITS, MixedPrecisionPolicy(), skip=exempt).fsdp2_policy("").param_dtype == FP32
-    )
+    te_fsdp.fsdp_no_shard(model.norm)
+    assert plan_precision(model, UNITS, MixedPrecisionPolicy()).fsdp2_policy("").param_dtype == FP32
 
 
 @pytest.mark.parametrize("main", [None, BF16])
