@@ -26,8 +26,7 @@ from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.checkpoint.reading import Rectangle, Staged, rectangle
 from te_fsdp.quantized.amax import quantize_whole
-from te_fsdp.quantized.components import finish_writing
-from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
+from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
 from te_fsdp.sharding.outer_state import MAIN
 
 __all__ = ["Conversion", "batches", "main_weight_of", "plan_conversion"]

@@ -34,10 +34,8 @@ from te_fsdp.layout.experts import expert_index
 from te_fsdp.layout.rules import PLAIN, Layout
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.shards import ShardInfo, shard_info
-from te_fsdp.quantized.components import components_of, describe_format, finish_writing
-from te_fsdp.quantized.dequantize import needed_components
-from te_fsdp.quantized.grouped import plain_of
-from te_fsdp.quantized.grouped_weight import empty_experts
+from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
+from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
 from te_fsdp.quantized.packing import derive_transposes
 from te_fsdp.sharding.state import settle, sharding_state
 

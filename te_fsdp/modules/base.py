@@ -21,7 +21,7 @@ from te_fsdp.parameters import attributes_of, carry_over, share
 from te_fsdp.quantized.all_gather import gather_missing
 from te_fsdp.quantized.amax import follow_history
 from te_fsdp.quantized.installed import GATHERS, check_cut, note_gathered, release_of
-from te_fsdp.quantized.weight_mesh import adopt_shard
+from te_fsdp.quantized.shards import adopt_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

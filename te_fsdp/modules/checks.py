@@ -17,8 +17,8 @@ from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
 from te_fsdp.modules.single import single_cuts
+from te_fsdp.quantized.alignment import check_quantizer
 from te_fsdp.quantized.shards import plan_cuts
-from te_fsdp.quantized.support import check_quantizer
 
 if TYPE_CHECKING:
     from torch import nn

@@ -25,10 +25,9 @@ from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.modules.base import ResettableModule
 from te_fsdp.parameters import carry_over
-from te_fsdp.quantized.alignment import Weight, check_fit, fits
-from te_fsdp.quantized.grouped import as_grouped, grouped_cut, plain_of
+from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
+from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
-from te_fsdp.quantized.support import check_recipe
 
 if TYPE_CHECKING:
     from te_fsdp.layout.experts import ExpertRange

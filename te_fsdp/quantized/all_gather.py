@@ -51,7 +51,7 @@ from te_fsdp.quantized.packing import (
     pack_flat,
     unpack_flat,
 )
-from te_fsdp.quantized.weight_mesh import agree_on_weight_mesh
+from te_fsdp.quantized.shards import agree_on_weight_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_fsdp.errors import CheckpointError, PlacementError
-from te_fsdp.quantized.components import components_of, describe_format
-from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
+from te_fsdp.quantized.components import (
+    components_of,
+    covering,
+    dequantize_box,
+    describe_format,
+    needed_components,
+)
 
 ROWS, COLUMNS = 256, 384
 RECIPES = {

@@ -12,7 +12,7 @@ from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.experts import ExpertRange
 from te_fsdp.modules.single import check_single, check_single_recipe, single_cuts
 from te_fsdp.quantized.alignment import Grid
-from te_fsdp.quantized.grouped import grouped_cut
+from te_fsdp.quantized.grouped_weight import grouped_cut
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout.boxes import Box, shard_boxes
-from te_fsdp.quantized.components import Component
-from te_fsdp.quantized.dequantize import covering
+from te_fsdp.quantized.components import Component, covering
 from tests.unit.layout_reference import Cut, cuts
 
 relaxed = settings(max_examples=120, deadline=None)

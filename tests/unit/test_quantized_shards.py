@@ -20,9 +20,8 @@ from te_fsdp.layout.boxes import Box
 from te_fsdp.layout.rules import Layout, ParameterRule
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather, packing
-from te_fsdp.quantized.alignment import Grid, Weight, check_fit, fits, fitting_dim
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_quantizer, fits, fitting_dim
 from te_fsdp.quantized.components import block_of, components_of
-from te_fsdp.quantized.support import check_quantizer
 
 WORLD, ME = 16, 8
 ROWS, COLUMNS = 256, 128

@@ -15,7 +15,7 @@ import torch
 
 from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
-from te_fsdp.quantized.dequantize import covering, dequantize_box, needed_components
+from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 
 __all__ = [
     "BLOCK_BYTES",

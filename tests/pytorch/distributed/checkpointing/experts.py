@@ -108,7 +108,7 @@ class Run:
 def logical(run: Run) -> dict[str, torch.Tensor]:
     """Original tensors of each expert, by global names, put together from all ranks. Collective."""
     from te_fsdp import _torch
-    from te_fsdp.quantized.grouped import plain_of
+    from te_fsdp.quantized.grouped_weight import plain_of
 
     mine: dict[str, tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]] = {}
     for prefix, module in run.model.named_modules():

@@ -18,8 +18,7 @@ AFTER = 2  # the first loss shows the weights that were loaded, the second the o
 def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """Values of a tensor, fp32 where it is quantized; of both directions where they are quantized independently."""
     from te_fsdp import _te
-    from te_fsdp.quantized.components import components_of, describe_format
-    from te_fsdp.quantized.dequantize import dequantize_box, needed_components
+    from te_fsdp.quantized.components import components_of, dequantize_box, describe_format, needed_components
 
     if not _te.is_quantized(local):
         return {name: local.detach()}
