@@ -83,26 +83,41 @@ class _Begun(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Round:
+    """What begins between two steps.
+
+    Attributes:
+        plan: Of the parameters that are trained; ``None`` where nothing of theirs can begin early.
+        told: Which of the loop's last backwards it belongs to.
+        begun: Units whose averages are under way, in the agreed order.
+        events: Unit -> after what its gradients are final.
+        comm: How gradients travelled when the first of them began.
+        spoilt: Whether gradients have changed since, so that all is dropped.
+    """
+
+    plan: _Plan | None
+    told: int = 0
+    begun: list[_Begun] = field(default_factory=list)
+    events: dict[str, list[Any]] = field(default_factory=dict)
+    comm: GradComm | None = None
+    spoilt: bool = False
+
+
 class EarlyAverages:
     """The averages of one optimizer's gradients that may begin in backward.
 
-    Attributes:
+    Args:
         chunks: What the optimizer trains and averages now, in its order; the same on all holders.
     """
 
-    chunks: Callable[[], list[Chunk]]
-    _plans: dict[tuple[int, ...], _Plan | None] = field(default_factory=dict)
-    _plan: _Plan | None = None  # of the backward that runs
-    _armed: int | None = None  # which of the loop's last backwards that is
-    _settled: int = 0  # how many there were before the last step
-    _events: dict[str, list[Any]] = field(default_factory=dict)
-    _begun: list[_Begun] = field(default_factory=list)
-    _spoilt: bool = False
-    _comm: GradComm | None = None  # as it was when the first of them began
-    _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (
-        None  # for the averages, for the question at the step
-    )
-    _side: SideStream = field(default_factory=SideStream)
+    def __init__(self, chunks: Callable[[], list[Chunk]]) -> None:
+        self._chunks = chunks
+        self._plans: dict[tuple[int, ...], _Plan | None] = {}
+        self._round: _Round | None = None
+        self._settled = 0  # how many last backwards the loop had told before the last step
+        # For the averages, and for the question at the step.
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._side = SideStream()
 
     # --- during backward
 
@@ -119,52 +134,43 @@ class EarlyAverages:
             group: Number of the parameter group in it.
             event: After which its gradients are final; ``None`` without streams.
         """
-        if any(begun.unit == unit for begun in self._begun):
-            self._spoilt = True  # its gradients are others now
-        plan = self._arm(state) if state.told_last and not self._spoilt else None
-        if plan is None or unit not in plan.units:
+        now = self._round
+        if now is not None and now.begun:  # then these gradients are others than those that were sent?
+            now.spoilt |= now.told != state.told or any(begun.unit == unit for begun in now.begun)
+        if not state.told_last or (now is not None and now.spoilt):
             return
-        self._events.setdefault(unit, []).append(event)
-        plan.order.arrived(unit, (unit, group))
-        while (complete := plan.order.next(len(self._begun))) is not None:
-            self._begin(plan, complete)
+        if now is None or now.told != state.told:  # the first unit that this backward leaves
+            now = self._round = _Round(self._plan_of(self._chunks()), state.told)
+            if now.plan is not None:
+                now.plan.order.begin(now.plan.groups)
+        if now.plan is None or unit not in now.plan.units:
+            return
+        now.events.setdefault(unit, []).append(event)
+        now.plan.order.arrived(unit, (unit, group))
+        while (complete := now.plan.order.next(len(now.begun))) is not None:
+            self._begin(now, now.plan, complete)
 
-    def _arm(self, state: ShardingState) -> _Plan | None:
-        """The plan of the backward that runs; it begins when this is the first unit that it leaves."""
-        if self._armed == state.told:
-            return self._plan
-        plan = self._plan_of(self.chunks())
-        if self._begun and plan is not self._plan:
-            self._spoilt = True
-            return None
-        self._armed, self._plan = state.told, plan
-        self._events.clear()
-        if plan is not None:
-            plan.order.begin(plan.groups)
-        return plan
-
-    def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
+    def _begin(self, now: _Round, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
         chunks = plan.units[unit]
         given = [None] * len(chunks) if empty else gradients_of([chunk.parameter for chunk in chunks])
         local = [None if g is None else _torch.local_of(g) for g in given]
-        if self._comm is None:
-            self._comm = replace(comm_for(chunks[0]) or GradComm())
+        if now.comm is None:
+            now.comm = replace(comm_for(chunks[0]) or GradComm())
         assert self._groups is not None
         averages = functools.partial(
             *(start_average, chunks, local),
-            comm=lambda chunk, comm=self._comm: comm,
+            comm=lambda chunk: now.comm,
             group=self._groups[0],
             flags=False,
         )
-        events = self._events.pop(unit, [])
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
-            self._side.after_current(plan.state.meshes.device, events),
+            self._side.after_current(plan.state.meshes.device, now.events.pop(unit, [])),
         ):
             pending = self._side.begun(lambda async_op: averages(async_op=async_op), local)
         sources = [None if g is None else Seen.now(g) for g in given]
-        self._begun.append(_Begun(unit, sources, pending))
+        now.begun.append(_Begun(unit, sources, pending))
 
     # --- between backward and step
 
@@ -174,13 +180,15 @@ class EarlyAverages:
 
         The same on all ranks.
         """
-        plan = self._plan_of(self.chunks())
+        plan = self._plan_of(self._chunks())
         return plan is not None and bool(plan.order.agreed) and plan.state.told != self._settled
 
     def forget(self) -> None:
         """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
-        self._armed = None
-        self._spoilt |= bool(self._begun)
+        if self._round is not None and self._round.begun:
+            self._round.spoilt = True
+        else:
+            self._round = None
 
     @torch.no_grad()
     def finish(self, chunks: list[Chunk]) -> dict[int, Average | None]:
@@ -198,44 +206,46 @@ class EarlyAverages:
             ``id`` of a parameter -> its average, ``None`` where no holder has a gradient; empty if all is yet to be
             averaged. Parameters of units that never begin early are left out.
         """
-        plan = self._plan_of(chunks)
-        active = self._plan if self._begun else plan
+        plan, last = self._plan_of(chunks), self._round
+        self._round = None
+        now = last if last is not None and last.begun else _Round(plan)
+        now.spoilt |= now.plan is not plan
         try:
             found: dict[int, Average | None] = {}
-            if active is not None and active.order.agreed:
-                found = self._complete(active, active.order.agreed, spoilt=self._spoilt or active is not plan)
+            if now.plan is not None and now.plan.order.agreed:
+                found = self._complete(now, now.plan, now.plan.order.agreed)
             if plan is not None and plan.order.agreed is None and self._all_have_told(plan):
                 self._agree(plan)
             return found
         finally:
             if plan is not None:
                 self._settled = plan.state.told
-            self._begun, self._spoilt, self._armed, self._comm = [], False, None, None
-            self._events.clear()
 
-    def _complete(self, plan: _Plan, agreed: tuple[str, ...], *, spoilt: bool) -> dict[int, Average | None]:
+    def _complete(self, now: _Round, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
         chunks = [chunk for unit in agreed for chunk in plan.units[unit]]
-        for begun in self._begun:
-            now = gradients_of([chunk.parameter for chunk in plan.units[begun.unit]])
-            same = (g is None if s is None else s.is_same(g) for s, g in zip(begun.sources, now, strict=True))
-            spoilt |= not all(same)
-        wire = 0 if self._comm is None else 1 + _WIRES.index(self._comm.dtype)
+        for begun in now.begun:
+            found = gradients_of([chunk.parameter for chunk in plan.units[begun.unit]])
+            same = (
+                g is None if s is None else s.is_same(g) for s, g in zip(begun.sources, found, strict=True)
+            )
+            now.spoilt |= not all(same)
+        wire = 0 if now.comm is None else 1 + _WIRES.index(now.comm.dtype)
         has = [gradient is not None for gradient in gradients_of([chunk.parameter for chunk in chunks])]
-        asked = torch.tensor([len(self._begun), spoilt, wire, *has], dtype=torch.int32)
+        asked = torch.tensor([len(now.begun), now.spoilt, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
         most, dropped, wire, *exist = asked.tolist()
         if most == 0:
             return {}
-        if self._comm is None:  # others have begun, maybe where gradients travelled in another dtype
-            self._comm = replace(comm_for(chunks[0]) or GradComm(), dtype=_WIRES[wire - 1])
-        for unit in agreed[len(self._begun) : most if dropped else None]:
-            self._begin(plan, unit, empty=bool(dropped))
-        averages = [average for begun in self._begun for average in begun.pending.wait()]
-        now: Any = current_stream(plan.state.meshes.device)
-        for average in averages if now is not None else ():
-            average.rows.record_stream(now)  # their memory is the side stream's
+        if now.comm is None:  # others have begun, maybe where gradients travelled in another dtype
+            now.comm = replace(comm_for(chunks[0]) or GradComm(), dtype=_WIRES[wire - 1])
+        for unit in agreed[len(now.begun) : most if dropped else None]:
+            self._begin(now, plan, unit, empty=bool(dropped))
+        averages = [average for begun in now.begun for average in begun.pending.wait()]
+        stream: Any = current_stream(plan.state.meshes.device)
+        for average in averages if stream is not None else ():
+            average.rows.record_stream(stream)  # their memory is the side stream's
         if dropped:
             _say_dropped()
             return {}
