@@ -83,6 +83,7 @@ class Chunk:
         dim: The dim that is cut.
         rows: How the local tensor is cut over the holders.
         low, high: This rank's rows.
+        shape: Of these.
         obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_install``).
     """
 
@@ -96,6 +97,7 @@ class Chunk:
         self.size = copies.mesh.size(0)
         self.rows = Rows(local.shape, self.dim, self.size)
         self.low, self.high = chunk_range(local.shape[self.dim], self.size, copies.mesh.get_local_rank(0))
+        self.shape = (*local.shape[: self.dim], self.high - self.low, *local.shape[self.dim + 1 :])
 
     def has_whole(self, unit: int) -> bool:
         """Whether every holder of every piece has equally many rows, a multiple of ``unit``.
@@ -104,12 +106,6 @@ class Chunk:
         """
         parts = self.size * _parts(self.parameter, self.copies.mesh, self.dim)
         return self.parameter.shape[self.dim] % (unit * parts) == 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of this rank's rows."""
-        whole = tuple(_torch.local_of(self.parameter).shape)
-        return (*whole[: self.dim], self.high - self.low, *whole[self.dim + 1 :])
 
     @property
     def placements(self) -> tuple[Placement, ...]:

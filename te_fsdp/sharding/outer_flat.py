@@ -129,7 +129,8 @@ def _start_kind(
     """:func:`start_average` of parameters with the same holders and dtype: place and average of each."""
     first = given[0][1]
     device = _torch.local_of(first.parameter).device
-    small = [(chunk, gradient) for _, chunk, gradient in given if not _travels_alone(chunk.rows)]
+    alone = [_travels_alone(chunk.rows) for _, chunk, _ in given]
+    small = [one[1:] for one, large in zip(given, alone, strict=True) if not large]
     has = [gradient is not None for _, _, gradient in given] if flags else []
     buffer = Buffer(tuple(chunk.rows.numel for chunk, _ in small), _ALIGNED, more=len(has))
     moves: list[Pending[torch.Tensor]] = []
@@ -143,17 +144,17 @@ def _start_kind(
 
     result = send(_packed(buffer, small, has, first), (buffer.numel,))
     pieces, holders = buffer.pieces(result), result[buffer.numel - len(has) :]
-    is_there = has or [True] * len(given)
     found = []
     for at, (place, chunk, gradient) in enumerate(given):
-        if not _travels_alone(chunk.rows):
+        # A rank that has a gradient need not ask whether there is one.
+        asked = holders[at] if flags and gradient is None else None
+        if not alone[at]:
             rows = next(pieces)[: math.prod(chunk.shape)].view(chunk.shape)
         else:
             if gradient is None:
                 gradient = torch.zeros(chunk.rows.shape, dtype=first.dtype, device=device)
             rows = send(gradient.to(first.dtype).contiguous().view(-1), chunk.shape)
-        # A rank that has a gradient need not ask whether there is one.
-        found.append((place, Average(rows, None if is_there[at] else holders[at])))
+        found.append((place, Average(rows, asked)))
 
     def finish() -> list[tuple[int, Average]]:
         for move in moves:
