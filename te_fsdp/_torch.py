@@ -33,11 +33,13 @@ __all__ = [
     "divide_factor",
     "dtensor",
     "dtensors",
+    "end_failed_capture",
     "flatten",
     "flatten_mesh",
     "find_managed",
     "fsdp_parameter_groups",
     "group_by_name",
+    "has_fused_sgd_rule",
     "in_dtypes_of",
     "in_backward",
     "is_absent_extra_state",
@@ -239,6 +241,26 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
         optimizer._optimizer_step_post_hooks,
     ]
     return [hook for table in tables for hook in table.values()]
+
+
+def has_fused_sgd_rule() -> bool:
+    """Whether DTensor can run ``torch._fused_sgd_`` with a learning rate on the device (``ShardingPropagator``)."""
+    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one for each kind of rule
+    operator = torch.ops.aten._fused_sgd_.tensor_lr
+    return any(operator in table for table in tables if isinstance(table, dict))
+
+
+def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell the device's allocator that a capture is over which ``CUDAGraph.capture_end`` could not end.
+
+    It raises before it says so itself (``CUDAGraph.cpp``, torch 2.11 to 2.15): frees on other streams would be put off
+    for ever (``captures_underway``), and the pool never be given back. Nothing happens where it has said so.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:  # no capture is under way: the end, or the beginning, did not fail
+        return
+    torch._C._cuda_releasePool(device.index, pool)
 
 
 def in_backward() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -52,7 +53,9 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._generators = tuple(generators)
-        self._pool: Any = None
+        self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        # Failed captures: the allocator of pinned memory goes on asking them whether a stream is theirs.
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -66,8 +69,11 @@ class CudaRecorder:
     def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
         """See :class:`Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        for generator in (*_te.random_generators(), *self._generators):
+        generators = (*_te.random_generators(), *self._generators)
+        for generator in generators:
             graph.register_generator_state(generator)
+        # The id of a pool is good while a graph lives that was recorded into it; later the allocators refuse it.
+        pool = next((other.pool() for other in self._recorded), None) or torch.cuda.graph_pool_handle()
         failure: Exception | None = None
         result: Any = None
         # A collection in the middle may free what belongs to the device: an operation that no capture allows.
@@ -76,22 +82,36 @@ class CudaRecorder:
         gc.disable()
         try:
             # "thread_local": NCCL's watchdog asks for its events meanwhile, from a thread of its own.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     result = call()
                 except Exception as error:
                     failure = error  # what ends the capture would raise hides it
         except Exception as error:
             failure = failure or error
+            self._failed.append(graph)
+            self._mend(pool, generators)
         finally:
             if collects:
                 gc.enable()
         if failure is not None:
             raise failure
-        self._pool = graph.pool()
+        self._recorded.add(graph)
         return graph, result
+
+    def _mend(self, pool: Any, generators: Sequence[torch.Generator]) -> None:
+        """Leave the process as before a capture that could not be begun or ended.
+
+        Up to torch 2.11 generators stay in the state of the capture, and every later draw raises "Offset increment
+        outside graph capture"; a capture that ends well takes them out of it, without a change of what they draw next.
+        """
+        _torch.end_failed_capture(self._device, pool)
+        nothing = torch.zeros((), device=self._device)
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            nothing.zero_()
 
 
 def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recorder | None:

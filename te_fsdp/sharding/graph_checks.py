@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp.move.comm import comm_of
@@ -196,11 +197,22 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
         return ""
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
-        plain = any(not group.get("fused") for group in groups)
-        return "SGD reads its learning rate on the host unless it is built with fused=True" if plain else ""
+        return _why_sgd_runs_eagerly(optimizer)
     if not all("capturable" in group for group in groups):
         return f"{name} has no option capturable"
     return "" if all(group["capturable"] for group in groups) else f"{name} was built without capturable=True"
+
+
+def _why_sgd_runs_eagerly(optimizer: torch.optim.SGD) -> str:
+    """Its fused form alone reads the learning rate on the device, through an operator that DTensor may not know."""
+    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    if sharded and not _torch.has_fused_sgd_rule():
+        return (
+            "SGD reads its learning rate on the host, and this torch has no fused SGD of sharded parameters"
+        )
+    if all(group.get("fused") for group in optimizer.param_groups):
+        return ""
+    return "SGD reads its learning rate on the host unless it is built with fused=True"
 
 
 def _is_ours(hook: Any) -> bool:

@@ -209,8 +209,15 @@ class GraphedStep:
     def forget(self) -> None:
         """Drop what was recorded: the next call runs eagerly, the one after it records anew. Local operation.
 
-        For changes that te_fsdp cannot see. Call it on all ranks.
+        For changes that te_fsdp cannot see, and to try again what could not be recorded (:attr:`why_eager`). Call it on
+        all ranks; and before ``dist.destroy_process_group``, which waits for ever for graphs that hold communication.
         """
+        self._drop()
+        self._no_update = ""
+        if self._recorder is not None:
+            self.why_eager = ""
+
+    def _drop(self) -> None:
         self._known, self._recorded, self._snapshot = [], [], None
 
     # ----------------------------------------------------------------------------------------------------- eager steps
@@ -222,7 +229,7 @@ class GraphedStep:
             release_params(self._model)  # of an evaluation: a replay would leave it stale
         if self._snapshot is not None and (what := self._snapshot.changed()):
             _log.info("graphed_step: recorded anew, since this has changed: %s", what)
-            self.forget()
+            self._drop()
         signature = Signature.of(leaves, structure)
         found = next((r for r in self._recorded if r.signature.fits(signature)), None)
         if (found is not None and found.update is not None) or (
@@ -273,7 +280,7 @@ class GraphedStep:
     def _run_eagerly(self, why: str) -> None:
         """From now on; says so once."""
         self.why_eager = why
-        self.forget()
+        self._drop()
         _log.warning("graphed_step: steps run eagerly: %s", why)
 
     def _step_can_be_recorded(self) -> bool:

@@ -19,8 +19,8 @@ CASES = {
     "FP8 weights, FusedAdam": {"bf16": True, "quantized": True, "optimizer": "FusedAdam"},
 }
 EAGER_STEP = {
-    "SGD": "SGD reads its learning rate on the host unless it is built with fused=True",
-    "SGD, report_nan": "SGD reads its learning rate on the host unless it is built with fused=True",
+    "SGD": "SGD reads its learning rate on the host",
+    "SGD, report_nan": "SGD reads its learning rate on the host",
     "FP8 weights, FusedAdam": "FusedAdam was built without capturable=True",
 }
 
@@ -30,7 +30,7 @@ def test_same_bits(pool, names):
     for facts in pool.run(bodies.same_bits, 2, cases={name: CASES[name] for name in names}, axes={}):
         for name, (why_eager, why_step_eager, recordings, replays) in facts.items():
             assert not why_eager, name
-            assert why_step_eager == EAGER_STEP.get(name, ""), name
+            assert why_step_eager.partition(", and this torch")[0] == EAGER_STEP.get(name, ""), name
             assert (recordings, replays) == ((2, 5) if "shapes" in name else (1, 6)), name
 
 
@@ -62,7 +62,7 @@ def test_what_changes_records_anew(pool):
 def test_reasons(pool):
     for rank, found in enumerate(pool.run(bodies.reasons, 2, timeout=240)):
         why, step, recordings, said = found["SGD"]
-        assert (why, recordings, said) == ("", 1, 1) and "fused=True" in step
+        assert (why, recordings, said) == ("", 1, 1) and "SGD reads its learning rate on the host" in step
         assert found["FusedAdam"][1:] == ["FusedAdam was built without capturable=True", 1, 1]
         failed = (
             "the capture has failed (RuntimeError: operation not permitted when stream is capturing)"
@@ -76,6 +76,12 @@ def test_reasons(pool):
             "inputs of more than 4 kinds (shapes, dtypes, or values beside tensors)",
             4,
         ]
+
+
+def test_a_failed_capture_leaves_training_going(pool):
+    for found in pool.run(bodies.failed_capture, 2):
+        assert found.pop("why").startswith("the capture has failed (")
+        assert found == {"now": "", "recordings": 1, "replays": 3}
 
 
 def test_nan_is_seen_before_the_update(pool):

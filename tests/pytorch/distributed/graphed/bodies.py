@@ -135,7 +135,7 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
 
     model = model_of(meshes, case)
     optimizer = optimizer_of(model, case)
-    loop, found, step = loop_of(model, case), {}, None
+    loop, found, step, evaluation = loop_of(model, case), {}, None, {}
     if recorded:
         with recording(model):
             step = te_fsdp.graphed_step(model, optimizer, loop, max_norm=MAX_NORM, warmup=2)
@@ -148,11 +148,11 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
         found |= {f"losses {number}": losses, f"norm {number}": norm}
         if number == 4:  # an evaluation in between leaves weights gathered under some strategies
             with torch.no_grad():
-                found["evaluation"] = model(inputs[0])
+                evaluation["evaluation"] = model(inputs[0])
         for group in optimizer.param_groups:
             rate = group["lr"]
             group["lr"] = rate.mul_(0.9) if isinstance(rate, torch.Tensor) else rate * 0.9
-    return found | values_of(model, optimizer), step
+    return found | values_of(model, optimizer) | evaluation, step
 
 
 def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, list[Any]]:
@@ -255,6 +255,49 @@ def reasons() -> dict[str, Any]:
         step(inputs[:, :1].repeat(1, rows, 1))
     found["shapes"] = [step.why_eager, step.recordings]
     return found
+
+
+def failed_capture() -> dict[str, Any]:
+    """A capture that fails in the middle of a forward: training goes on as the plain loop, and can be recorded later.
+
+    Returns:
+        Of the step: why it ran eagerly, why it does at the end, recordings, replays; whether draws are as before.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    model, plain = model_of(meshes, {}), model_of(meshes, {})
+    optimizer, other = optimizer_of(model, {}), optimizer_of(plain, {})
+    with recording(model):
+        step = te_fsdp.graphed_step(model, optimizer, loop_of(model, {}), max_norm=MAX_NORM, warmup=2)
+    broken = True
+
+    def read_the_device(module: nn.Module, arguments: Any) -> None:
+        if broken and harness.device_type() != "cpu":
+            arguments[0].sum().item()
+        elif broken and step._recorder.underway:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model.blocks[1].register_forward_pre_hook(read_the_device)
+    checks, why, draws = harness.Comparisons(), "", []
+    for number in range(STEPS):
+        inputs = inputs_of(meshes, number, {})
+        torch.manual_seed(number)
+        losses, norm = step(inputs)
+        draws.append(torch.rand(3, device=harness.device()))
+        torch.manual_seed(number)
+        expected, expected_norm = plain_step(plain, other, loop_of(plain, {}), inputs)
+        checks.same_bits(f"draw {number}", draws[-1], torch.rand(3, device=harness.device()))
+        checks.same_bits(f"losses {number}", losses, expected)
+        checks.same_bits(f"norm {number}", norm, expected_norm)
+        if number == 3:
+            why, broken = step.why_eager, False
+            step.forget()
+    values = values_of(model, optimizer)
+    for name, value in values_of(plain, other).items():
+        checks.same_bits(name, values[name], value)
+    checks.require(STEPS * 3)
+    return {"why": why, "now": step.why_eager, "recordings": step.recordings, "replays": step.replays}
 
 
 def watched() -> list[Any]:

@@ -51,10 +51,11 @@ class AgainRecorder:
     Attributes:
         failing: Number of the recording that fails, from 0; on this rank.
         recorded: How many were made.
+        underway: Whether one is being made.
     """
 
     def __init__(self, model: nn.Module, failing: int = -1) -> None:
-        self._model, self.failing, self.recorded = model, failing, 0
+        self._model, self.failing, self.recorded, self.underway = model, failing, 0, False
 
     def aside(self) -> Any:
         """Nothing: there are no streams."""
@@ -62,7 +63,11 @@ class AgainRecorder:
 
     def record(self, call: Callable[[], Any]) -> tuple[Again, Any]:
         """Run the function, to be run again by replays."""
-        again = Again(self._model, call)  # also where it fails: the other ranks wait for its collectives
+        self.underway = True
+        try:
+            again = Again(self._model, call)  # also where it fails: the other ranks wait for its collectives
+        finally:
+            self.underway = False
         self.recorded += 1
         if self.recorded - 1 == self.failing:
             raise RuntimeError("operation not permitted when stream is capturing")
