@@ -28,6 +28,7 @@ __all__ = [
     "ReduceScatter",
     "at_end_of_backward",
     "concatenated_meshes",
+    "copy_all_",
     "default_store",
     "backward_id",
     "divide_factor",
@@ -329,6 +330,12 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 def without_wrappers(name: str) -> str:
     """A module's name in the bare model, without what activation checkpointing and ``torch.compile`` add to it."""
     return f".{name}.".replace("._checkpoint_wrapped_module.", ".").replace("._orig_mod.", ".").strip(".")
+
+
+def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, by one call (``torch._foreach_copy_``); dtypes may differ."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

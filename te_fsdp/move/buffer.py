@@ -107,21 +107,15 @@ class Rows:
         """Whether all ranks have the same number of rows."""
         return self.shape[self.dim] == self.step * self.ranks
 
-    def split(self, whole: torch.Tensor, into: torch.Tensor) -> None:
-        """Write each rank's rows of a tensor to ``into``, of shape (ranks, :attr:`numel`). Local operation."""
-        if self.is_even:
-            rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
-            into.view(rows.shape).copy_(rows)
-            return
-        into.zero_()
-        for rank, rows in enumerate(whole.split(self.step, self.dim)):
-            into[rank, : rows.numel()].copy_(rows.reshape(-1))
+    def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the same rows in a whole tensor and in ``flat``, of shape (ranks, :attr:`numel`). Local operation.
 
-    def join(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write all ranks' rows, of shape (ranks, :attr:`numel`), to a tensor. Local operation."""
+        One pair where all ranks have equally many rows, else one for each rank that has some; what pads the rows of the
+        last ranks in ``flat`` is in none.
+        """
         if self.is_even:
             rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
-            rows.copy_(gathered.view(rows.shape))
+            yield rows, flat.view(rows.shape)
             return
         for rank, rows in enumerate(whole.split(self.step, self.dim)):
-            rows.copy_(gathered[rank, : rows.numel()].view(rows.shape))
+            yield rows, flat[rank, : rows.numel()].view(rows.shape)

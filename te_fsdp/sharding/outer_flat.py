@@ -174,11 +174,13 @@ def _packed(
     for at, flag in enumerate(has, buffer.numel - len(has)):
         if not flag:
             memory[:, at] = 0
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for (chunk, gradient), piece in zip(small, buffer.pieces(memory), strict=True):
-        if gradient is None:
+        if gradient is None or not chunk.rows.is_even:
             piece.zero_()
-        else:
-            chunk.rows.split(gradient, piece)
+        if gradient is not None:
+            copies += chunk.rows.pairs(gradient, piece)
+    _torch.copy_all_([piece for _, piece in copies], [rows for rows, _ in copies])
     return memory.view(-1)
 
 
@@ -257,7 +259,9 @@ def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bo
     gathered = torch.empty(chunk.size, mine.numel(), dtype=dtype, device=device)
 
     def unpack(unused: torch.Tensor) -> None:
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for part, piece in zip(parts, buffer.pieces(gathered), strict=True):
-            part.rows.join(piece.view(part.mine.dtype), part.whole)
+            copies += part.rows.pairs(part.whole, piece.view(part.mine.dtype))
+        _torch.copy_all_([rows for rows, _ in copies], [piece for _, piece in copies])
 
     return _gathered(mine, gathered.view(-1), chunk, async_op).then(unpack)

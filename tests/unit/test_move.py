@@ -40,15 +40,17 @@ def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObj
     """Rows that are split and joined again; those of each rank are ``torch.chunk``'s."""
     rows = Rows(shape, data.draw(st.integers(0, len(shape) - 1)), ranks)
     whole = values(shape)
-    split = torch.full((ranks, rows.numel), -1.0)
-    rows.split(whole, split)
+    split = torch.zeros((ranks, rows.numel))
+    for mine, flat in rows.pairs(whole, split):
+        flat.copy_(mine)
     chunks = whole.chunk(ranks, rows.dim) if whole.numel() else ()
     for rank, chunk in enumerate(chunks):
         assert split[rank, : chunk.numel()].tolist() == chunk.reshape(-1).tolist()
         assert not split[rank, chunk.numel() :].any()
     assert rows.is_even == (shape[rows.dim] % ranks == 0)
     joined = torch.zeros(shape)
-    rows.join(split, joined)
+    for mine, flat in rows.pairs(joined, split):
+        mine.copy_(flat)
     assert torch.equal(joined, whole)
 
 
