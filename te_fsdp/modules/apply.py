@@ -13,17 +13,16 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.binding import KEY, NO_SHARD, Binding, binding_of
-from te_fsdp.errors import MeshError, PlacementError
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.assigned import watch_assignments
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.classes import bound_class
 from te_fsdp.modules.copies import sync_tp_replicas
 from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.modules.grouped import adopt_single
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing
 from te_fsdp.modules.replaced import refuse_replaced, replacing
-from te_fsdp.modules.single import adopt_single, single_names
 from te_fsdp.parameters import attributes_of
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax import requantize
@@ -131,7 +130,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """
     run_around_steps(BEFORE_STEP, AFTER_STEP)
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
-        if binding_of(item.module) is None:
+        if item.kind == "GroupedLinear" and binding_of(item.module) is None:
             adopt_single(item.module)
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
@@ -175,9 +174,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
         binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
         _register_globally(module, item.experts)
-        if single_names(module):
-            assert meshes.ep_mesh is not None
-            binding.experts_mesh = _experts_mesh(meshes.ep_mesh, tp_mesh, item.name)
+        binding.experts_mesh = meshes.experts_mesh
     for name, parameter in module._parameters.items():
         if parameter is not None:
             binding.attributes[name] = attributes_of(parameter)
@@ -193,8 +190,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if parameter is None:
             continue
         if id(parameter) not in replaced:
-            placed = binding.whole_mesh(name) is not None
-            new = _place(parameter, name, binding) if placed else parameter
+            mesh = binding.whole_mesh(name)
+            new = _place(parameter, name, binding, mesh) if mesh is not None else parameter
             local = _torch.local_of(new)
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
@@ -216,14 +213,14 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})
 
 
-def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.nn.Parameter:
-    """The parameter as a DTensor on the tp mesh; data, quantized buffers and ``requires_grad`` stay as they are.
+def _place(
+    parameter: torch.nn.Parameter, name: str, binding: Binding, mesh: DeviceMesh
+) -> torch.nn.Parameter:
+    """The parameter as a DTensor on its mesh; data, quantized buffers and ``requires_grad`` stay as they are.
 
     A parameter of all experts also lies on ``ep``.
     """
-    mesh, rule = binding.whole_mesh(name), binding.rules[name]
-    assert mesh is not None
-    local = parameter.detach()
+    rule, local = binding.rules[name], parameter.detach()
     kept = _te.high_precision_value(parameter)
     if kept is not None:
         _te.attach_high_precision_value(local, kept)
@@ -232,27 +229,7 @@ def _place(parameter: torch.nn.Parameter, name: str, binding: Binding) -> torch.
     if binding.experts is not None and rule.layout.is_grouped:
         shape[0], placements[0] = binding.experts.total, Shard(0)
     if rule.shard_dim is not None and binding.tp_mesh is not None:
-        if rule.shard_dim >= local.ndim:
-            raise PlacementError(
-                f"{binding.name}: shard dim {rule.shard_dim}", expected=f"{local.ndim} dims", got=tuple(shape)
-            )
         shape[rule.shard_dim] *= binding.tp_mesh.size()
         placements[-1] = Shard(rule.shard_dim)
     like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
-
-
-def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
-    """The mesh of parameters of all experts. Local operation."""
-    if tp_mesh is None:
-        return ep_mesh
-    try:
-        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
-    except RuntimeError as error:
-        raise MeshError(
-            f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
-            expected="axes of one mesh",
-            got=f"{ep_mesh} and {tp_mesh}",
-            why=str(error),
-            fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
-        ) from error

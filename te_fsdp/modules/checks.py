@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp.agree import gather, raised_on_all_ranks
 from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout.experts import ExpertRange, expert_ranges
 from te_fsdp.mesh import check_1d, check_ascending
+from te_fsdp.modules.grouped import single_cuts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
-from te_fsdp.modules.single import single_cuts
 from te_fsdp.quantized.alignment import check_quantizer
 from te_fsdp.quantized.shards import plan_cuts
 
@@ -95,9 +95,27 @@ def _plan(
         weights = [name for name, rule in item.rules.items() if rule.quantizable]
         if weights and all(stays_whole(item.module, name) for name in weights):
             meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not cut them
+        if meshes.ep_mesh is not None and any(rule.layout.is_grouped for rule in item.rules.values()):
+            meshes = replace(meshes, experts_mesh=_experts_mesh(meshes.ep_mesh, meshes.tp_mesh, item.name))
         planned.append(replace(item, meshes=meshes))
         _check_item(planned[-1])
     return planned
+
+
+def _experts_mesh(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
+    """The mesh of parameters of all experts. Local operation."""
+    if tp_mesh is None:
+        return ep_mesh
+    try:
+        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
+    except RuntimeError as error:
+        raise MeshError(
+            f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
+            expected="axes of one mesh",
+            got=f"{ep_mesh} and {tp_mesh}",
+            why=str(error),
+            fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
+        ) from error
 
 
 def _check_apart(experts: Meshing, where: str) -> None:
@@ -153,6 +171,14 @@ def _check_item(item: ModulePlan) -> None:
                 got=f"DTensor with placements {tuple(parameter.placements)}",
                 why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
                 fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
+            )
+        rule = item.rules.get(name)
+        dim = rule.shard_dim if rule is not None and tp_mesh is not None else None
+        if parameter is not None and dim is not None and dim >= parameter.ndim:
+            raise PlacementError(
+                f"{item.name}: shard dim {dim}",
+                expected=f"{parameter.ndim} dims",
+                got=tuple(parameter.shape),
             )
         if parameter is None or item.kind is None:
             continue
@@ -329,6 +355,7 @@ def _with_cuts(
         if item.experts is not None:
             own = plan_cuts(quantizable([item]), grid, stays_whole).get(id(item.module), {})
             cuts = {item.registered(name): dim for name, dim in own.items()}
-        singles = single_cuts(item.module, grid, item.experts, item.name)
-        found.append(replace(item, cuts={**cuts, **singles}))
+        if item.kind == "GroupedLinear":
+            cuts = {**cuts, **single_cuts(item.module, grid, item.experts, item.name)}
+        found.append(replace(item, cuts=cuts))
     return found

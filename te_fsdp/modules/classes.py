@@ -17,10 +17,9 @@ from te_fsdp import _te
 from te_fsdp.binding import binding_of
 from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
-from te_fsdp.modules.grouped import GroupedModule
+from te_fsdp.modules.grouped import GroupedModule, check_switch
 from te_fsdp.modules.initialize import initialize_te_parameters
 from te_fsdp.modules.plan import check_divisible
-from te_fsdp.modules.single import check_switch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,8 +1,21 @@
-"""What a bound ``GroupedLinear`` adds: experts under global names for everyone, under TE's names for TE."""
+"""What a bound ``GroupedLinear`` adds: experts under global names, and one parameter for all of them.
+
+Everyone sees experts under global names, TE under its own. The single parameters, one 3-D weight (experts, out, in) and
+one 2-D bias (experts, out) for all, TE holds as a ``GroupedTensor``, which answers no operation that cuts it, and makes
+anew in ``reset_parameters``. A bound module holds the same memory as an ordinary tensor, which FSDP2, DCP and
+optimizers understand; TE gets a ``GroupedTensor`` over that very memory whenever it asks for its weights:
+
+    registered:   weight    plain (experts, out, in), or a DTensor of it
+    TE reads:     GroupedTensor over the gathered local tensor, for one forward and its backward
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,15 +23,224 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp._te_grouped import GroupedReads, grouped_path_problem
 from te_fsdp.binding import Binding, binding_of
-from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.errors import OrderError, PlacementError, PrecisionError
 from te_fsdp.layout.experts import ExpertRange, expert_index
-from te_fsdp.modules.single import SingleModule
+from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.modules.base import ResettableModule
+from te_fsdp.parameters import carry_over
+from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
+from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
+from te_fsdp.quantized.shards import weight_made_by
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupedModule"]
+    from te_fsdp.quantized.alignment import Grid
+
+__all__ = [
+    "GroupedModule",
+    "SingleModule",
+    "adopt_single",
+    "check_single",
+    "check_single_recipe",
+    "check_switch",
+    "single_cuts",
+    "single_names",
+    "single_parameters",
+]
+
+_SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+
+
+def single_names(module: Any) -> tuple[str, ...]:
+    """Names of the single parameters that a module has, or will have once it is bound: ``weight``, ``bias``."""
+    if _te.kind_of(module) != "GroupedLinear":
+        return ()
+    flags = {
+        "weight": getattr(module, "single_grouped_weight", False),
+        "bias": module.use_bias and getattr(module, "single_grouped_bias", False),
+    }
+    return tuple(name for name, single in flags.items() if single)
+
+
+def single_parameters(module: Any) -> dict[str, Any]:
+    """The module's own parameters by the names that they have once it is bound. Local operation, changes nothing."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    for single in single_names(module):
+        parts = [f"{single}{index}" for index in range(module.num_gemms)]
+        found = [own.pop(name) for name in parts if name in own]
+        own.setdefault(single, found[0] if found else None)
+    return own
+
+
+def check_single(module: Any, label: str) -> None:
+    """Raise unless the installed TE, its switches and this device can train a module's single parameters.
+
+    Local operation; every rank sees the same.
+
+    Raises:
+        PlacementError: Says what is missing.
+    """
+    names = single_names(module)
+    if not names:
+        return
+    problem = why = fix = ""
+    if not hasattr(module, "use_grouped_tensor"):
+        problem, fix = (
+            "this version of TransformerEngine",
+            "TransformerEngine 2.19 or later, or one parameter per expert",
+        )
+        why = "It splits the parameter outside of autograd: no gradient ever reaches it"
+    elif not module.use_grouped_tensor:
+        problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
+        why = "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone"
+    elif _is_delayed(module):
+        problem, fix = (
+            "delayed scaling",
+            "another recipe in quantized_model_init, or one parameter per expert",
+        )
+        why = "TransformerEngine has no grouped kernels for it, and keeps such weights apart"
+    elif device := grouped_path_problem(None):
+        problem, fix, why = "this device", "one parameter per expert", device
+    if problem:
+        flags = ", ".join(f"single_grouped_{name}=True" for name in names)
+        raise PlacementError(
+            f"{label} (GroupedLinear): {flags} with {problem} is not supported", why=why, fix=fix
+        )
+
+
+def check_switch(options: dict[str, Any]) -> None:
+    """Raise if TE would pass over an asked-for single parameter because its environment switch is off.
+
+    Args:
+        options: Keywords of the constructor.
+
+    Raises:
+        PlacementError: Names the switch.
+    """
+    asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
+    if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
+        raise PlacementError(
+            f"GroupedLinear: {', '.join(asked)}",
+            expected=f"the environment variable {_SWITCH}=1",
+            got=os.environ.get(_SWITCH, "not set"),
+            why="TransformerEngine otherwise makes one parameter per expert, with a warning alone",
+            fix=f"set {_SWITCH}=1 before the model is built, or leave the option off",
+        )
+
+
+def check_single_recipe(module: Any, label: str) -> None:
+    """Raise if TE has no grouped kernels for the recipe of the enclosing ``te.autocast``. Local operation.
+
+    Raises:
+        PrecisionError: Says what is missing.
+    """
+    recipe = _te.active_recipe()
+    if recipe is None or not single_names(module):
+        return
+    problem = grouped_path_problem(recipe)
+    if problem:
+        raise PrecisionError(
+            f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
+            expected="a recipe for which TransformerEngine has grouped kernels on this device",
+            why=problem,
+            fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
+        )
+
+
+def adopt_single(module: Any) -> None:
+    """Replace a module's ``GroupedTensor`` parameters by ordinary ones over the same memory. Local operation.
+
+    On meta, where TE puts them together only in ``reset_parameters``, the experts' parameters are replaced by one.
+    """
+    for name in single_names(module):
+        parameter = module._parameters.get(name)
+        parts = [f"{name}{index}" for index in range(module.num_gemms)]
+        if parameter is not None:
+            new = plain_of(parameter)
+        else:
+            first = module._parameters[parts[0]]
+            local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
+            new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
+            carry_over(first, new)
+        for part in parts:
+            module._parameters[part] = None
+        module._parameters[name] = new
+        _te.rename_parameters(module, {parts[0]: name})
+
+
+class SingleModule(GroupedReads, ResettableModule):
+    """Mixin of ``GroupedLinear``: what TE reads, and makes, of single parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward, where it has grouped kernels for the recipe."""
+        binding = binding_of(self)
+        if binding is not None:
+            check_recipe(self, binding)
+            check_single_recipe(self, binding.name or type(self).__name__)
+        return super().forward(*args, **kwargs)
+
+    def is_adopted(self) -> bool:
+        """Whether the module is bound."""
+        return binding_of(self) is not None
+
+    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """A single parameter as a ``GroupedTensor`` over the same memory, any other as it is."""
+        if not self.is_adopted() or name not in single_names(self):
+            return list(tensors)
+        return [as_grouped(_torch.local_of(tensor)) for tensor in tensors]
+
+
+def _is_delayed(module: Any) -> bool:
+    quantizer = _te.weight_quantizer(module, "weight0")
+    return quantizer is not None and _te.is_delayed_quantizer(quantizer)
+
+
+def single_cuts(
+    module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
+) -> dict[str, int]:
+    """The dim that FSDP2 shall cut of each single parameter. Local operation on sizes: the same on every rank.
+
+    Quantized weights are cut between experts, or within all of them into whole blocks.
+
+    Args:
+        module: Any module; none but ``GroupedLinear`` has such parameters.
+        grid: Sizes of the axes that cut it.
+        experts: Those that the module holds, if ``ep`` deals them out.
+        label: Name of the module, for messages.
+
+    Returns:
+        Dim by name.
+
+    Raises:
+        PlacementError: A quantized expert that does not consist of whole blocks of its format.
+    """
+    counts = experts.counts() if experts is not None else (module.num_gemms,) if single_names(module) else ()
+    found = {}
+    for name in single_names(module):
+        features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
+        weight = _quantized_expert(module, f"{label}.{name}", grid.tp) if name == "weight" else None
+        fits_within = partial(_fits_within, weight, grid.dp_shard)
+        if weight is not None:
+            check_fit(weight, replace(grid, dp_shard=1))
+        found[name] = grouped_cut((module.num_gemms, *features), grid.dp_shard, counts, fits_within)
+    return found
+
+
+def _quantized_expert(module: Any, label: str, tp: int) -> Weight | None:
+    """One expert's weight (out, in), if TE holds it quantized."""
+    quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
+    if quantizer is None:
+        return None
+    rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
+    return weight_made_by(quantizer, label, (module.out_features, module.in_features), rule, tp)
+
+
+def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
+    """Whether FSDP2 may cut experts along a dim of the tensor of all."""
+    return weight is None or fits(weight, ranks, dim - 1)
 
 
 class GroupedModule(SingleModule):

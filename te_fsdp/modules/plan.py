@@ -13,7 +13,7 @@ from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import table
 from te_fsdp.layout.experts import ExpertRange, expert_index
 from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
-from te_fsdp.modules.single import check_single, single_parameters
+from te_fsdp.modules.grouped import check_single, single_parameters
 from te_fsdp.quantized.alignment import Grid
 
 if TYPE_CHECKING:
@@ -54,12 +54,14 @@ class Meshing:
         weight_mesh: 1-D mesh of the ranks that hold pieces of one weight.
         ep_mesh: 1-D expert-parallel mesh, of experts.
         replicas: How many times these ranks hold the model, where that is known.
+        experts_mesh: Mesh that a parameter of all experts lies on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     """
 
     tp_mesh: DeviceMesh | None = None
     weight_mesh: DeviceMesh | None = None
     ep_mesh: DeviceMesh | None = None
     replicas: int = 1
+    experts_mesh: DeviceMesh | None = None
 
     @property
     def grid(self) -> Grid:
@@ -136,8 +138,10 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
-        check_single(module, label)
-        own = single_parameters(module)
+        own = {n: p for n, p in module._parameters.items() if p is not None}
+        if kind == "GroupedLinear":
+            check_single(module, label)
+            own = single_parameters(module)
         if kind == "unknown":
             if own and tp_size > 1:
                 raise PlacementError(

@@ -130,7 +130,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
     stashed = []
     for _, module, name, parameter in places_of(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
-        if binding is None or is_exempt(module, name) or local.is_meta or not _te.is_quantized(local):
+        if binding is None or local.is_meta or not _te.is_quantized(local) or is_exempt(module, name):
             continue
         kept = _te.high_precision_value(local)
         value = local.dequantize() if kept is None else kept.to(local.device)

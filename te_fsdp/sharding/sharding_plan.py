@@ -15,8 +15,8 @@ from te_fsdp.binding import NO_SHARD, is_exempt
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
 from te_fsdp.modules.checks import Selection, find_experts, plan_modules
+from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
-from te_fsdp.modules.single import single_names
 from te_fsdp.parameters import Place, places_of
 from te_fsdp.sharding.no_shard import Exempt
 from te_fsdp.sharding.precision import MixedPrecisionPolicy

@@ -197,3 +197,20 @@ def test_fully_shard_plans_once(te, fake_world, monkeypatch):
     counting(checks, "plan_tree")
     te_fsdp.fully_shard(Net(te), te_fsdp.Meshes.build(device_type="cpu"), units=Block)
     assert calls == ["plan_sharding", "plan_tree"]
+
+
+def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
+    fake_world(2)
+    meshes = te_fsdp.Meshes.build(tp=2, device_type="cpu")
+    options = {"device": "meta", "parallel_mode": "column", **meshes.te_kwargs()}
+    model = nn.Sequential(te.LayerNorm(32, device="meta"), te.Linear(32, 32, **options))
+    model[1].bias = nn.Parameter(torch.empty((), device="meta"))
+    for bind in (
+        lambda: te_fsdp.set_device_mesh(model, meshes.tp),
+        lambda: plan_sharding(model, meshes, Request()),
+    ):
+        with pytest.raises(
+            te_fsdp.PlacementError, match=r"shard dim 0: expected 0 dims, got \(\)|a scalar parameter"
+        ):
+            bind()
+        assert type(model[0]) is te.LayerNorm and "_te_fsdp_binding" not in model[0].__dict__
