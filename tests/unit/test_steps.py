@@ -67,3 +67,24 @@ def test_the_page_has_the_list(when):
             f"| `{function.__name__}` | `{file}` | {'yes' if function in bound else ''} | {does} |"
         )
     assert "\n".join(expected) in (ROOT / "docs/internals.md").read_text(), "\n".join(expected)
+
+
+def test_names_on_the_page_exist():
+    """`name` | `file.py` in a row, and `name` of `file.py` in the text."""
+    page = (ROOT / "docs/internals.md").read_text()
+    named = re.findall(r"(?m)^\| [^|`]+ \| `(\w+)` \| `([\w/]+\.py)`", page) + re.findall(
+        r"`(\w+)` (?:of|in) `(?:te_fsdp/)?([\w/]+\.py)`", page
+    )
+    assert len(named) > 15
+    missing = [
+        f"{name} in {file}"
+        for name, file in named
+        if not re.search(
+            rf"^\s*(def|class) {name}\b|^{name}\b.*=", (ROOT / "te_fsdp" / file).read_text(), re.M
+        )
+    ]
+    assert not missing
+    files = set(re.findall(r"`(?:te_fsdp/)?([\w/]+\.py)`", page))
+    assert [
+        file for file in sorted(files) if not (ROOT / "te_fsdp" / file).exists() and "tests/" not in file
+    ] == []
