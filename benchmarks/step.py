@@ -1,0 +1,394 @@
+"""A training step of te_fsdp, eager and recorded, beside plain FSDP2, megatron-fsdp and the limit, turn by turn.
+
+    python benchmarks/step.py --out benchmarks/results/step-MACHINE.json --plot step.png
+    python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4
+    python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8-compute --seconds 600
+
+The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
+scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three rows
+differ: recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, since FusedAdam cannot be captured
+there; megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
+"limit" is the same compute and the update of one rank's share of the parameters, with nothing sent.
+
+Rows are measured in one set of processes, one after the other, each built, warmed up, timed and freed; every other
+round goes backwards, since a machine's speed drifts. megatron-fsdp has processes of its own: it does not free all of
+its memory. Steps follow each other without waiting for the device: `ms` is the median over all steps of the slowest
+rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle device, `peak_gib` the peak of allocated
+memory over what was there before. A row that fails has its reason; one that does not end within --row-seconds is ended,
+and the others go on. After --seconds no row begins; the file is written after each.
+
+Model FLOPs of a token: 6 for each weight of a product, and 6 * sequence * hidden a layer for causal attention.
+Under emulation the script runs as a check of itself: its times then say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+REPLICAS = 2
+#: Settings: te_fsdp's strategy, its outer strategy (None: one data-parallel axis). tp cuts weights over two ranks.
+SETTINGS: dict[str, tuple[str, str | None]] = {
+    "zero3": ("optim_grads_params", None),
+    "no_shard": ("no_shard", None),
+    "optim": ("optim", None),
+    "optim_grads": ("optim_grads", None),
+    "hsdp": ("optim_grads_params", "no_shard"),
+    "hfsdp": ("optim_grads_params", "optim"),
+    "hfsdp reduce": ("optim_grads_params", "optim"),
+    "hfsdp gather": ("optim_grads_params", "optim"),
+    "hfsdp no overlap": ("optim_grads_params", "optim"),
+    "tp": ("optim_grads_params", None),
+}
+LIBRARIES = ("te_fsdp", "te_fsdp graph", "FSDP2", "megatron-fsdp", "limit")
+WEIGHTS = ("bf16", "fp8-compute", "fp8")
+MODELS = {
+    "layers8": {"layers": 8, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "sequence": 4096},
+    "llama3-8b": {
+        "layers": 32,
+        "hidden": 4096,
+        "ffn": 14336,
+        "heads": 32,
+        "groups": 8,
+        "sequence": 8192,
+        "vocabulary": 128256,
+    },
+    "tiny": {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "sequence": 32},
+}
+SHAPE = ("layers", "hidden", "ffn", "heads", "groups", "sequence", "vocabulary")
+#: Rows of a group share processes.
+GROUPS = (("te_fsdp", "te_fsdp graph", "FSDP2", "limit"), ("megatron-fsdp",))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row.
+
+    Attributes:
+        library: "te_fsdp", "te_fsdp graph", "FSDP2" (DDP for no_shard), "megatron-fsdp" or "limit".
+        weights: "bf16"; "fp8-compute", bf16 weights under FP8 current scaling; "fp8", weights that are FP8.
+        setting: A key of SETTINGS.
+    """
+
+    library: str
+    weights: str
+    setting: str
+
+    def row(self) -> dict[str, str]:
+        """What the results call it."""
+        library, _, graph = self.library.partition(" ")
+        return {"library": library, "weights": self.weights, "setting": f"{self.setting} {graph}".strip()}
+
+
+def variants(libraries: list[str], weights: list[str], settings: list[str]) -> list[Variant]:
+    """Rows, those to be compared one after the other; without what a library does not have."""
+    missing = {
+        "FSDP2": {"optim", "tp", *(name for name in SETTINGS if "hfsdp" in name)},
+        "megatron-fsdp": {"tp", "hfsdp reduce", "hfsdp gather", "hfsdp no overlap"},
+        "limit": {"tp", "hfsdp reduce", "hfsdp gather", "hfsdp no overlap"},
+    }
+    return [
+        Variant(library, kind, setting)
+        for kind in weights
+        for setting in settings
+        for library in libraries
+        if setting not in missing.get(library, ())
+    ]
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line; sizes of the model are those of --model unless they are given."""
+    large = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=list(MODELS), default="layers8" if large else "tiny")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and microbatch")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--gradients", choices=["bf16", "fp32"], default="bf16", help="their dtype when sent")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["zero3"])
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--steps", type=int, default=12 if large else 2, help="timed steps per row and round")
+    parser.add_argument("--rounds", type=int, default=2 if large else 1)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if large else 2)
+    parser.add_argument("--seconds", type=float, default=130, help="after which no row begins")
+    parser.add_argument("--row-seconds", type=float, default=60, help="that a row may take")
+    parser.add_argument("--out", type=Path, help="file for the results, JSON")
+    parser.add_argument("--plot", type=Path, help="file for a plot (needs matplotlib)")
+    options = parser.parse_args(words)
+    sizes = dict(MODELS[options.model])
+    if options.model == "layers8" and options.hidden == 8192:  # layers of Llama 3 70B
+        sizes |= {"layers": 4, "ffn": 28672, "heads": 64}
+    for name in SHAPE:
+        if getattr(options, name) is None:
+            setattr(options, name, sizes.get(name, 0))
+    if options.vocabulary and "tp" in options.settings:
+        parser.error("embedding and head are not cut over tp: leave --vocabulary and llama3-8b out")
+    return options
+
+
+def flops_per_token(options: argparse.Namespace) -> float:
+    """Of forward and backward: products with weights, causal attention."""
+    narrow = options.hidden // options.heads * options.groups
+    attention = 2 * options.hidden**2 + 2 * options.hidden * narrow
+    products = options.layers * (attention + 3 * options.hidden * options.ffn)
+    products += options.vocabulary * options.hidden
+    return 6.0 * products + 6.0 * options.layers * options.sequence * options.hidden
+
+
+def summary(
+    row: dict[str, str], found: list[dict[str, Any]], options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """A row of the results, of its rounds so far."""
+    measured = [one for one in found if "reason" not in one]
+    if not measured:
+        return {**row, "reason": found[0]["reason"]} if found else None
+    times = [ms for one in measured for ms in one["times_ms"]]
+    median = statistics.median(times)
+    tokens = (
+        options.sequence * options.batch * options.microbatches / (2 if row["setting"][:2] == "tp" else 1)
+    )
+    speed = tokens / median * 1e3
+    whole = {
+        **row,
+        "ms": median,
+        "best_ms": min(times),
+        "host_ms": min(one["host_ms"] for one in measured),
+        "peak_gib": max(one["peak_gib"] for one in measured),
+        "tokens_per_s_gpu": speed,
+        "model_tflops_gpu": speed * flops_per_token(options) / 1e12,
+        "rounds": [statistics.median(one["times_ms"]) for one in measured],
+    }
+    if measured[0].get("optimizer_eager"):
+        whole["optimizer_eager"] = measured[0]["optimizer_eager"]
+    return whole
+
+
+class Run:
+    """All rows of a command line, and what is known of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.time()
+        self.rows = variants(options.libraries, options.weights, options.settings)
+        self.found: list[list[dict[str, Any]]] = [[] for _ in self.rows]
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.machine = machine(device) | {"ranks": options.ranks}
+        if device.type == "cpu":
+            self.machine["emulated"] = "a check of the script: its times say nothing"
+
+    def results(self) -> list[dict[str, Any]]:
+        """Rows so far, those without a measurement by what stood in the way."""
+        rows = []
+        for variant, found in zip(self.rows, self.found, strict=True):
+            row = variant.row()
+            rows.append(summary(row, found, self.options) or {**row, "reason": "the time was up before"})
+        return rows
+
+    def write(self) -> None:
+        """The results as JSON."""
+        if self.options.out:
+            given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
+            whole = {"machine": self.machine, "options": given, "rows": self.results()}
+            self.options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    def measure(self) -> None:
+        """All rounds, group by group; processes that hang or die are begun again after the row at fault."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("steps", total=len(self.rows) * self.options.rounds)
+            for group in GROUPS:
+                members = [n for n, variant in enumerate(self.rows) if variant.library in group]
+                if "megatron-fsdp" in group and find_spec("megatron_fsdp") is None:
+                    for n in members:
+                        self.found[n] = [{"reason": "megatron-fsdp is not installed"}]
+                queue = [(n, r) for r in range(self.options.rounds) for n in members[:: -1 if r % 2 else 1]]
+                queue = [(n, r) for n, r in queue if not self._hopeless(n)]
+                while queue and time.time() < self.deadline(group):
+                    done = self._part(queue, self.deadline(group), progress, task)
+                    queue = [(n, r) for n, r in queue[done:] if not self._hopeless(n)]
+                    if not done and time.time() < self.deadline(group):
+                        for n in members:
+                            self.found[n] = self.found[n] or [{"reason": "its processes did not start"}]
+                        break
+
+    def deadline(self, group: tuple[str, ...]) -> float:
+        """When a group's rows end to begin: the first leaves the others the share that is theirs."""
+        share = 1.0
+        if group is GROUPS[0]:
+            share = sum(v.library in group for v in self.rows) / len(self.rows)
+        return self.began + self.options.seconds * share
+
+    def _hopeless(self, place: int) -> bool:
+        return any("reason" in one for one in self.found[place])
+
+    def _part(self, queue: list[tuple[int, int]], deadline: float, progress: Progress, task: Any) -> int:
+        """Measure rows in new processes; returns how many are behind us."""
+        rows = [(r, self.rows[n].library, self.rows[n].weights, self.rows[n].setting) for n, r in queue]
+        given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
+        given |= {"rows": rows, "deadline": deadline}
+        worker = Path(__file__).with_name("step_worker.py")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "results.jsonl"
+            file.touch()
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            command += [str(self.options.ranks), str(worker), json.dumps(given), str(file)]
+            process = subprocess.Popen(command)
+            try:
+                return self._follow(process, file, queue, progress, task)
+            finally:
+                try:
+                    process.wait(15 if time.time() < deadline else 5)
+                except subprocess.TimeoutExpired:
+                    process.terminate()  # torchrun ends its ranks
+                    process.wait()
+
+    def _follow(
+        self, process: subprocess.Popen[bytes], file: Path, queue: list[Any], progress: Progress, task: Any
+    ) -> int:
+        """Take rows as they come, until the processes end or a row takes too long."""
+        seen, begun, since = 0, -1, time.time()
+        while True:
+            ended = process.poll() is not None
+            lines = file.read_text(encoding="utf-8").splitlines()
+            for line in lines[seen:]:
+                found, since = json.loads(line), time.time()
+                if "begins" in found:
+                    begun = found["begins"]
+                    words = self.rows[queue[begun][0]].row().values()
+                    progress.update(task, description=" ".join(words))
+                    continue
+                self.found[queue[found.pop("place")][0]].append(found)
+                begun = -1
+                progress.advance(task)
+                self.write()
+            seen = len(lines)
+            behind = sum("place" in json.loads(line) for line in lines)
+            late = time.time() - since > self.options.row_seconds
+            if ended or late or behind == len(queue):
+                if begun >= 0:
+                    why = (
+                        f"took more than {self.options.row_seconds:.0f} s" if late else "ended its processes"
+                    )
+                    self.found[queue[begun][0]].append({"reason": why})
+                    self.write()
+                    return behind + 1
+                return behind
+            time.sleep(0.2)
+
+
+def table(rows: list[dict[str, Any]], kind: str) -> Table:
+    """One kind of weights; ratios to FSDP2 and to the limit of the same setting."""
+    shown = Table(title=f"{kind} weights" if kind != "fp8-compute" else "bf16 weights, FP8 compute")
+    headers = (
+        "setting",
+        "library",
+        "ms",
+        "best",
+        "/ FSDP2",
+        "/ limit",
+        "host ms",
+        "peak GiB",
+        "tokens/s",
+        "TFLOP/s",
+    )
+    for header in headers:
+        shown.add_column(header, justify="left" if header in ("setting", "library") else "right")
+    times = {(row["library"], row["setting"]): row.get("ms") for row in rows if row["weights"] == kind}
+    for row in rows:
+        if row["weights"] != kind:
+            continue
+        if "reason" in row:
+            shown.add_row(row["setting"], row["library"], "-")
+            continue
+        setting = row["setting"].removesuffix(" graph")
+        ratios = []
+        for other in ("FSDP2", "limit"):
+            base = times.get((other, setting))
+            ratios.append(f"{row['ms'] / base:.3f}" if base else "")
+        shown.add_row(
+            row["setting"],
+            row["library"],
+            f"{row['ms']:.1f}",
+            f"{row['best_ms']:.1f}",
+            *ratios,
+            f"{row['host_ms']:.1f}",
+            f"{row['peak_gib']:.1f}",
+            f"{row['tokens_per_s_gpu']:,.0f}",
+            f"{row['model_tflops_gpu']:.0f}",
+        )
+    return shown
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of milliseconds, one panel for each kind of weights; a dashed line at the limit of the first setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = [kind for kind in WEIGHTS if any(r["weights"] == kind and "ms" in r for r in rows)]
+    colors = {"te_fsdp": "#76b900", "FSDP2": "#ee4c2c", "megatron-fsdp": "#4b8bbe", "limit": "#999999"}
+    figure, panels = pyplot.subplots(
+        1, max(len(kinds), 1), squeeze=False, figsize=(5 * max(len(kinds), 1), 4.2)
+    )
+    for panel, kind in zip(panels[0], kinds, strict=False):
+        shown = [row for row in rows if row["weights"] == kind and "ms" in row]
+        labels = [f"{row['library']}\n{row['setting']}" for row in shown]
+        bars = panel.bar(
+            labels, [row["ms"] for row in shown], color=[colors[row["library"]] for row in shown]
+        )
+        panel.bar_label(bars, fmt="%.1f", fontsize=8)
+        limits = [row["ms"] for row in shown if row["library"] == "limit"]
+        if limits:
+            panel.axhline(limits[0], color="#555555", linestyle="--", linewidth=0.8)
+        panel.set_title(kind)
+        panel.set_ylabel("ms a step")
+        panel.tick_params(axis="x", labelrotation=60, labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure, print, write down, draw."""
+    run = Run(arguments())
+    run.measure()
+    run.write()
+    console, rows = Console(width=140), run.results()
+    for kind in run.options.weights:
+        console.print(table(rows, kind))
+    for row in rows:
+        for key in ("reason", "optimizer_eager"):
+            if key in row:
+                words = "the optimizer runs eagerly: " if key == "optimizer_eager" else ""
+                name = f"{row['library']}, {row['setting']}, {row['weights']}"
+                console.print(f"{name}: {words}{row[key]}", markup=False, soft_wrap=True)
+    about = (
+        f"{run.options.ranks} x {run.machine['device']}, torch {run.machine['torch']}, {run.options.model}"
+    )
+    console.print(about)
+    if "emulated" in run.machine:
+        console.print(run.machine["emulated"])
+    if run.options.plot:
+        plot(rows, f"{about}, sequence {run.options.sequence}", run.options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What benchmarks/step.py measures: the same decoder layers, sharded by each library."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformer_engine.pytorch as te
+from step import REPLICAS, SETTINGS, Variant
+from torch import nn
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+import te_fsdp
+
+
+class Model(nn.Module):
+    """Decoder layers; with a vocabulary also an embedding, a norm and a head, as Llama has them, without rotation."""
+
+    def __init__(self, options: argparse.Namespace, device: Any, **kwargs: Any) -> None:
+        super().__init__()
+        common = {
+            "num_gqa_groups": options.groups,
+            "normalization": "RMSNorm",
+            "activation": "swiglu",
+            "bias": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "attn_input_format": "sbhd",
+            "params_dtype": torch.bfloat16,
+            "device": device,
+            "fuse_qkv_params": True,
+            **kwargs,
+        }
+        size = (options.hidden, options.ffn, options.heads)
+        self.layers = nn.ModuleList(te.TransformerLayer(*size, **common) for _ in range(options.layers))
+        dtype = {"device": device, "dtype": torch.bfloat16}
+        self.embedding = self.norm = self.head = None
+        if options.vocabulary:
+            self.embedding = nn.Embedding(options.vocabulary, options.hidden, **dtype)
+            self.norm = nn.RMSNorm(options.hidden, **dtype)
+            self.head = nn.Linear(options.hidden, options.vocabulary, bias=False, **dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss of tokens (sequence x batch), or of activations (sequence x batch x hidden)."""
+        tokens = x
+        if self.embedding is not None:
+            x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        if self.norm is None or self.head is None:
+            return x.float().square().mean()
+        scores = self.head(self.norm(x))
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
+
+    def units(self) -> Iterator[nn.Module]:
+        """What is gathered as one."""
+        yield from self.layers
+        if self.head is not None:
+            yield self.head
+
+
+@dataclass
+class Trained:
+    """A model, its optimizer, the context of a microbatch (is it the last one?), and the optimizer's name."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    microbatch: Callable[[bool], Any]
+    #: Whether gradients of the limit are dropped for parameters that other ranks would update.
+    updated: set[nn.Parameter] | None = None
+
+
+def _model(variant: Variant, options: argparse.Namespace, device: Any, **kwargs: Any) -> Any:
+    """With FP8 weights, where the row has them."""
+    keeps = {"preserve_high_precision_init_val": True} if kwargs.pop("keeps_values", False) else {}
+    with te.quantized_model_init(enabled=variant.weights == "fp8", recipe=Float8CurrentScaling(), **keeps):
+        return Model(options, device, **kwargs)
+
+
+def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
+    """te_fsdp's; recorded steps with an optimizer that can be captured."""
+    strategy, outer = SETTINGS[variant.setting]
+    tp = 2 if variant.setting == "tp" else 1
+    meshes = te_fsdp.Meshes.build(dp_replicate=REPLICAS if outer else 1, tp=tp, device_type=device.type)
+    cut = {**meshes.te_kwargs(), "set_parallel_mode": True, "sequence_parallel": True} if tp > 1 else {}
+    model = _model(variant, options, "meta", **cut)
+    precision = te_fsdp.MixedPrecisionPolicy() if options.gradients == "fp32" else None
+    units = [f"layers.{n}" for n in range(options.layers)] + (["head"] if options.vocabulary else [])
+    te_fsdp.fully_shard(
+        model,
+        meshes,
+        units=units,
+        strategy=strategy,
+        outer_strategy=outer or "no_shard",
+        precision=precision,
+    )
+    te_fsdp.materialize(model, seed=0)
+    optimizer: torch.optim.Optimizer
+    if variant.library == "te_fsdp graph":
+        if variant.weights == "fp8":  # FusedAdam cannot be captured over quantized weights
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+        else:
+            optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=True)
+    else:
+        optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
+    te_fsdp.main_weights(model, optimizer)
+    if outer == "optim":
+        te_fsdp.shard_optimizer(optimizer, overlap_gather=_overlaps(variant, "gather"))
+    if outer == "optim" and not _overlaps(variant, "reduce"):
+        return Trained(model, optimizer, lambda is_last: nullcontext())
+    return Trained(model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last))
+
+
+def _overlaps(variant: Variant, which: str) -> bool:
+    """Whether HFSDP hides its reductions, or gathers; a recorded step cannot hide the gathers."""
+    if which == "gather" and variant.library == "te_fsdp graph":
+        return False
+    return variant.setting in ("hfsdp", f"hfsdp {which}")
+
+
+def build_fsdp2(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
+    """Torch's own: FSDP2 with the closest setting, DDP where nothing is sharded."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    strategy, outer = SETTINGS[variant.setting]
+    model = _model(variant, options, device)
+    if strategy == "no_shard":
+        ddp = DistributedDataParallel(model)
+        optimizer = FusedAdam(ddp.parameters(), lr=1e-4, master_weights=True)
+        return Trained(ddp, optimizer, lambda is_last: nullcontext() if is_last else ddp.no_sync())
+    shape, names = ((REPLICAS, dist.get_world_size() // REPLICAS), ("replicate", "shard"))
+    if outer is None:
+        shape, names = (dist.get_world_size(),), ("shard",)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if options.gradients == "fp32" else None)
+    whole = strategy == "optim_grads_params"
+    for unit in [*model.units(), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=whole)
+
+    def microbatch(is_last: bool) -> Any:
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
+        if not whole:
+            model.set_reshard_after_backward(is_last)
+        return nullcontext()
+
+    return Trained(model, FusedAdam(model.parameters(), lr=1e-4, master_weights=True), microbatch)
+
+
+def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
+    """megatron-fsdp's, which keeps the main weights itself."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    strategy, outer = SETTINGS[variant.setting]
+    model = _model(variant, options, device, keeps_values=variant.weights == "fp8")
+    replicas = REPLICAS if outer else 1
+    shape = (replicas, dist.get_world_size() // replicas, 1)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("outer", "shard", "tp"))
+    extra: dict[str, Any] = {}
+    if outer:
+        extra = {
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": mesh["outer", "shard"]._flatten("hybrid").get_group(),
+            "outer_dp_sharding_strategy": outer,
+        }
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=[te.TransformerLayer],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            torch.float32, torch.float32 if options.gradients == "fp32" else None
+        ),
+        sync_model_each_microbatch=False,
+        **extra,
+    )
+
+    def microbatch(is_last: bool) -> Any:
+        model.set_model_auto_sync(is_last)
+        return nullcontext()
+
+    return Trained(model, optimizer, microbatch)
+
+
+def build_limit(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
+    """The same compute, and the update of one rank's share of the parameters, with nothing sent."""
+    strategy, outer = SETTINGS[variant.setting]
+    ranks = dist.get_world_size()
+    shards = 1 if strategy == "no_shard" else ranks // REPLICAS if outer == "no_shard" else ranks
+    model = _model(variant, options, device)
+    every = list(model.parameters())
+    share, chosen = sum(p.numel() for p in every) / shards, []
+    for parameter in every:
+        if sum(p.numel() for p in chosen) < share:
+            chosen.append(parameter)
+    optimizer = FusedAdam(chosen, lr=1e-4, master_weights=True)
+    return Trained(model, optimizer, lambda is_last: nullcontext(), set(chosen))
+
+
+BUILDERS: dict[str, Callable[[Variant, argparse.Namespace, torch.device], Trained]] = {
+    "te_fsdp": build_te_fsdp,
+    "te_fsdp graph": build_te_fsdp,
+    "FSDP2": build_fsdp2,
+    "megatron-fsdp": build_megatron,
+    "limit": build_limit,
+}

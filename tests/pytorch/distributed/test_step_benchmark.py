@@ -1,0 +1,49 @@
+"""benchmarks/step.py on the CPU: a check of the script, whose times say nothing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.mark.cpu
+def test_rows_are_measured_or_have_a_reason(tmp_path):
+    out, picture = tmp_path / "step.json", tmp_path / "step.png"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "step.py"),
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        "--weights",
+        "fp8",
+    ]
+    command += ["--out", str(out), "--plot", str(picture), "--row-seconds", "200", "--seconds", "400"]
+    python_path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ,
+        "TE_FSDP_EMULATION": "9.0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path,
+    }
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "a check of the script: its times say nothing" in ended.stdout
+    whole = json.loads(out.read_text(encoding="utf-8"))
+    assert whole["machine"]["ranks"] == 2 and whole["options"]["sequence"] == 32
+    rows = {(row["library"], row["setting"]): row for row in whole["rows"]}
+    assert rows["te_fsdp", "zero3 graph"]["reason"] == "not recorded: there are no CUDA graphs on cpu"
+    assert rows["megatron-fsdp", "zero3"]["reason"] == "megatron-fsdp is not installed"
+    for library in ("te_fsdp", "FSDP2", "limit"):
+        row = rows[library, "zero3"]
+        assert row["weights"] == "fp8" and 0 < row["best_ms"] <= row["ms"]
+        assert row.keys() >= {"host_ms", "peak_gib", "tokens_per_s_gpu", "model_tflops_gpu"}
+    assert picture.stat().st_size > 0
