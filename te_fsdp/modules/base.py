@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+import te_fsdp
 from te_fsdp import _te, _torch
 from te_fsdp.binding import KEY, Binding, Installed, binding_of
 from te_fsdp.errors import InitError, PrecisionError
@@ -41,9 +42,10 @@ class MeshModule(torch.nn.Module):
         expert_weight_mesh: DeviceMesh | None = None,
     ) -> None:
         """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
-        from te_fsdp.modules.apply import set_device_mesh
-
-        set_device_mesh(self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh)
+        # Through the public name: what carries it out stands above this file and makes its classes.
+        te_fsdp.set_device_mesh(
+            self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, on local tensors."""
