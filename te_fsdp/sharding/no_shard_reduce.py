@@ -81,6 +81,7 @@ class ReplicatedGradients:
             unit = None if partial or ranks.group is None or plan.storage.strategy == EXEMPT else plan.unit
             self._slots.append(Slot(exempt, ranks, partial, unit, grads_dtype))
         self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
+        self._device = meshes.device
         self._sync, self._owes = True, False
         self._inside: dict[Slot, None] = {}
         self._away: set[Slot] = set()
@@ -278,7 +279,7 @@ class ReplicatedGradients:
             )
         if self._reduction is None:
             return
-        stream = current_stream(self._meshes.device)
+        stream = current_stream(self._device)
         if stream is not None and stream not in self._streams:
             self._streams.append(stream)
         self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
@@ -351,7 +352,7 @@ class ReplicatedGradients:
             self._away.add(slot)
         if gradient is None:
             return None
-        local, now = _torch.local_of(gradient), current_stream(self._meshes.device)
+        local, now = _torch.local_of(gradient), current_stream(self._device)
         for stream in self._streams:  # where gradients may have been made
             if now is not None and stream != now:
                 now.wait_stream(stream)

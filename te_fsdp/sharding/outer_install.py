@@ -158,10 +158,9 @@ def _quantized_parts(
     targets = buffers_of_parts(local, "install")
     if written is not None:
         written += [target.tensor for target in targets]
+    quantized = _quantize(chunk, rows, local, [target.name for target in targets])
     parts = []
-    for target, source in zip(
-        targets, buffers_of_parts(_quantize(chunk, rows, local), "install"), strict=True
-    ):
+    for target, source in zip(targets, buffers_of_parts(quantized, "install"), strict=True):
         assert target.name == source.name
         if target.block is None:
             target.tensor.copy_(source.tensor)
@@ -170,11 +169,10 @@ def _quantized_parts(
     return parts
 
 
-def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """This rank's rows in the format of the weight, with the buffers that it has."""
+def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, names: list[str]) -> torch.Tensor:
+    """This rank's rows in the format of the weight, with the buffers that it has, of these names."""
     quantizer = _te.quantizer_of(local).copy()
     if len(_te.parts_of(local)) == 1:
-        names = [component.name for component in buffers_of_parts(local, "install")]
         columnwise = [name.startswith("columnwise") for name in names]
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
     if _te.needs_shared_amax(quantizer):

@@ -63,12 +63,14 @@ class Pair(NamedTuple):
         main: Its stand-in.
         local: The parameter's local tensor.
         low: Whether it is of low precision, so that the stand-in is its main weight.
+        chunk: This rank's rows of it; ``None`` if its state is not cut.
     """
 
     parameter: torch.Tensor
     main: torch.Tensor
     local: torch.Tensor
     low: bool
+    chunk: Chunk | None
 
 
 class StandIns:
@@ -173,6 +175,7 @@ class StandIns:
         """
         self.put_back(optimizer)  # a step that raised has left them in
         settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
+        before = {} if self.cuts else self._settled
         scales = hasattr(optimizer, "_scales")
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
@@ -184,7 +187,7 @@ class StandIns:
                     if not stepping or self.chunk(parameter) is None:
                         live.append(parameter)
                     continue
-                known = self._settled.get(id(parameter), (None, None, None))
+                known = before.get(id(parameter), (None, None, None))
                 pair = known[2]
                 main = None if pair is None or not pair.low else pair.main
                 if known[0] is not parameter or known[1] is not local or state.get(MAIN) is not main:
@@ -212,7 +215,9 @@ class StandIns:
         """A parameter and its stand-in; ``None`` for one that needs none."""
         ready = self.averages.ready.get(id(parameter))
         main = ready.main if ready is not None else self.make(optimizer, parameter)
-        return None if main is None else Pair(parameter, main, local, is_low(parameter))
+        return (
+            None if main is None else Pair(parameter, main, local, is_low(parameter), self.chunk(parameter))
+        )
 
     def stand_down(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
@@ -224,7 +229,7 @@ class StandIns:
         """As :meth:`stand_down`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
-        for parameter, main, _, low in self.pairs:
+        for parameter, main, _, low, _ in self.pairs:
             state = optimizer.state.pop(main, {})
             if low:
                 state = {**state, MAIN: main}
@@ -265,7 +270,7 @@ class StandIns:
         self.put_back(optimizer)
         self.averages.make()
         self.stand_in(optimizer, stepping=True)
-        whole = [pair for pair in self.pairs if not self.cuts or self.chunk(pair.parameter) is None]
+        whole = [pair for pair in self.pairs if pair.chunk is None]
         mains = [pair.main for pair in whole]
         give_gradients(mains, _torch.in_dtypes_of(gradients_of([pair.parameter for pair in whole]), mains))
 
@@ -276,9 +281,8 @@ class StandIns:
         for pair, main in zip(self.pairs, mains, strict=True):
             if pair.main.grad is None:
                 continue
-            chunk = self.chunk(pair.parameter) if self.cuts else None
-            if chunk is not None:
-                cut.append((chunk, main))
+            if pair.chunk is not None:
+                cut.append((pair.chunk, main))
             else:
                 write(pair.local, main)
         if self.overlaps:
