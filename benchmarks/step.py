@@ -17,6 +17,8 @@ rank, `best_ms` the fastest. `host_ms` is the time to issue a step from an idle 
 memory over what was there before. A row that fails has its reason; one that does not end within --row-seconds is ended,
 and the others go on. After --seconds no row begins; the file is written after each.
 
+On two ranks hsdp is 2 x 1, where FSDP2 copies each weight at every gather: it says something from four ranks on.
+
 Model FLOPs of a token: 6 for each weight of a product, and 6 * sequence * hidden a layer for causal attention.
 Under emulation the script runs as a check of itself: its times then say nothing.
 """
