@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ import te_fsdp
 from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, Pace
 from te_fsdp.modules import checks
 from te_fsdp.sharding import fully_shard as entry
-from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding
+from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding, plan_storage
 
 #           parameter gradient optimizer gather reduce, over (dp_replicate, dp_shard)
 TABLE = {
@@ -35,6 +37,18 @@ def test_the_table():
     assert STORAGE.keys() == {
         (strategy, outer) for strategy in (*STRATEGIES, EXEMPT) for outer in OUTER_STRATEGIES
     }
+
+
+def test_the_page_has_the_table():
+    expected = [
+        "| strategy | `outer_strategy` | parameter | gradient | optimizer | gathered | reduced |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in STORAGE.values():
+        columns = f"{r.parameter} | {r.gradient} | {r.optimizer} | {r.gather} | {r.reduce}"
+        expected.append(f"| `{r.strategy}` | `{r.outer}` | {columns} |")
+    page = Path(__file__).parents[2] / "docs/internals.md"
+    assert "\n".join(expected) in page.read_text(), "\n".join(expected)
 
 
 @pytest.mark.parametrize("row", STORAGE.values(), ids=str)
@@ -214,3 +228,14 @@ def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
         ):
             bind()
         assert type(model[0]) is te.LayerNorm and "_te_fsdp_binding" not in model[0].__dict__
+
+
+def test_experts_that_become_one_parameter_stay_whole_together(te):
+    module = te.GroupedLinear(2, 8, 16, bias=False, device="meta")
+    module.single_grouped_weight = True  # as the constructor's option of that name leaves it
+    te_fsdp.fsdp_no_shard(module.weight1)
+    units = {"": STORAGE["optim_grads_params", "no_shard"]}
+    with pytest.raises(te_fsdp.PlacementError, match="weight1 is exempt from sharding, but tied to weight0"):
+        plan_storage(module, units)
+    te_fsdp.fsdp_no_shard(module.weight0)
+    assert {row.owners for row in plan_storage(module, units).values()} == {("weight0", "weight1")}
