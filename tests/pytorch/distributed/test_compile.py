@@ -15,13 +15,15 @@ MIXED = {"blocks.0": "optim", "blocks.1": "no_shard"}
     [
         ({}, "no_shard", "eager", ALL),
         ({}, "no_shard", "aot_eager", [MIXED]),
-        ({"tp": 2}, "no_shard", "eager", ["optim", "optim_grads_params"]),
+        ({"tp": 2}, "no_shard", "eager", ALL),
         ({"dp_replicate": 2}, "optim", "eager", ["optim"]),
     ],
     ids=["dp", "aot", "tp", "hfsdp"],
 )
-def test_compiled_is_the_same(pool, axes, outer, backend, strategies):
+def test_compiled_is_the_same(pool, axes, outer, backend, strategies, matrix_seed):
     ranks = 4 if axes else 2
+    if "tp" in axes:  # beside it the strategies take turns
+        strategies = [strategies[matrix_seed % len(strategies)]]
     for graphs in pool.run(
         compiled.trained, ranks, strategies=strategies, axes=axes, backend=backend, outer=outer, timeout=300
     ):

@@ -75,15 +75,13 @@ def training(
         "notes": {name: row.note for name, row in rows.items() if name.endswith("weight")},
         "initial": _initial_weights_agree(model, reference),
         "losses": [],
-        "reference": [],
         "gathered": 0,
     }
     step = bodies.Stepper(model, recipe, meshes, False)
-    alone = bodies.Stepper(reference, recipe, None, False)
     batch = _batch(hidden, meshes.size("dp_replicate") * meshes.size("dp_shard"))
+    outcome["reference"] = bodies.losses_of_one_process(reference, recipe, batch, steps)
     for _ in range(steps):
         outcome["losses"].append(step(*batch))
-        outcome["reference"].append(alone(*batch))
         outcome["gathered"] += _gathered_weights_agree(model)
     outcome["tolerances"] = bodies.tolerances(outcome["reference"], hidden)
     return outcome
@@ -245,13 +243,12 @@ def tp_alone(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
     te_fsdp.materialize(model, seed=bodies.SEED)
     initial = _initial_weights_agree(model, reference)
     step = bodies.Stepper(model, recipe, meshes, False)
-    alone = bodies.Stepper(reference, recipe, None, False)
     batch = _batch(hidden, 1)
-    losses = [(step(*batch), alone(*batch)) for _ in range(bodies.STEPS)]
+    expected = bodies.losses_of_one_process(reference, recipe, batch)
     return {
-        "losses": [loss for loss, _ in losses],
-        "reference": [loss for _, loss in losses],
-        "tolerances": bodies.tolerances([loss for _, loss in losses], hidden),
+        "losses": [step(*batch) for _ in range(bodies.STEPS)],
+        "reference": expected,
+        "tolerances": bodies.tolerances(expected, hidden),
         "initial": initial,
         "gathered": 2 * bodies.STEPS,  # nothing is gathered
         "notes": {row.name: row.note for row in te_fsdp.report(model) if row.name.endswith("weight")},
