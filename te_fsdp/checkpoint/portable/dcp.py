@@ -277,34 +277,34 @@ def open_dcp(path: Path) -> Opened:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
     metadata = read_metadata(path)
-    by_key: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
+    opened = Opened({}, {}, dict(metadata.planner_data or {}))
+    pieces: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
     ends: dict[str, int] = {}
-    transformed: list[str] = []
     heads: Heads = {}
     try:
-        described = metadata.state_dict_metadata
         for index, place in metadata.storage_data.items():
-            name, key, end = place.relative_path, index.fqn, place.offset + place.length
-            ends[name] = max(ends.get(name, 0), end)
-            window = Window(path / name, key, place.offset, place.length)
-            by_key.setdefault(key, []).append((index.offset, window))
+            window = Window(path / place.relative_path, index.fqn, place.offset, place.length)
             if getattr(place, "transform_descriptors", None):
-                transformed.append(f"{key} in {path}: stored with {place.transform_descriptors}")
+                raise CheckpointError(
+                    f"{window.key} in {path}: stored with {place.transform_descriptors}",
+                    expected="plain bytes",
+                )
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            pieces.setdefault(window.key, []).append((index.offset, window))
+            opened.windows.append(window)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path}: unreadable .metadata ({type(error).__name__}: {error})",
             fix="the checkpoint is damaged, take an earlier one",
         ) from error
-    if transformed:
-        raise CheckpointError(transformed[0], expected="plain bytes")
     _check_files(path, ends)
-    opened = Opened({}, {}, dict(metadata.planner_data or {}))
-    opened.windows = [window for windows in by_key.values() for _, window in windows]
-    for key, meta in described.items():
+    for key, meta in metadata.state_dict_metadata.items():
         if isinstance(meta, TensorStorageMetadata):
-            opened.tensors[key] = _tensor(key, meta, by_key.get(key, []), heads)
+            opened.tensors[key] = _tensor(key, meta, pieces.get(key, []), heads)
         elif isinstance(meta, BytesStorageMetadata):
-            opened.others[key] = by_key[key][0][1]
+            opened.others[key] = pieces[key][0][1]
     return opened
 
 
