@@ -89,10 +89,11 @@ def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -
         boxes: From :func:`te_fsdp.modules.shards.shard_info`.
     """
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
-    local = local.detach()
     if local.shape == torch.Size(shape):
         return whole_entry(local)
-    pieces = tuple(Piece(box.original, local[box.local_slices()]) for box in boxes)
+    local, own = local.detach(), tuple(local.shape)
+    # Most shards are one box: no view of all of them is made for it.
+    pieces = tuple(Piece(b.original, local if b.sizes == own else local[b.local_slices()]) for b in boxes)
     return Entry(tuple(shape), local.dtype, pieces)
 
 

@@ -7,6 +7,7 @@ which ``b`` may be absent; or a function that is given the value and returns its
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -410,6 +411,7 @@ def _digest(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
+@functools.cache  # it is asked of every tensor
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -182,15 +182,15 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
     """
     if not isinstance(value, torch.Tensor):
         return {"value": encode(value, key)[0]}, None
-    local = _torch.local_of(value)
+    local, whole = _torch.local_of(value), owned.parameter.shape
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-    if value.numel() == 1 and value.ndim <= 1 and tuple(value.shape) != tuple(owned.parameter.shape):
+    if value.numel() == 1 and value.ndim <= 1 and value.shape != whole:
         return described, whole_entry(local)
-    if tuple(value.shape) != tuple(owned.parameter.shape) or _te.is_quantized(local):
+    if value.shape != whole or _te.is_quantized(local):
         format_ = f" in {_te.format_of(local)}" if _te.is_quantized(local) else ""
         raise CheckpointError(
             f"{key}: state without a known place in the parameter",
-            expected=f"a scalar, or high precision of shape {tuple(owned.parameter.shape)}",
+            expected=f"a scalar, or high precision of shape {tuple(whole)}",
             got=f"shape {tuple(value.shape)}{format_}",
             fix="use an optimizer whose state is element by element (AdamW, SGD, FusedAdam without uint8)",
         )
