@@ -20,14 +20,7 @@ from te_fsdp.modules.semantics import Difference, deciding, differences, from_js
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "GROUPS",
-    "SETTINGS",
-    "WHOLE_OPTIMIZER",
-    "Differences",
-    "compare_model",
-    "compare_semantics",
-]
+__all__ = ["GROUPS", "SETTINGS", "WHOLE_OPTIMIZER", "Differences", "compare_model", "compare_semantics"]
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"

@@ -258,9 +258,7 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
         )
     if (tracker is None) != ("tracker" not in state):
         raise CheckpointError(
-            "set_rng_state: tracker",
-            expected="one here and at the save, or neither",
-            fix="pass it to both",
+            "set_rng_state: tracker", expected="one here and at the save, or neither", fix="pass it to both"
         )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -25,12 +25,7 @@ from te_fsdp.checkpoint.compare import (
     compare_model,
     compare_semantics,
 )
-from te_fsdp.checkpoint.conversion import (
-    Conversion,
-    batches,
-    main_weight_of,
-    plan_conversion,
-)
+from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
 from te_fsdp.checkpoint.delayed import compare_delayed, make_delayed, other_format_modules, reset_delayed
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, whole_entry

@@ -309,11 +309,7 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
 
 
 def prepare_loading(
-    optimizer: Optimizer,
-    saved: dict[str, Any],
-    owned: dict[str, Owned],
-    weights: States,
-    leave: set[str],
+    optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned], weights: States, leave: set[str]
 ) -> tuple[dict[str, Entry], set[str]]:
     """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
 

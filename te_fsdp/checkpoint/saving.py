@@ -26,12 +26,7 @@ from te_fsdp.checkpoint.directory import check_keep_last, hide_old
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
-from te_fsdp.checkpoint.model_state import (
-    mesh_sizes,
-    model_state,
-    modules_with_extra_state,
-    tied_names,
-)
+from te_fsdp.checkpoint.model_state import mesh_sizes, model_state, modules_with_extra_state, tied_names
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     States,

@@ -146,12 +146,7 @@ def empty_manifest() -> Manifest:
 
 def describe(tensor: Lazy) -> dict[str, Any]:
     """The manifest's entry of a high-precision parameter of unknown layout."""
-    return {
-        "shape": list(tensor.shape),
-        "dtype": dtype_name(tensor.dtype),
-        "layout": None,
-        "format": None,
-    }
+    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
 
 
 def resolve(path: Path) -> tuple[Path, str]:

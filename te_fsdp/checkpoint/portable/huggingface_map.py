@@ -309,13 +309,7 @@ class WeightMap:
         """Layout of every tensor of the TransformerEngine model, in the words of a checkpoint's manifest."""
         return {name: str(group.te.layout) for group in self.groups for name in group.te.names}
 
-    def lazily(
-        self,
-        source: Tensors,
-        *,
-        to_te: bool,
-        dtype: torch.dtype | None = None,
-    ) -> dict[str, Lazy]:
+    def lazily(self, source: Tensors, *, to_te: bool, dtype: torch.dtype | None = None) -> dict[str, Lazy]:
         """The other side's tensors as ones that are converted when read. Local operation.
 
         Reading them in order holds one group at a time, and reads each source tensor once. A tied head becomes none of

@@ -30,14 +30,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, TeNames, check_fits, parameter_names
 from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
-from te_fsdp.checkpoint.portable.lazy import (
-    Computed,
-    InMemory,
-    Lazy,
-    slices,
-    total_bytes,
-    with_remainders,
-)
+from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy, slices, total_bytes, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
