@@ -247,14 +247,15 @@ class Exchange:
 
     def _move(self, one: Transfer) -> None:
         about, (offsets, sizes) = self.told[one.name], one.place
-        data = torch.zeros(math.prod(sizes) * about.values.itemsize, dtype=torch.uint8, device="cpu")
+        count = math.prod(sizes) * about.values.itemsize
         if one.holder != self.ranks.rank:
+            data = torch.empty(count, dtype=torch.uint8, device="cpu")
             dist.recv(data, one.holder, group=self.ranks.group)
         else:
             try:
                 data = self._bytes_of(one.name, one.index).cpu()
-            except Exception as error:  # the zeros go instead
-                self.failed = self.failed or error
+            except Exception as error:  # zeros go instead
+                self.failed, data = self.failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
         if one.writer != self.ranks.rank:
             dist.send(data, one.writer, group=self.ranks.group)
             return
@@ -311,7 +312,7 @@ def save_huggingface(
     target = Path(os.path.abspath(path))
 
     with collective_call("checkpoint.save_huggingface"):
-        saving = all_agree(lambda: _Saving.of(model, optimizer, config, names, blocks, dtype, max_file_bytes))
+        saving = all_agree(lambda: _Saving(model, optimizer, config, names, blocks, dtype, max_file_bytes))
         told, plan = own_ranks().round(
             lambda: {name: share.told for name, share in saving.shares.items()}, saving.plan
         )
@@ -327,36 +328,28 @@ def save_huggingface(
             from_rank_0(finish)
 
 
-@dataclass
 class _Saving:
-    """One rank's part of :func:`save_huggingface`."""
+    """One rank's part of :func:`save_huggingface`. To make it is to look at the model, a local operation."""
 
-    weights: WeightMap
-    shares: dict[str, Share]
-    dtype: torch.dtype | None
-    max_file_bytes: int
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         optimizer: Optimizer | None,
         config: Any,
         names: TeNames | None,
         blocks: TeBlocks | None,
-        *options: Any,
-    ) -> _Saving:
-        """Look at the model. Local operation."""
+        dtype: torch.dtype | None,
+        max_file_bytes: int,
+    ) -> None:
         if optimizer is not None:
             check_optimizer(model, optimizer)
         weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
         check_fits("save_huggingface", model, weights, {"layers that would compute something else": wrong})
-        shares = shares_of(model, optimizer)
-        known = weights.shapes(te=True)
+        self.shares, known = shares_of(model, optimizer), weights.shapes(te=True)
         for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
-            if first in shares and first not in known and name in known:
-                shares[name] = shares.pop(first)
-        return cls(weights.like(config), shares, *options)
+            if first in self.shares and first not in known and name in known:
+                self.shares[name] = self.shares.pop(first)
+        self.weights, self.dtype, self.max_file_bytes = weights.like(config), dtype, max_file_bytes
 
     def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], list[Transfer]]]:
         """For each rank what it needs to know of all, and what it does."""
