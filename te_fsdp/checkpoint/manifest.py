@@ -102,7 +102,8 @@ def _refuse(where: str, expected: str, value: Any) -> InvalidError:
 
 
 def _encodes(value: Any) -> bool:
-    return type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value)
+    # isascii() first: names are many, and nearly all are.
+    return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
 
 
 def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
