@@ -89,7 +89,7 @@ def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
             block = open_[kind] = Block([], [])
             blocks.append(block)
         block.keys.append(key)
-        block.tensors.append(tensor.detach())
+        block.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
     return blocks
 
 
