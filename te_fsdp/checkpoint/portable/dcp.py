@@ -210,8 +210,11 @@ class Piece(Lazy):
         if not isinstance(found, torch.Tensor):
             return found
         like = stored(found, window.key)
-        head = bytes(read_bytes(window.file, window.offset, like.record.offset - window.offset, window.key))
-        self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
+        if known is None:
+            head = bytes(
+                read_bytes(window.file, window.offset, like.record.offset - window.offset, window.key)
+            )
+            self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
         return like
 
     @property
