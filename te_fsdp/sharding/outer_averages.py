@@ -19,8 +19,7 @@ from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
-from te_fsdp.sharding.outer_early import EarlyAverages
-from te_fsdp.sharding.outer_flat import Average, Part, start_average, start_gather
+from te_fsdp.sharding.outer_collectives import Average, Part, start_average, start_gather
 from te_fsdp.sharding.outer_gradients import (
     Seen,
     give_gradients,
@@ -32,6 +31,7 @@ from te_fsdp.sharding.outer_gradients import (
     reopen,
     zero_gradient,
 )
+from te_fsdp.sharding.outer_overlap_reduce import EarlyAverages
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class OuterAverages:
         """Average the gradients of cut parameters over their holders, unless that is done.
 
         Collective over the holders: one reduce-scatter per group of holders and dtype, or what is left to do of those
-        that have begun during backward (:mod:`te_fsdp.sharding.outer_early`). The parameters' own gradients stay as
-        they are.
+        that have begun during backward (:mod:`te_fsdp.sharding.outer_overlap_reduce`). The parameters' own gradients
+        stay as they are.
 
         Raises:
             OrderError: Gradients have changed since they were averaged.

@@ -84,7 +84,7 @@ class Chunk:
         rows: How the local tensor is cut over the holders.
         low, high: This rank's rows.
         shape: Of these.
-        obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_install``).
+        obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_gather``).
     """
 
     def __init__(self, parameter: torch.Tensor, copies: Copies) -> None:

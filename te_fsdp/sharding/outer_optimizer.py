@@ -14,11 +14,11 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import MeshError, OrderError, PrecisionError
 from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_arrivals import can_arrive_later, watch_state_dicts
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
-from te_fsdp.sharding.outer_early import watch_units
-from te_fsdp.sharding.outer_install import SINGLE, amax_group, why_not_bytes
+from te_fsdp.sharding.outer_gather import SINGLE, amax_group, why_not_bytes
+from te_fsdp.sharding.outer_overlap_gather import can_arrive_later, watch_state_dicts
+from te_fsdp.sharding.outer_overlap_reduce import watch_units
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 

@@ -22,11 +22,11 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
-from te_fsdp.sharding.outer_arrivals import install_by_unit
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
+from te_fsdp.sharding.outer_gather import start_install, write
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
-from te_fsdp.sharding.outer_install import start_install, write
+from te_fsdp.sharding.outer_overlap_gather import install_by_unit
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _settle(parameter: torch.Tensor) -> None:
     """Wait for a parameter's new weights, of which a stand-in is about to be made. Local operation."""
     state = state_of(parameter)
     if state is not None:
-        state.arrivals.wait()
+        state.pending_gathers.wait()
 
 
 def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

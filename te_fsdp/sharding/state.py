@@ -125,7 +125,7 @@ class ShardingState:
         dropped: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack
             it, though none are there now.
         gathers: Name of a unit -> its gather that was started by hand and not waited for.
-        arrivals: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
+        pending_gathers: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
         stepping: Weak reference to the optimizer whose step runs, or has raised.
@@ -154,7 +154,7 @@ class ShardingState:
     failed: bool = False
     dropped: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)
-    arrivals: PendingGathers = field(default_factory=PendingGathers)
+    pending_gathers: PendingGathers = field(default_factory=PendingGathers)
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None
     stepping: weakref.ref[Optimizer] | None = None
@@ -213,7 +213,7 @@ def settle(module: nn.Module) -> None:
     for inner in module.modules():
         state = sharding_state(inner)
         if state is not None:
-            state.arrivals.wait()
+            state.pending_gathers.wait()
 
 
 def state_of(parameter: torch.Tensor) -> ShardingState | None:

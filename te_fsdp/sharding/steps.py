@@ -74,7 +74,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
 
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
-    state.arrivals.wait()
+    state.pending_gathers.wait()
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = attributes_of(parameter)
@@ -163,7 +163,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
     if state.on_meta:
         _check_initialised(state)
-    state.arrivals.before_forward(name, unit)
+    state.pending_gathers.before_forward(name, unit)
     if _torch.in_backward():  # recomputed activations
         _fsdp2.begin_again(unit)
         return
@@ -219,7 +219,7 @@ def refuse_gathered(step: Step) -> None:
 def wait_for_new_weights(step: Step) -> None:
     """Wait for new weights of the step before; note whose step it is, for :func:`te_fsdp.sharding.state.recover`."""
     for state, _ in step.models:
-        state.arrivals.wait()
+        state.pending_gathers.wait()
         state.stepping = weakref.ref(step.optimizer)
         remember(step.optimizer)
 

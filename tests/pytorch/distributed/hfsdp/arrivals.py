@@ -43,16 +43,16 @@ def late(fault: str = "") -> Iterator[None]:
     """
     from te_fsdp import _fsdp2
     from te_fsdp.move.pending import PendingGathers
-    from te_fsdp.sharding import outer_arrivals
+    from te_fsdp.sharding import outer_overlap_gather
 
-    wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install
+    wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_overlap_gather.start_install
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
         torch.cuda._sleep(50_000_000)
         return start(*args, **kwargs)
 
     if harness.device_type() == "cuda":
-        outer_arrivals.start_install = delayed
+        outer_overlap_gather.start_install = delayed
     if fault == "never":
         PendingGathers.wait = lambda self, *names: self._pending.clear()
     elif fault == "ahead":
@@ -60,14 +60,14 @@ def late(fault: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        PendingGathers.wait, _fsdp2.gathers_ahead, outer_arrivals.start_install = wait, ahead, start
+        PendingGathers.wait, _fsdp2.gathers_ahead, outer_overlap_gather.start_install = wait, ahead, start
 
 
 def under_way(model: nn.Module) -> list[str]:
     """Units whose new weights nobody has waited for."""
     from te_fsdp.sharding.state import sharding_state
 
-    return list(sharding_state(model).arrivals._pending)
+    return list(sharding_state(model).pending_gathers._pending)
 
 
 def compare(checks: harness.Comparisons, what: str, ours: Trainer, theirs: Trainer) -> None:

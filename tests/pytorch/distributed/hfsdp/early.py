@@ -24,21 +24,21 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 @contextlib.contextmanager
 def sent() -> Iterator[list[int]]:
     """Elements that this rank gets of each reduce-scatter over the outer axis that begins inside, in order."""
-    from te_fsdp.sharding import outer_flat
+    from te_fsdp.sharding import outer_collectives
 
     found: list[int] = []
-    stock = outer_flat.start
+    stock = outer_collectives.start
 
     def counting(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Partial):
             found.append(kwargs["into"].numel())
         return stock(buffer, source, *args, **kwargs)
 
-    outer_flat.start = counting
+    outer_collectives.start = counting
     try:
         yield found
     finally:
-        outer_flat.start = stock
+        outer_collectives.start = stock
 
 
 # --- against one process

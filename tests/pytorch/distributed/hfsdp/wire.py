@@ -141,7 +141,7 @@ def odd(recipe: str, axes: dict[str, int], shape: tuple[int, int], fault: str = 
 def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
     from te_fsdp import _torch
-    from te_fsdp.sharding.outer_install import why_not_bytes
+    from te_fsdp.sharding.outer_gather import why_not_bytes
     from te_fsdp.sharding.outer_optimizer import chunk_in
 
     found = [0, 0]
@@ -217,33 +217,33 @@ def logged(at_least: int = logging.INFO) -> Iterator[list[str]]:
 @contextmanager
 def large_from(elements: int | None) -> Iterator[None]:
     """Tensors of so many elements travel by themselves; ``None``: as they do."""
-    from te_fsdp.sharding import outer_flat
+    from te_fsdp.sharding import outer_collectives
 
-    stock = outer_flat.LARGE
-    outer_flat.LARGE = stock if elements is None else elements
+    stock = outer_collectives.LARGE
+    outer_collectives.LARGE = stock if elements is None else elements
     try:
         yield
     finally:
-        outer_flat.LARGE = stock
+        outer_collectives.LARGE = stock
 
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
     """One fault of the way that weights travel; "" for none."""
-    from te_fsdp.sharding import outer_install
+    from te_fsdp.sharding import outer_gather
 
     names = {"": None, "no bytes": "_obstacle", "amax": "amax_group"}
     name = names[fault]
     if name is None:
         yield
         return
-    stock = getattr(outer_install, name)
+    stock = getattr(outer_gather, name)
 
     def own_group(chunk: Any) -> Any:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
-    setattr(outer_install, name, own_group if fault == "amax" else lambda chunk, local: "a test says so")
+    setattr(outer_gather, name, own_group if fault == "amax" else lambda chunk, local: "a test says so")
     try:
         yield
     finally:
-        setattr(outer_install, name, stock)
+        setattr(outer_gather, name, stock)

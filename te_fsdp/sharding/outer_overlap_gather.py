@@ -6,7 +6,7 @@
 
 The holders begin all of it in the step, in one order, whatever they use afterwards.
 
-This file and :class:`~te_fsdp.move.pending.PendingGathers` (``state.arrivals``, which all that reads or writes
+This file and :class:`~te_fsdp.move.pending.PendingGathers` (``state.pending_gathers``, which all that reads or writes
 parameters waits for) are the whole of the overlap: without them a step calls ``start_install(cut).wait()``.
 """
 
@@ -21,7 +21,7 @@ import torch
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.move.pending import UnitGather
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_install import start_install, why_not_bytes
+from te_fsdp.sharding.outer_gather import start_install, why_not_bytes
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Cut = tuple[Chunk, torch.Tensor]
 
 @torch.no_grad()
 def install_by_unit(cut: Sequence[Cut]) -> None:
-    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_install.start_install` does.
+    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_gather.start_install` does.
 
     Collective over the holders: as that, but for what travels together, which is of one unit. Nothing waits for it but
     :class:`~te_fsdp.move.pending.PendingGathers`.
@@ -58,7 +58,7 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
     start_install([*left.values()]).wait()
     for state, gathers in begins:
         if gathers:
-            state.arrivals.begin(gathers, state.meshes.device)
+            state.pending_gathers.begin(gathers, state.meshes.device)
 
 
 def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
@@ -71,15 +71,15 @@ def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
 
 def watch_state_dicts(state: ShardingState) -> None:
     """Let state dicts of a model, and of parts of it, wait for its new weights. Local operation."""
-    if not state.arrivals.watched:
-        state.arrivals.watched = True
+    if not state.pending_gathers.watched:
+        state.pending_gathers.watched = True
         for module in state.model.modules():
             module.register_state_dict_pre_hook(functools.partial(_wait, state))
             module.register_load_state_dict_pre_hook(functools.partial(_wait, state))
 
 
 def _wait(state: ShardingState, *unused: Any) -> None:
-    state.arrivals.wait()
+    state.pending_gathers.wait()
 
 
 def _may_travel_later(chunk: Chunk) -> bool:

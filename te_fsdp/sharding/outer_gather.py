@@ -24,7 +24,7 @@ from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.sharding.outer_chunks import Chunk
-from te_fsdp.sharding.outer_flat import Part, start_gather
+from te_fsdp.sharding.outer_collectives import Part, start_gather
 
 __all__ = ["SINGLE", "amax_group", "start_install", "why_not_bytes", "write"]
 

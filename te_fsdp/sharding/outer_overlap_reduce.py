@@ -37,7 +37,7 @@ from te_fsdp.move.comm import COMM_DTYPES, GradComm
 from te_fsdp.move.order import UnitOrder, own_group
 from te_fsdp.move.pending import Pending, SideStream, current_stream
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
-from te_fsdp.sharding.outer_flat import Average, comm_for, start_average
+from te_fsdp.sharding.outer_collectives import Average, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
