@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PATCHES",
     "after_reductions",
+    "alias_whole_shards",
     "around_apply",
     "around_reductions",
     "fill_unused",
@@ -83,6 +84,12 @@ PATCHES = (
         "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
         "- `FSDPParam.shard_mesh` is a property",
         versions="torch 2.11 and 2.12",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "init_all_gather_outputs, free_unsharded_param",
+        "uses the memory of a shard that is whole for the gathered parameter, over a shard axis of size 1",
+        "test_whole_shards.py::test_no_copy",
     ),
     Patch(
         "`FSDPParamGroup`",
@@ -366,6 +373,67 @@ def _with_shard_mesh(kind: type) -> type:
     """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
     kept = property(lambda self: self.__dict__[_SHARD_MESH])
     return type(kind.__name__, (kind,), {"shard_mesh": kept})
+
+
+# --- shards that are whole
+
+
+def alias_whole_shards(unit: nn.Module) -> None:
+    """Give the gathered parameters of whole shards the shards' memory. Local operation.
+
+    Over a shard axis of size 1 FSDP2 copies each shard in every gather and holds both
+    (``FSDPParamGroup.wait_for_unshard``). Here what it gathers into (``FSDPParam.all_gather_outputs``) is the shard's
+    memory: it copies a tensor onto itself, which torch passes over. The gathered parameter is one object all the same.
+    FSDP2 does as ever with values that are cast to ``param_dtype``, or lie on the host or in a part of a storage.
+    Quantized shards lend their buffers through their hooks (``quantized/all_gather.py``).
+
+    Args:
+        unit: A module that FSDP2 manages.
+    """
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            for managed in group.fsdp_params:
+                stock = managed.init_all_gather_outputs
+                managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
+
+
+def _init_outputs(
+    managed: Any,
+    stock: Callable[..., None],
+    all_gather_input_numels: list[int],
+    all_gather_input_dtypes: list[torch.dtype],
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """``FSDPParam.init_all_gather_outputs``, in every gather. Numbers and dtypes are those of what it brings."""
+    data, outputs = managed._sharded_param_data, managed.all_gather_outputs
+    # Never the shard's memory for other values than its own: FSDP2 writes what it brings.
+    own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
+    if own and outputs and outputs[0] is data:
+        return  # as in the gather before
+    lends, lent = own and _lends(managed), "free_unsharded_param" in managed.__dict__
+    if lends:
+        managed.all_gather_outputs = [data]
+        managed.free_unsharded_param = _keep
+    elif lent:
+        managed.all_gather_outputs = []
+        del managed.free_unsharded_param
+    stock(all_gather_input_numels, all_gather_input_dtypes, *rest, **named)
+    if (lends or lent) and hasattr(managed, "_unsharded_param"):
+        # The shard has been loaded or moved since the gather before: the same parameter with other memory.
+        output, size = managed.all_gather_outputs[0], managed._orig_size
+        local_of(managed._unsharded_param).data = output.as_strided(size, managed._contiguous_orig_stride, 0)
+
+
+def _lends(managed: Any) -> bool:
+    """Whether a shard's memory is all of a storage on the device, in which its gathered parameter can lie."""
+    data = managed._sharded_param_data
+    whole = data.untyped_storage().nbytes() == data.numel() * data.itemsize
+    return whole and data.device == managed.device and not gathers_itself(managed.sharded_param)
+
+
+#: Instead of ``FSDPParam.free_unsharded_param``, at the end of every forward and backward: nothing, without a call.
+_keep: Callable[[], Any] = tuple
 
 
 # --- process groups, and methods of modules

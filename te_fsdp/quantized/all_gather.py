@@ -7,8 +7,8 @@ modules without a te_fsdp binding alone:
    gathered buffers onto that wrapper, and the kernels go on reading the old ones.
 2. Every gather replaces the tensor's amax group by the FSDP group, so that tensor-parallel ranks drift to
 different scales.
-3. With a shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). All of
-   them then travel as one.
+3. With a shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). Nothing is sent
+   then: the gathered weight gets the shard's own buffers.
 4. FSDP2 passes the first gathered tensor through ``torch.as_strided``, and TE's version scrambles the
    transpose that Hopper's backward reads, without marking it invalid (confirmed on an H200). The first result
    therefore goes out without its transpose, which TE then makes from the bytes when it is needed.
@@ -40,16 +40,13 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp._te_patches import install
 from te_fsdp.binding import KEY, Binding
 from te_fsdp.quantized.amax import attach_group
-from te_fsdp.quantized.amax_mark import is_marked, mend_empty, share_scale
+from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, mend_empty, share_scale
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.installed import GATHERED, GATHERS
 from te_fsdp.quantized.packing import (
     Columns,
-    Piece,
     join_columns,
     pack_columns,
-    pack_flat,
-    unpack_flat,
 )
 from te_fsdp.quantized.shards import agree_on_weight_mesh
 
@@ -78,7 +75,7 @@ class _Shard(NamedTuple):
         row: The format.
         has_one_scale: Whether the amax of the whole weight is reduced over a group.
         group: Name of that group; ``None`` where nothing cuts the weight.
-        is_even: Whether FSDP2 can gather one buffer as it is.
+        is_as_it_is: Whether FSDP2 gathers what TE gives it.
     """
 
     weight_mesh: int
@@ -87,14 +84,14 @@ class _Shard(NamedTuple):
     row: Format
     has_one_scale: bool
     group: str | None
-    is_even: bool
+    is_as_it_is: bool
 
 
-class _Packed(NamedTuple):
-    """Metadata of a gather whose buffers travel as one: TE's metadata, and where each buffer lies."""
+class _Whole(NamedTuple):
+    """Metadata of a shard that is the whole weight: TE's metadata, and the buffers that TE would gather."""
 
     metadata: Any
-    pieces: tuple[Piece, ...]
+    buffers: tuple[torch.Tensor, ...]
 
 
 class _Rows(NamedTuple):
@@ -151,8 +148,9 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if known is None:
             known = _look_at(self, module, binding, now)
         elif known.has_one_scale and not is_marked(self, known.group):
-            attach_group(self, binding)
-        if not known.is_even or (ranks == 1 and len(inputs) > 1):
+            # TE's hook has put FSDP2's group there, or the weight another quantizer.
+            drop_group(self) if known.group is None else mark(self, known.group)
+        if not known.is_as_it_is:
             inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2.make_room(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
@@ -175,7 +173,7 @@ def _look_at(
     assert row is not None
     is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
-    known = _Shard(*now, row, one_scale, binding.weight_group, ranks == 1 or is_even)
+    known = _Shard(*now, row, one_scale, binding.weight_group, ranks > 1 and is_even)
     shard.__dict__[GATHERS] = known
     return known
 
@@ -190,8 +188,7 @@ def _arrange(
     """The buffers that TE would gather, where FSDP2 cannot gather them as they are."""
     ranks = mesh.size()
     if ranks == 1:
-        flat, pieces = pack_flat(inputs)
-        return (flat,), _Packed(metadata, pieces)
+        return (torch.empty(0, dtype=torch.uint8, device=inputs[0].device),), _Whole(metadata, inputs)
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         return pack_columns(shard, inputs, metadata, ranks)
     share_scale(shard, mesh, orig_size[0])
@@ -210,9 +207,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         target = None if out is None else _torch.local_of(out)
         buffers, own, inner = all_gather_outputs, metadata, None
-        if isinstance(metadata, _Packed):
-            # The buffers alias the gathered one, which FSDP2 frees and reallocates itself: nothing more to hand over.
-            buffers, own, inner = unpack_flat(all_gather_outputs[0], metadata.pieces), metadata.metadata, ()
+        if isinstance(metadata, _Whole):
+            # FSDP2 shall not free the shard's memory.
+            buffers, own, inner = metadata.buffers, metadata.metadata, ()
         elif isinstance(metadata, _Rows):
             (data,) = all_gather_outputs
             # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.

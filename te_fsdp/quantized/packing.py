@@ -3,7 +3,8 @@
 FSDP2 gathers any number of buffers and concatenates them along the dim that it cuts, with three exceptions (torch 2.11
 to 2.15, ``foreach_all_gather_copy_out``):
 
-- Over a shard axis of size 1 it copies only the first of several buffers. All then travel as one flat tensor.
+- Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then travel as one flat
+  tensor; others are not sent at all (:mod:`te_fsdp.quantized.all_gather`).
 - Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
   two values each, have not.
 - For uneven shards, too.

@@ -255,6 +255,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
     _drop_flat_shards(plan, state)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
+        _fsdp2_patches.alias_whole_shards(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
     if state.precision_plan is not None:

@@ -1,0 +1,110 @@
+"""Trainings over a shard axis of size 1, where each shard is the whole weight of its tp rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import harness
+import torch
+
+import te_fsdp
+from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp.quantized import all_gather
+
+HIDDEN, TOKENS = 128, 32
+OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode": True}
+
+
+def _buffers(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """What holds the values of a parameter."""
+    from te_fsdp import _te
+
+    local = _torch.local_of(parameter)
+    return _te.values_of(local) if _te.is_quantized(local) else [local.detach()]
+
+
+def _copied(arrange: Any, *args: Any) -> Any:
+    """Copies of a shard's buffers instead of these."""
+    inputs, metadata = arrange(*args)
+    return inputs, metadata._replace(buffers=tuple(map(torch.clone, metadata.buffers)))
+
+
+def _losses(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, made: Any, handle: Any
+) -> list[torch.Tensor]:
+    """Of each microbatch of three steps. The first one takes the hook off, and moves weights that are not quantized."""
+    import transformer_engine.pytorch as te
+
+    losses = []
+    for step in range(3):
+        for _ in range(2):
+            with te.autocast(enabled=made is not None, recipe=made):
+                output = model(torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device()))
+            loss = output.float().square().mean()
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.remove()
+        if step == 0 and made is None:
+            model._apply(torch.clone)
+    return losses
+
+
+def training(
+    recipe: str,
+    lend: bool = True,
+    strategy: str = "optim_grads_params",
+    replicas: bool = False,
+    **precision: Any,
+) -> dict[str, Any]:
+    """Two steps of two microbatches, weights moved to other memory in between.
+
+    Args:
+        recipe: TE's recipe of the weights, or ``"none"``.
+        lend: Whether whole shards lend their memory.
+        strategy: te_fsdp's.
+        replicas: Whether the ranks are replicas, and not ranks of tp.
+        precision: Arguments of ``MixedPrecisionPolicy``.
+
+    Returns:
+        For each weight that a forward has read: whether it had a buffer of its shard, from which others are derived;
+        and all values of the training.
+    """
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    made = None if recipe == "none" else recipe_of(recipe)
+    meshes = te_fsdp.Meshes.build(dp_shard=1, **({"dp_replicate": 2} if replicas else {"tp": 2}))
+    with te.quantized_model_init(enabled=made is not None, recipe=made):
+        model = torch.nn.Sequential(
+            *[te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS, **meshes.te_kwargs()) for _ in "ab"]
+        )
+    stock, arrange = _fsdp2_patches.alias_whole_shards, all_gather._arrange
+    if not lend:
+        _fsdp2_patches.alias_whole_shards = lambda unit: None
+        all_gather._arrange = functools.partial(_copied, arrange)
+    try:
+        policy = te_fsdp.MixedPrecisionPolicy(**precision) if precision else None
+        te_fsdp.fully_shard(model, meshes, units=[te.LayerNormMLP], strategy=strategy, precision=policy)
+    finally:
+        _fsdp2_patches.alias_whole_shards = stock
+    te_fsdp.materialize(model, seed=0)
+    shards = {name: {b.data_ptr() for b in _buffers(p)} for name, p in model.named_parameters()}
+    lent: dict[str, bool] = {}
+
+    def look(module: torch.nn.Module, args: Any) -> None:
+        for name, parameter in module.named_parameters():
+            lent[name] = any(b.data_ptr() in shards[f"0.{name}"] for b in _buffers(parameter))
+
+    handle = model[0].register_forward_pre_hook(look)  # after FSDP2's, which has gathered
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    te_fsdp.main_weights(model, optimizer)
+    losses = _losses(model, optimizer, made, handle)
+    all_gather._arrange = arrange
+    return {
+        "lent": lent,
+        "losses": losses,
+        "weights": [b.cpu() for p in model.parameters() for b in _buffers(p)],
+    }

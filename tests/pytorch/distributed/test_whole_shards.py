@@ -1,0 +1,36 @@
+"""Over a shard axis of size 1 weights are not copied: the gathered parameter has the shard's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import assert_same_bits
+from strategies import whole
+
+
+def _runs(pool, **how):
+    """A training with and one without lent memory, of each rank: the same bits."""
+    both = zip(
+        pool.run(whole.training, 2, **how), pool.run(whole.training, 2, lend=False, **how), strict=True
+    )
+    for one, other in both:
+        assert one["lent"] and not any(other["lent"].values())
+        for kind in ("losses", "weights"):
+            for number, (have, want) in enumerate(zip(one[kind], other[kind], strict=True)):
+                assert_same_bits(f"{kind} {number}", have, want)
+        yield one["lent"].values()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("replicas", [False, True], ids=["tp2", "replicas2"])
+def test_no_copy(pool, recipe, strategy, replicas):
+    for lent in _runs(pool, recipe=recipe, strategy=strategy, replicas=replicas):
+        assert all(lent)
+
+
+@pytest.mark.ranks(2)
+def test_values_that_are_cast_are_copied(pool):
+    for lent in _runs(pool, recipe="none", main_params_dtype=torch.float32, param_dtype=torch.bfloat16):
+        assert not any(lent)
