@@ -17,7 +17,7 @@ from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_dicts import make_stand_ins
 from te_fsdp.sharding.outer_gather import SINGLE, amax_group, why_not_bytes
-from te_fsdp.sharding.outer_overlap_gather import can_arrive_later, watch_state_dicts
+from te_fsdp.sharding.outer_overlap_gather import check_overlap, watch_state_dicts
 from te_fsdp.sharding.outer_overlap_reduce import watch_units
 from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
@@ -90,7 +90,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = stand_ins_of(optimizer)
     if overlap_gather:
-        _check_overlap(optimizer, known, held)
+        check_overlap(optimizer, known, held)
     if known is not None or not any(copies_of(p) for p in held):
         return optimizer
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
@@ -125,26 +125,6 @@ def _shard(
         if overlap_gather:
             watch_state_dicts(state)
     stand_ins.overlaps = overlap_gather
-
-
-def _check_overlap(optimizer: Optimizer, known: StandIns | None, held: list[torch.Tensor]) -> None:
-    """Raise where new weights cannot arrive after the step. Local operation."""
-    if known is not None and not known.overlaps:
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected="the first call for an optimizer",
-            got="one that was sharded without it",
-            fix="give overlap_gather=True to the first call, on all ranks",
-        )
-    chunks = [Chunk(p, copies) for p in held if known is None and (copies := copies_of(p)) is not None]
-    if known is None and not can_arrive_later(chunks):
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
-            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
-            why="The option would have no effect",
-            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
-        )
 
 
 def _check_fresh(optimizer: Optimizer) -> None:

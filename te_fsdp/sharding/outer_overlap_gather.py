@@ -19,17 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _fsdp2, _te, _torch
+from te_fsdp.errors import OrderError
 from te_fsdp.move.pending import UnitGather
-from te_fsdp.sharding.outer_chunks import Chunk
+from te_fsdp.sharding.outer_chunks import Chunk, copies_of
 from te_fsdp.sharding.outer_gather import start_install, why_not_bytes
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
+    from te_fsdp.sharding.outer_state import StandIns
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["can_arrive_later", "install_by_unit", "watch_state_dicts"]
+__all__ = ["check_overlap", "install_by_unit", "watch_state_dicts"]
 
 #: Chunk, and this rank's rows of the main weight.
 Cut = tuple[Chunk, torch.Tensor]
@@ -61,12 +64,34 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
             state.pending_gathers.begin(gathers, state.meshes.device)
 
 
-def can_arrive_later(chunks: Sequence[Chunk]) -> bool:
-    """Whether there is a parameter among those given that can arrive while forward runs. Local operation.
+def check_overlap(optimizer: Optimizer, known: StandIns | None, held: Sequence[torch.Tensor]) -> None:
+    """Raise where new weights cannot arrive after the step. Local operation.
 
-    FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
+    Args:
+        optimizer: The optimizer.
+        known: What stands in for its parameters, if it was sharded before.
+        held: Its parameters.
+
+    Raises:
+        OrderError: It was sharded without it; or none of its parameters could arrive later.
     """
-    return any(not chunk.copies.reduced and _may_travel_later(chunk) for chunk in chunks)
+    if known is not None and not known.overlaps:
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected="the first call for an optimizer",
+            got="one that was sharded without it",
+            fix="give overlap_gather=True to the first call, on all ranks",
+        )
+    chunks = [Chunk(p, copies) for p in held if known is None and (copies := copies_of(p)) is not None]
+    # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
+    if known is None and not any(not c.copies.reduced and _may_travel_later(c) for c in chunks):
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
+            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
+            why="The option would have no effect",
+            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
+        )
 
 
 def watch_state_dicts(state: ShardingState) -> None:
