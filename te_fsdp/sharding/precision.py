@@ -7,18 +7,36 @@
 
 The policy knows nothing of TE's recipe. A quantized weight is a compute weight of one byte per element whose main
 weight lies in the optimizer (``te_fsdp.main_weights``, or FusedAdam's master weights), always in fp32.
+
+:func:`plan_precision` says what a policy means for one model, before anything changes; the :class:`PrecisionPlan` is
+carried out around FSDP2.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
+from te_fsdp import _fsdp2_patches, _te, _torch
+from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PrecisionError
-from te_fsdp.move.comm import COMM_DTYPES
+from te_fsdp.move.comm import COMM_DTYPES, GradComm, set_comm
+from te_fsdp.parameters import facts_of, places_of, plan_of, successor
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
 
-__all__ = ["MixedPrecisionPolicy"]
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.quantized.shards import Key
+
+__all__ = ["MixedPrecisionPolicy", "PrecisionPlan", "gradient_dtype", "plan_precision"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +74,13 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "cast_forward_inputs":
-                _require(isinstance(value, bool), field.name, "True or False", value)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name == "cast_forward_inputs":
+                _require(isinstance(value, bool), option.name, "True or False", value)
             elif value is not None:
                 allowed = "None or one of " + ", ".join(map(str, COMM_DTYPES))
-                _require(value in COMM_DTYPES, field.name, allowed, value)
+                _require(value in COMM_DTYPES, option.name, allowed, value)
         reduce, wire = self.grad_reduce_dtype, self.grad_comm_dtype or self.main_grads_dtype
         _require(
             reduce in (None, torch.float32) or reduce == wire,
@@ -86,4 +104,224 @@ def _require(condition: bool, field: str, expected: str, got: object, *, why: st
             got=repr(got),
             why=why,
             fix=f"pass another {field}, or leave it out",
+        )
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Dtype of a parameter's gradient in a model with a precision policy. Local operation."""
+    plan = plan_of(parameter)
+    return plan.gradient_dtype if plan is not None and plan.gradient_dtype is not None else parameter.dtype
+
+
+@dataclass
+class PrecisionPlan:
+    """A policy and what it comes to in a model's units.
+
+    Attributes:
+        policy: As the user gave it.
+        compute: Name of a unit -> dtype that it computes in; ``None`` for one without floating-point parameters.
+        all_reduces: Whether FSDP2 itself reduces over ``dp_replicate``.
+    """
+
+    policy: MixedPrecisionPolicy
+    compute: dict[str, torch.dtype | None]
+    all_reduces: bool = False
+    _casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def gradients(self, unit: str) -> torch.dtype | None:
+        """Dtype that a unit's gradients add up in. Local operation."""
+        return self.policy.main_grads_dtype or self.compute[unit]
+
+    def gradient_of(self, parameter: torch.Tensor, plan: ParameterPlan) -> torch.dtype | None:
+        """Dtype of the gradient of a parameter that has not been widened yet, if it will not be the parameter's own."""
+        if not _trained(parameter):
+            return None
+        whole, policy = plan.storage.is_whole, self.policy
+        own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
+        dtype = policy.main_grads_dtype if whole else self.gradients(plan.unit)
+        return None if dtype == own else dtype
+
+    def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
+        """FSDP2's own policy for a unit. Local operation.
+
+        ``reduce_dtype`` is given explicitly: what ``None`` means depends on the version of torch.
+        """
+        policy = self.policy
+        return Fsdp2Policy(
+            param_dtype=self.compute[unit],
+            reduce_dtype=self.gradients(unit),
+            output_dtype=policy.output_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
+        )
+
+    def widen(self, model: nn.Module) -> None:
+        """Replace parameters by main weights of the same values, ties kept. Local operation.
+
+        To be called between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
+        """
+        dtype = self.policy.main_params_dtype
+        if dtype is None:
+            return
+        done: dict[int, torch.nn.Parameter] = {}
+        for _, module, name, parameter in places_of(model):
+            if is_exempt(module, name) or not _trained(parameter) or parameter.dtype == dtype:
+                continue
+            if id(parameter) not in done:
+                done[id(parameter)] = successor(parameter, _torch.local_of(parameter).detach().to(dtype))
+            module._parameters[name] = done[id(parameter)]
+
+    def install(self, model: nn.Module, plans: Iterable[ParameterPlan]) -> None:
+        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model.
+
+        Args:
+            model: The root.
+            plans: Those of its parameters.
+        """
+        policy = self.policy
+        others = {p.unit for p in plans if p.gradient_dtype is not None and not p.storage.is_whole}
+        comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32)
+        set_comm(model, comm)
+        for name in self.compute:
+            unit = model.get_submodule(name)
+            if _torch.is_fsdp_module(unit):
+                install_comm(unit, comm, name)
+                if comm.fp32_sum and self.all_reduces:
+                    sum_outer_in_fp32(unit, comm)
+                if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
+                    unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+                if (dtype := self.gradients(name)) is not None and name in others:
+                    _fsdp2_patches.gradients_in(unit, dtype)
+
+    def cast_gradients(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+        """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
+
+        Each is rounded once, after all microbatches were added up. Local operation, right before the step.
+
+        Args:
+            optimizer: Whose step it is.
+            parameters: Those that it has of this plan's model.
+
+        Raises:
+            PrecisionError: A gradient is not in the policy's dtype: something else than backward has replaced it.
+        """
+        self.put_back()  # of a step that raised
+        for parameter in parameters:
+            facts = facts_of(parameter)
+            # Stand-ins of outer sharding cast gradients themselves.
+            if facts is None or facts.plan is None or facts.stand_ins is not None:
+                continue
+            gradient, dtype = parameter.grad, facts.plan.gradient_dtype
+            if gradient is None or dtype is None:
+                continue
+            if gradient.dtype != dtype:
+                raise PrecisionError(
+                    f"{facts.plan.label}: dtype of its gradient",
+                    expected=f"{dtype} (main_grads_dtype)",
+                    got=gradient.dtype,
+                    why="Microbatches would add up in the wrong dtype",
+                    fix="change gradients in place, and clear them with zero_grad()",
+                )
+            if not _takes_as_it_is(optimizer, parameter):
+                parameter.grad = None
+                parameter.grad_dtype = None
+                (cast,) = _torch.in_dtypes_of([gradient], [parameter])
+                assert cast is not None
+                parameter.grad = cast
+                self._casts.append((parameter, gradient, cast))
+
+    def put_back(self) -> None:
+        """Put main gradients back, but for those that were cleared since. Local operation, right after the step."""
+        for parameter, gradient, cast in self._casts:
+            now, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = gradient.dtype
+            if now is not None:
+                parameter.grad = gradient if now is cast else now.to(gradient.dtype)
+        self._casts.clear()
+
+
+def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer updates a parameter from a gradient of another dtype without loss.
+
+    FusedAdam reads gradients of low-precision parameters in any dtype, main weights of te_fsdp in fp32.
+    """
+    low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
+    return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
+
+
+def _trained(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and parameter.is_floating_point()
+
+
+def plan_precision(
+    model: nn.Module,
+    rows: Mapping[Key, ParameterPlan],
+    units: Iterable[str],
+    policy: MixedPrecisionPolicy,
+    *,
+    all_reduces: bool = False,
+) -> PrecisionPlan:
+    """Plan a policy for a model that is not sharded yet. Local operation, changes nothing; equal on all ranks.
+
+    Args:
+        model: Before ``set_device_mesh``.
+        rows: The plans of its parameters, by owner's id and name.
+        units: Names of the modules that become FSDP2 units, outer before inner; ``""`` is the root.
+        policy: The user's.
+        all_reduces: Whether FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
+
+    Raises:
+        PrecisionError: The policy contradicts the model; names the parameter or the unit.
+    """
+    # Label, parameter, and whether it is or will be quantized.
+    members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
+    for label, module, name, parameter in places_of(model):
+        row = rows[id(module), name]
+        if not row.storage.is_whole and label == row.owners[0] and parameter.is_floating_point():
+            members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
+    compute: dict[str, torch.dtype | None] = {}
+    for unit, own in reversed(members.items()):
+        compute[unit] = _compute_dtype(unit, own, policy)
+        for label, parameter, quantized in own:
+            if parameter.requires_grad:
+                _check_main(label, parameter, quantized, policy)
+    return PrecisionPlan(policy, compute, all_reduces)
+
+
+def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """The dtype that a unit computes in."""
+    if policy.param_dtype is not None:
+        return policy.param_dtype if members else None
+    found = {parameter.dtype: label for label, parameter, _ in members}
+    if len(found) > 1:
+        raise PrecisionError(
+            f"{unit or 'model'}: parameters of several dtypes in one unit",
+            expected="one dtype to compute in",
+            got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
+            why="FSDP2 gathers the parameters of a unit in one dtype",
+            fix="say MixedPrecisionPolicy(param_dtype=...), or make a unit of each part (units=...)",
+        )
+    return next(iter(found), None)
+
+
+def _check_main(label: str, parameter: torch.Tensor, quantized: bool, policy: MixedPrecisionPolicy) -> None:
+    """Main weights that can hold what the model holds."""
+    main = policy.main_params_dtype
+    if quantized and main != torch.float32:
+        raise PrecisionError(
+            f"{label}: main_params_dtype={main} for a quantized weight",
+            expected="torch.float32",
+            got=main,
+            why="Its main weight lies in the optimizer, always in fp32: an update of the quantized weight itself"
+            " would be lost in rounding",
+            fix="MixedPrecisionPolicy(main_params_dtype=torch.float32), and te_fsdp.main_weights(model, optimizer)"
+            " or FusedAdam(..., master_weights=True)",
+        )
+    narrow = (torch.bfloat16, torch.float16)
+    if main not in (None, parameter.dtype) and not (main == torch.float32 and parameter.dtype in narrow):
+        raise PrecisionError(
+            f"{label}: main_params_dtype={main} for a parameter of {parameter.dtype}",
+            expected=f"{parameter.dtype}, a wider dtype or None",
+            got=main,
+            why="Main weights would hold less than the model does",
+            fix="MixedPrecisionPolicy(main_params_dtype=None) keeps the model's own dtype",
         )

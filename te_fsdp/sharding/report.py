@@ -17,7 +17,7 @@ from te_fsdp.layout.boxes import chunk_range
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.modules.shards import shard_info
 from te_fsdp.parameters import places_of
-from te_fsdp.sharding.precision_plan import gradient_dtype
+from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:

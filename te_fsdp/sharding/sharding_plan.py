@@ -19,8 +19,7 @@ from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
 from te_fsdp.parameters import Place, places_of
 from te_fsdp.sharding.no_shard import Exempt
-from te_fsdp.sharding.precision import MixedPrecisionPolicy
-from te_fsdp.sharding.precision_plan import PrecisionPlan, plan_precision
+from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.units import (
     DEFAULT,
     Wanted,

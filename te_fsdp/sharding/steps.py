@@ -28,7 +28,7 @@ from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_we
 from te_fsdp.sharding.optimizer import remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.outer_gradients import gradients_of
-from te_fsdp.sharding.precision_plan import gradient_dtype
+from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
     ShardingState,

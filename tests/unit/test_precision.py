@@ -12,7 +12,7 @@ import te_fsdp
 from te_fsdp import MixedPrecisionPolicy
 from te_fsdp.errors import OrderError, PrecisionError
 from te_fsdp.layout.storage import STORAGE
-from te_fsdp.sharding import precision_plan
+from te_fsdp.sharding import precision
 from te_fsdp.sharding.sharding_plan import plan_storage
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -21,7 +21,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 def plan_precision(model, units, policy):
     """The plan of a model whose units are cut."""
     rows = plan_storage(model, dict.fromkeys(units, STORAGE["optim_grads_params", "no_shard"]))
-    return precision_plan.plan_precision(model, rows, units, policy)
+    return precision.plan_precision(model, rows, units, policy)
 
 
 class Model(nn.Module):
