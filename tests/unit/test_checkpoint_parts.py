@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import writing
+from te_fsdp.checkpoint import staging, writing
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
 from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
@@ -39,7 +39,7 @@ def names(directory: Path) -> list[str]:
     st.data(),
 )
 def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], data: st.DataObject) -> None:
-    staging = Staging()
+    memory = Staging()
     for _ in range(2):  # the second time in the memory of the first
         tensors = {}
         for number, (rows, columns, transposed) in enumerate(shapes):
@@ -47,7 +47,7 @@ def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], dat
             tensor = torch.randint(0, 100, (rows, columns)).to(dtype)
             tensors[number] = tensor.t() if transposed else tensor[:, : columns // 2 + 1]
         blocks = blocks_of(tensors.items())
-        rows = staging.copy(blocks)
+        rows = memory.copy(blocks)
         copies = {
             k: t
             for block, each in zip(blocks, rows, strict=True)
@@ -65,17 +65,41 @@ def test_copies_are_exact_and_lie_apart(shapes: list[tuple[int, int, bool]], dat
 
 
 def test_memory_of_copies_is_kept_and_grows() -> None:
-    staging = Staging()
+    memory = Staging()
 
     def place(size: int) -> int:
-        return staging.copy(blocks_of([("a", torch.zeros(size))]))[0].data_ptr()
+        return memory.copy(blocks_of([("a", torch.zeros(size))]))[0].data_ptr()
 
     place(1000)
     first = place(500)
-    assert staging.bytes == 4032
+    assert memory.bytes == 4032
     assert place(1000) == first
     place(3000)
-    assert staging.bytes == 12032
+    assert memory.bytes == 12032
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_threads_share_large_tensors(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Each copies some rows, of tensors with any strides, and what goes wrong in one is raised."""
+    monkeypatch.setattr(staging, "_PART", 100)
+    monkeypatch.setattr(staging.os, "sched_getaffinity", lambda _: range(threads), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    base = torch.arange(4000.0)
+    tensors = [
+        base,
+        base.view(40, 100).t(),
+        base.view(1, 50, 80)[:, ::2],
+        base.to(torch.bfloat16).view(8, 500),
+    ]
+    tensors += [torch.full((3,), float(n)) for n in range(5)]
+    blocks = blocks_of(enumerate(tensors))
+    for block, rows in zip(blocks, Staging().copy(blocks), strict=True):
+        assert torch.equal(rows, torch.stack(block.tensors))
+    assert len(list(blocks[0].parts(torch.empty(1, 4000)))) == 160
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        Staging().copy(blocks)
 
 
 def test_large_tensors_are_not_stacked() -> None:
@@ -185,7 +209,7 @@ def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -
 import os, sys, time
 import torch
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import writing
+from te_fsdp.checkpoint import staging, writing
 original, name = writing.Writing.blocks, "a" if os.fork() else "b"
 def slow(self, plan):
     time.sleep(0.5)
