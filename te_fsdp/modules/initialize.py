@@ -20,7 +20,7 @@ from te_fsdp.errors import InitError, OrderError
 from te_fsdp.layout.experts import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.modules.shards import ShardInfo, shard_info
-from te_fsdp.parameters import noted, successor
+from te_fsdp.parameters import plan_of, successor
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _store(
     if quantizer is not None and _te.keeps_high_precision_value(module):
         _te.attach_high_precision_value(new, value.detach().cpu())
     module._parameters[name] = successor(old, new, leave_out=_TE_MARKS)
-    plan = noted(old).plan
+    plan = plan_of(old)
     if quantizer is not None and (
         plan is None or plan.cut_dim is None
     ):  # else te_fsdp.fully_shard has seen to it

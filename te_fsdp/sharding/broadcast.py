@@ -12,7 +12,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import Place, places_of
+from te_fsdp.parameters import Place, places_of, plan_of
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, sharding_state
@@ -97,7 +97,9 @@ def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
 
 def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
     """Groups of data-parallel ranks that hold a parameter alike, of which its own mesh says nothing."""
-    plan, meshes = state.plans[place.label], state.meshes
+    plan, meshes = plan_of(place.parameter) or state.plans.get(place.label), state.meshes
+    if plan is None:
+        return []  # the user's own, since fully_shard
     root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
     own = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
     alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]

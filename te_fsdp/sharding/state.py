@@ -325,4 +325,5 @@ def mark(state: ShardingState) -> None:
     reference = weakref.ref(state)
     for name, parameter in state.parameters().items():
         facts = parameters.noted(parameter)
-        facts.state, facts.plan = reference, state.plans.get(name)
+        # A parameter that was renamed since, as torch.compile renames those in a module, knows its plan.
+        facts.state, facts.plan = reference, state.plans.get(name, facts.plan)

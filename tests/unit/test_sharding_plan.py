@@ -11,8 +11,10 @@ from torch import nn
 import te_fsdp
 from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, Pace
 from te_fsdp.modules import checks
+from te_fsdp.parameters import plan_of
 from te_fsdp.sharding import fully_shard as entry
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding, plan_storage
+from te_fsdp.sharding.state import mark, sharding_state
 
 #           parameter gradient optimizer gather reduce, over (dp_replicate, dp_shard)
 TABLE = {
@@ -239,3 +241,17 @@ def test_experts_that_become_one_parameter_stay_whole_together(te):
         plan_storage(module, units)
     te_fsdp.fsdp_no_shard(module.weight0)
     assert {row.owners for row in plan_storage(module, units).values()} == {("weight0", "weight1")}
+
+
+def test_parameters_that_were_renamed_since_know_their_plan(te, fake_world):
+    """As torch.compile renames those of a module that it wraps."""
+    fake_world(1)
+    model = te_fsdp.fully_shard(
+        Net(te), te_fsdp.Meshes.build(device_type="cpu"), strategy={"head": "no_shard"}
+    )
+    te_fsdp.materialize(model, seed=0)
+    plans = [plan_of(parameter) for parameter in model.parameters()]
+    model.blocks = nn.ModuleDict({"inner": model.blocks})
+    mark(sharding_state(model))
+    assert [plan_of(parameter) for parameter in model.parameters()] == plans and None not in plans
+    te_fsdp.broadcast_params(model)
