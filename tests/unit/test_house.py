@@ -5,6 +5,7 @@ made-up sources, that the rule finds what it is there for.
 """
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -244,6 +245,31 @@ def root_logger_uses(text: str) -> list[str]:
     ]
 
 
+def circle(texts: dict[str, str]) -> list[str]:
+    """Files that import each other, by module names. Imports in functions count, those for type checkers do not."""
+
+    def names(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            yield from names(child)
+
+    graph = {
+        name: {other for other in names(ast.parse(text)) if other in texts and other != name}
+        for name, text in texts.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 # -------------------------------------------------------------------------------------------------- the house
 
 
@@ -263,6 +289,15 @@ def test_there_is_something_to_check():
 
 def test_files_and_functions_are_short():
     check(too_long, EVERYWHERE)
+
+
+def test_no_two_files_import_each_other():
+    """As `make lint` says of rooms; here of files, those of checkpoints too."""
+    paths = [path for path in LIBRARY if Path(path).name != "__init__.py"]
+    names = {path.removesuffix(".py").replace("/", "."): (ROOT / path).read_text() for path in paths}
+    assert not circle(names)
+    names["te_fsdp.errors"] += "\ndef late():\n    from te_fsdp import mesh\n"
+    assert "te_fsdp.errors" in circle(names)
 
 
 def test_sources_are_ascii():
