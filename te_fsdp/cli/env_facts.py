@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -103,7 +104,8 @@ def gather() -> Facts:
     # By distribution too: TE loads its compiled module from a folder of its own, where no import finds it.
     bindings = (
         "transformer_engine_torch" in parts
-        or importlib.util.find_spec("transformer_engine_torch") is not None
+        # Not util.find_spec: it raises where the emulation's module, which has no spec, is imported already.
+        or importlib.machinery.PathFinder.find_spec("transformer_engine_torch") is not None
     )
     home = _cudnn_home()
     return Facts(

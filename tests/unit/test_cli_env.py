@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
 
 import pytest
 
@@ -165,6 +167,18 @@ def test_exit_code_and_text(monkeypatch, capsys):
     assert env.main(["--json"]) == 0  # a note: bf16 works
     assert [fault["breaks"] for fault in json.loads(capsys.readouterr().out)["faults"]] == [False]
     assert env.main(["--no-such-option"]) == 2
+
+
+def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
+    """Its module, which is imported already, has no spec; what is asked is what another process would import."""
+    monkeypatch.setattr(env_facts, "_te_says", lambda parts, bindings: None)
+    found = []
+    for module in (None, types.ModuleType("transformer_engine_torch")):
+        monkeypatch.delitem(sys.modules, "transformer_engine_torch", raising=False)
+        if module is not None:
+            monkeypatch.setitem(sys.modules, "transformer_engine_torch", module)
+        found.append(env_facts.gather().te_bindings)
+    assert found[0] == found[1]
 
 
 def test_this_environment(python, tmp_path):
