@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -26,6 +27,7 @@ PAGES = {
     "docs/compile.md": ["built"],
     "docs/data.md": ["data"],
     "docs/errors.md": ["training"],
+    "docs/graphs.md": ["microbatched"],
     "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
@@ -98,6 +100,18 @@ class Reader:
         te_fsdp.materialize(model)
         self.names["optimizer"] = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters()))
         self.names["loss"] = lambda output: output.float().square().mean()
+
+    def microbatched(self) -> None:
+        """A model that is told of the first microbatch, and steps of two microbatches, which the CPU runs eagerly."""
+        self.built()
+        te_fsdp, model = self.names["te_fsdp"], self.names["model"]
+        te_fsdp.fully_shard(model, self.names["meshes"])
+        te_fsdp.materialize(model)
+        forward = model.forward
+        model.forward = lambda x, is_first_microbatch: forward(x)
+        pair = torch.stack([self.batch(), self.batch()])
+        self.names |= {"loader": [(pair, pair)] * 2, "scheduler": SimpleNamespace(step=lambda: None)}
+        self.names["loss_of"] = lambda output, labels: (output - labels).float().square().mean()
 
     def data(self) -> None:
         """A data set of tokens."""
