@@ -9,6 +9,7 @@ import pytest
 from strategies import calls
 
 
+@pytest.mark.cpu  # on GPUs a backward's Python runs on a thread that torch starts, which nothing can profile
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize(

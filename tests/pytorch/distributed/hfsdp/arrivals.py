@@ -38,6 +38,8 @@ def overlapping() -> Iterator[None]:
 def late(fault: str = "") -> Iterator[None]:
     """On GPUs, new weights of each unit arrive about 30 ms late: as on the CPU, what does not wait is wrong.
 
+    With a fault they come 0.3 s late: also where other processes slow down what reads them too early.
+
     Args:
         fault: "never": nobody waits; "ahead": a forward that gathers ahead waits for its own unit alone; "" for none.
     """
@@ -48,7 +50,7 @@ def late(fault: str = "") -> Iterator[None]:
     wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_overlap_gather.start_install
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000 if fault else 50_000_000)
         return start(*args, **kwargs)
 
     if harness.device_type() == "cuda":

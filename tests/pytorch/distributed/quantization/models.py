@@ -151,3 +151,30 @@ def build(kind: str, hidden: int, device: str | torch.device, **kwargs: Any) -> 
     return te.TransformerLayer(
         hidden, 2 * hidden, HEADS, hidden_dropout=0.0, self_attn_mask_type="causal", **attention, **common
     )
+
+
+def why_no_hybrid_linear() -> str:
+    """Why stock `te.Linear` cannot have hybrid weights here; empty where it can (`docs/upstream.md`).
+
+    On GPUs it asks torch whether its weight is a fake tensor. A hybrid weight names no tensors that it is made of, and
+    of nothing torch 2.11 says that all and none of it is fake.
+    """
+    from torch._subclasses.fake_tensor import is_fake
+
+    class Empty(torch.Tensor):
+        def __tensor_flatten__(self):
+            return [], None
+
+        @staticmethod
+        def __tensor_unflatten__(*given):
+            raise AssertionError("nobody calls it")
+
+        __torch_dispatch__ = __tensor_unflatten__
+
+    if harness.device_type() == "cpu":
+        return ""
+    try:
+        is_fake(torch.Tensor._make_wrapper_subclass(Empty, (1,)))
+    except AssertionError as error:
+        return f"te.Linear cannot hold a hybrid weight on a GPU with this torch: {error}"
+    return ""
