@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from te_fsdp.errors import TeFsdpError as TeFsdpError
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
-    from te_fsdp.move.comm import grad_comm as grad_comm
+    from te_fsdp.move.start import grad_comm as grad_comm
     from te_fsdp.sharding.broadcast import broadcast_params as broadcast_params
     from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
@@ -80,7 +80,7 @@ _HOMES = {
     "finish_param_gather": "te_fsdp.sharding.gathers",
     "release_params": "te_fsdp.sharding.gathers",
     "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
-    "grad_comm": "te_fsdp.move.comm",
+    "grad_comm": "te_fsdp.move.start",
     "report_nan": "te_fsdp.sharding.nan_report",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
@@ -116,7 +116,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
-        value = importlib.import_module("te_fsdp.modules.classes").mesh_class(name)
+        value = importlib.import_module("te_fsdp.modules.apply").mesh_class(name)
     elif name in _SUBPACKAGES:
         return importlib.import_module(f"te_fsdp.{name}")
     else:

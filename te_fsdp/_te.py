@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "QUANTIZER",
-    "REDUCES_AMAX",
     "KINDS",
     "OF_THE_BYTES",
+    "QUANTIZER",
+    "REDUCES_AMAX",
     "active_recipe",
     "all_one_scale_quantizers",
     "amax_group_of",
@@ -66,9 +66,9 @@ __all__ = [
     "rename_parameters",
     "set_quantizer",
     "take_amax_over",
-    "tensor_attribute",
     "take_scale",
     "te",
+    "tensor_attribute",
     "travels_in_halves",
     "values_of",
     "weight_quantizer",

@@ -1,4 +1,4 @@
-"""One record on each parameter, and the one way in which a parameter takes another's place.
+"""What te_fsdp notes: a record on each parameter, one on each bound module, and where a parameter's shard lies.
 
 Binding, sharding, initialising, casting and loading make new objects for a parameter. What hangs on the old one goes to
 the new one, its successor (:func:`carry_over`):
@@ -8,40 +8,55 @@ the new one, its successor (:func:`carry_over`):
 
 A shard and the gathered parameter that FSDP2 installs in turn share one record. Optimizers, and torch's hooks around
 their steps, see parameters alone: what they have to know of the model is found here.
+
+``set_device_mesh`` leaves a :class:`Binding` on each module: its meshes, its rules and its parameters' attributes.
+Where a parameter lies follows from both (:func:`shard_info`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.layout.boxes import Box, Coordinates, shard_boxes
+from te_fsdp.layout.rules import ParameterRule
 
 if TYPE_CHECKING:
     import weakref
 
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp._torch import DTensorSpec
+    from te_fsdp.layout.rules import ExpertRange
     from te_fsdp.layout.storage import ParameterPlan
 
 __all__ = [
     "KEY",
+    "NO_SHARD",
+    "Binding",
     "Facts",
     "Place",
+    "ShardInfo",
     "attributes_of",
+    "binding_of",
     "carry_over",
     "facts_of",
+    "is_exempt",
     "label_of",
     "noted",
     "places_of",
     "plan_of",
+    "shard_info",
     "share",
     "successor",
 ]
@@ -63,7 +78,7 @@ class Facts:
         state: The ``ShardingState`` of its model.
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
         stand_ins: Those of the optimizer that keeps its state in parts (``outer_state.StandIns``).
-        replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.modules.replaced`).
+        replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
     """
 
     label: str | None = None
@@ -193,3 +208,217 @@ def places_of(model: nn.Module, prefix: str = "", *, remove_duplicate: bool = Tr
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
                 yield Place(f"{path}.{name}" if path else name, owner, name, parameter)
+
+
+#: Key in the module's ``__dict__``.
+BINDING = "_te_fsdp_binding"
+#: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset
+#: of names of own ones.
+NO_SHARD = "_te_fsdp_no_shard"
+
+
+@dataclass
+class Installed:
+    """The two forms of a parameter that FSDP2 installs in turn.
+
+    No weak references: torch swaps no tensor that has some.
+
+    Attributes:
+        shard: The sharded one.
+        gathered: The gathered one, or whatever else was assigned.
+        release: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.all_gather`);
+            ``None`` for nothing.
+    """
+
+    shard: DTensor | None = None
+    gathered: torch.Tensor | None = None
+    release: Callable[[], None] | None = None
+
+
+@dataclass
+class Binding:
+    """A module's tie to its meshes.
+
+    Attributes:
+        name: Name of the module in the tree that ``set_device_mesh`` was called on, for messages.
+        tp_mesh: 1-D tensor-parallel mesh, or ``None``.
+        weight_mesh: 1-D mesh of the ranks that hold pieces of one weight, or ``None``.
+        rules: Rule of each own parameter.
+        attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every
+            object that replaces the parameter.
+        under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
+        requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
+        weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
+        shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
+        ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
+        experts: The experts of an expert module. Its parameters are registered under their global indices.
+        amax_group: Ranks over which delayed scaling reduces the amax of an expert module: those that hold the same
+            experts. ``None``: those of the weight mesh.
+        divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
+        cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
+            experts.
+        sharded: Names of own parameters that FSDP2 has replaced by shards.
+        on_meta: Whether parameters may still be on meta.
+        installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
+        recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
+        experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
+        partial_specs: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the
+            same with that placement.
+    """
+
+    name: str
+    tp_mesh: DeviceMesh | None
+    weight_mesh: DeviceMesh | None
+    rules: dict[str, ParameterRule]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    under_fsdp: bool = False
+    requantizes: bool = False
+    weight_mesh_agreed: bool = False
+    shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    ep_mesh: DeviceMesh | None = None
+    experts: ExpertRange | None = None
+    amax_group: ProcessGroup | None = None
+    divided: bool = False
+    experts_mesh: DeviceMesh | None = None
+    cut_within: bool = False
+    sharded: set[str] = field(default_factory=set)
+    on_meta: bool = True
+    recomputed: bool = False
+    installed: dict[str, Installed] = field(default_factory=dict)
+    partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
+    _weight_group: tuple[DeviceMesh, str] | None = None
+
+    @property
+    def weight_group(self) -> str | None:
+        """Name of the process group of ``weight_mesh``. Kept: every gather of a weight with one scale asks."""
+        mesh = self.weight_mesh
+        if mesh is None:
+            return None
+        if self._weight_group is None or self._weight_group[0] is not mesh:
+            self._weight_group = mesh, mesh.get_group().group_name
+        return self._weight_group[1]
+
+    def label(self, parameter: str) -> str:
+        """Full name of an own parameter, for messages."""
+        return f"{self.name}.{parameter}" if self.name else parameter
+
+    def whole_mesh(self, name: str) -> DeviceMesh | None:
+        """Mesh that an own parameter lies on when FSDP2 does not shard it; ``None`` for an ordinary tensor."""
+        grouped = name in self.rules and self.rules[name].layout.is_grouped
+        return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
+
+    def carry(self, name: str, parameter: torch.Tensor) -> None:
+        """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
+        carry_over(self.attributes.get(name, {}), parameter)
+        facts, rule = noted(parameter), self.rules.get(name)
+        if rule is not None and rule.quantizable:
+            facts.label = self.label(name)
+        if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:
+            facts.tp_replica = True
+        if self.ep_mesh is not None:
+            facts.ep_mesh = self.ep_mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """Meshes are shared by the copy: process groups cannot be copied."""
+        attributes = {name: dict(values) for name, values in self.attributes.items()}
+        copied = Binding(
+            self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.under_fsdp
+        )
+        copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
+        copied.experts_mesh, copied.cut_within = self.experts_mesh, self.cut_within
+        return copied
+
+
+def binding_of(module: object) -> Binding | None:
+    """The module's binding, ``None`` where ``set_device_mesh`` was never called."""
+    return module.__dict__.get(BINDING)
+
+
+def is_exempt(module: Any, name: str) -> bool:
+    """Whether a module's own parameter is, or shall be, kept whole on all data-parallel ranks. Local operation."""
+    mark = module.__dict__.get(NO_SHARD, ())
+    if mark is True or name in mark:
+        return True
+    parameter = module._parameters.get(name)
+    facts = None if parameter is None else facts_of(parameter)
+    return facts is not None and (facts.no_shard or bool(facts.plan and facts.plan.storage.is_whole))
+
+
+_REPLICATED = ParameterRule(None)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One rank's share of one parameter.
+
+    Attributes:
+        rule: The parameter's rule; replicated for modules that were never bound.
+        at: This rank's coordinates.
+        original_shape: Shape of the original (unsharded, tp size 1) tensor.
+        local_shape: Shape of the local tensor.
+        boxes: Rectangles of the original that make up the local tensor.
+    """
+
+    rule: ParameterRule
+    at: Coordinates
+    original_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: str = "") -> ShardInfo:
+    """Describe ``module._parameters[name]``. Local operation, reads no data (meta tensors are fine).
+
+    Args:
+        module: The owner.
+        name: The parameter's name in the owner.
+        parameter: The parameter: plain, tp DTensor, or FSDP2's sharded DTensor.
+        label: Full name for error messages.
+
+    Raises:
+        PlacementError: The local tensor has not the shape that rule and mesh give it.
+    """
+    label = label or name
+    binding = binding_of(module)
+    rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
+    has_tp = binding is not None and binding.tp_mesh is not None
+    has_ep = binding is not None and binding.experts_mesh is not None and rule.layout.is_grouped
+    at = _coordinates(parameter, has_tp, has_ep, label) if isinstance(parameter, DTensor) else Coordinates()
+    original = tuple(parameter.shape)
+    local_shape, boxes = shard_boxes(original, rule, at, name=label)
+    have = tuple(_torch.local_of(parameter).shape)
+    if have != local_shape:
+        raise PlacementError(
+            f"{label}: local shape",
+            expected=f"{local_shape} of {original} at {at}",
+            got=have,
+            fix="do not replace local tensors by hand; bind and shard the model again",
+        )
+    return ShardInfo(rule, at, original, local_shape, tuple(boxes))
+
+
+def _coordinates(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
+    """Coordinates from a DTensor's placements: tp is the last axis of a bound parameter, ep and FSDP2's come before."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
+    tp_axis = mesh.ndim - 1 if has_tp else None
+    ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
+    cuts = [
+        i
+        for i, p in enumerate(placements)
+        if i not in (tp_axis, ep_axis) and _torch.shard_dim_of(p) is not None
+    ]
+    if len(cuts) > 1:
+        raise PlacementError(
+            f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
+        )
+    tp = (mesh.size(tp_axis), coordinate[tp_axis]) if tp_axis is not None else (1, 0)
+    ep = (mesh.size(ep_axis), coordinate[ep_axis]) if ep_axis is not None else (1, 0)
+    if not cuts:
+        return Coordinates(tp_size=tp[0], tp_rank=tp[1], ep_size=ep[0], ep_rank=ep[1])
+    axis = cuts[0]
+    dim = _torch.shard_dim_of(placements[axis])
+    assert dim is not None
+    return Coordinates(*tp, mesh.size(axis), coordinate[axis], dim, *ep)

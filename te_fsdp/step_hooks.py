@@ -6,23 +6,64 @@
 torch calls hooks in the order in which they were registered: in which a process first needed them. These lists have one
 order, which docs/internals.md prints. Their functions look at the parameters that te_fsdp has marked
 (:class:`te_fsdp.parameters.Facts`), so that optimizers of other models in the process see no change.
+
+**Parameters that every tensor-parallel rank holds whole** are kept equal to the bit here. Without sequence
+parallelism each tp rank computes the whole gradient of norms, row-parallel biases and foreign modules from the same
+numbers. On a GPU the results are not always the same: some kernels add in whatever order their blocks finish
+(measured on an H200: torch's embedding backward in fp32 gave 200 results in 200 runs; row-parallel biases of TE
+drifted apart within two steps). The difference is rounding, but the copies never meet again, and a checkpoint could
+hold one of them only.
+
+Before every optimizer step the ranks therefore take over the gradients of the first tp rank: one broadcast of all
+small ones together, after FSDP2 has reduced and cut them. Optimizers work element by element, so that parameters and
+states stay equal.
+
+**Steps of optimizers that hold parameters which binding, sharding or initialising has replaced** would be lost:
+
+    optimizer built before    holds                          the model has, and gradients go to
+    set_device_mesh           plain parameters               DTensors on tp
+    fully_shard               plain ones, or DTensors on tp  FSDP2's shards
+    materialize               shards on meta                 shards on the device
+
+Whatever replaces a parameter leaves a mark on the old object, which lives exactly as long as somebody still holds it.
+Before each step of an optimizer :func:`refuse_replaced` looks for marks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp.parameters import KEY, Facts
+from te_fsdp import _torch
+from te_fsdp.errors import OrderError
+from te_fsdp.move.start import broadcast
+from te_fsdp.parameters import KEY, Facts, facts_of, noted
 
 if TYPE_CHECKING:
-    import torch
+    import torch.distributed as dist
     from torch.optim import Optimizer
 
-__all__ = ["Step", "StepFunctions", "held_by", "run_around_steps"]
+__all__ = [
+    "Step",
+    "StepFunctions",
+    "held_by",
+    "note_replaced",
+    "refuse_replaced",
+    "registered_at",
+    "replacing",
+    "run_around_steps",
+    "sync_tp_replicas",
+    "take_over_gradients",
+]
 
 
 def held_by(optimizer: Optimizer) -> list[tuple[torch.Tensor, Facts]]:
@@ -107,3 +148,108 @@ def run_around_steps(before: StepFunctions, after: StepFunctions) -> None:
     lists = _lists()
     if len(before) + len(after) > len(lists.before) + len(lists.after):
         lists.before, lists.after = before, after
+
+
+def sync_tp_replicas(step: Step) -> None:
+    """Replace gradients of parameters that each tp rank holds whole by the first tp rank's.
+
+    Collective over tp as :func:`take_over_gradients`. Parameters whose optimizer state is cut over further axes are
+    left to the optimizer's own hook: they are averaged there before.
+    """
+    take_over_gradients([p for p, facts in step.held if facts.tp_replica and facts.stand_ins is None])
+
+
+@torch.no_grad()
+def take_over_gradients(
+    parameters: Iterable[torch.Tensor], stand_ins: Mapping[int, torch.Tensor] | None = None
+) -> None:
+    """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
+
+    Collective over tp where there are such gradients: one broadcast per dtype, and one for each large tensor.
+    Looks only at parameters that te_fsdp has bound; shapes are those of this rank's shards.
+
+    Args:
+        parameters: In the same order, and with gradients for the same ones, on all tp ranks.
+        stand_ins: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
+    """
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        facts = parameter.__dict__.get(KEY)
+        if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
+            continue
+        holder: Any = stand_ins[id(parameter)] if stand_ins is not None else parameter
+        mesh = holder.device_mesh
+        for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
+            if gradient is not None and mesh.size(mesh.ndim - 1) > 1:
+                # FSDP2 puts its axes before the one that was there.
+                found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(_torch.local_of(gradient))
+    for group, gradients in found.items():
+        broadcast(gradients, group)
+
+
+@contextlib.contextmanager
+def replacing(model: nn.Module, by: str, *, prefix: str = "") -> Iterator[None]:
+    """Mark the parameters that ``model`` has before the context and no longer has after it. Local operation.
+
+    Args:
+        model: The root of what is changed.
+        by: The call that replaces them, for the message.
+        prefix: Name of ``model`` in the user's tree.
+    """
+    before = list(model.named_parameters(prefix=prefix))
+    try:
+        yield
+    finally:
+        now = {id(parameter) for parameter in model.parameters()}
+        for name, parameter in before:
+            if id(parameter) not in now:
+                note_replaced(parameter, name, by)
+
+
+def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
+    """Mark a parameter that a module has lost. Local operation."""
+    # On a record of this object's own: a gathered parameter shares its shard's, which stays. Of calls within each other
+    # the outermost, the user's own, marks last.
+    parameter.__dict__[KEY] = dataclasses.replace(facts_of(parameter) or Facts(), replaced=(name, by))
+
+
+def refuse_replaced(step: Step) -> None:
+    """Raise for parameters that no module has any longer.
+
+    Raises:
+        OrderError: Names the first of them, and the call that replaced it.
+    """
+    marked = {id(parameter): parameter for parameter, facts in step.held if facts.replaced}
+    if not marked:
+        return
+    # Another model may share a parameter with the one that lost it: a step for that model is right.
+    for owner, name in registered_at(marked):
+        noted(marked.pop(id(owner._parameters[name]))).replaced = None
+    if not marked:
+        return
+    name, by = noted(next(iter(marked.values()))).replaced or ("", "")
+    count = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
+    raise OrderError(
+        f"{step.where}: {name}{more}",
+        expected="parameters that the model has now",
+        got=f"one from before {by}, which has replaced it",
+        why="Gradients go to the new parameter: the step would change nothing",
+        fix="build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
+    )
+
+
+def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
+    """Every module of this process that has a parameter, and its name there: parameters do not know their owners.
+
+    Local operation. Looks at all objects that the garbage collector knows: for setup and errors alone.
+
+    Args:
+        parameters: By ``id``; what is removed from it meanwhile is not looked for any longer.
+    """
+    for candidate in gc.get_objects():
+        # By its type: proxies of all kinds answer isinstance with side effects.
+        if issubclass(type(candidate), nn.Module):
+            for name, parameter in candidate.__dict__.get("_parameters", {}).items():
+                if id(parameter) in parameters:
+                    yield candidate, name

@@ -86,7 +86,7 @@ def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -
     Args:
         local: Plain local tensor.
         shape: Shape of the original.
-        boxes: From :func:`te_fsdp.modules.shards.shard_info`.
+        boxes: From :func:`te_fsdp.parameters.shard_info`.
     """
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import world_size
-from te_fsdp.binding import binding_of
 from te_fsdp.checkpoint.entries import (
     GROUPED,
     Entry,
@@ -30,10 +29,9 @@ from te_fsdp.checkpoint.entries import (
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout.boxes import Box
-from te_fsdp.layout.experts import expert_index
-from te_fsdp.layout.rules import PLAIN, Layout
+from te_fsdp.layout.rules import PLAIN, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.modules.shards import ShardInfo, shard_info
+from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
 from te_fsdp.quantized.packing import derive_transposes

@@ -277,4 +277,4 @@ def is_te_frame(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("transformer_engine.")
 
 
-__all__: tuple[str, ...] = ("ForwardingModule", "MULTIPROCESSORS", "build", "is_te_frame", "map_device")
+__all__: tuple[str, ...] = ("MULTIPROCESSORS", "ForwardingModule", "build", "is_te_frame", "map_device")

@@ -16,13 +16,55 @@ one tensor-parallel rank's part of it.
 A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it only as long as
 the tensor-parallel size does not change. The layout travels with the parameter so that initialisation,
 reports and checkpoints can be exact, or refuse.
+
+The placement table (``*_rules``) gives each parameter of a module kind and parallel mode its rule. Source of
+every row: facts of TransformerEngine 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
+grouped_linear}.py``, ``pytorch/attention``), the same in 2.18 and 2.19. Which replicated parameters have partial
+gradients:
+
+- under sequence parallelism each rank sees its own tokens, hence norm weights and row biases sum over ``tp``;
+- q/k norms see only the rank's own heads, hence they always sum;
+- without sequence parallelism TE all-reduces the input gradient before it reaches the norm, and every rank
+  adds the same row bias, hence nothing is summed.
+
+TE counts the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism ``weight0`` would then be
+another expert's on each rank, and whatever goes by names (state dicts, DCP, optimizers' states) would take one for the
+other. So parameters are registered under global indices:
+
+    4 experts, ep = 2          rank 0 of ep             rank 1 of ep
+    TE's names                 weight0  weight1         weight0  weight1
+    registered names           weight0  weight1         weight2  weight3
+
+Ranks follow each other as ``torch.chunk`` cuts. A rank's own range therefore begins at or behind the number of its
+experts, unless it is the first: no name of TE's is a registered name of another expert.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["GROUPED", "PLAIN", "Layout", "ParameterRule"]
+from te_fsdp.errors import MeshError
+
+__all__ = [
+    "GATED_ACTIVATIONS",
+    "GROUPED",
+    "PLAIN",
+    "ExpertRange",
+    "Layout",
+    "ParameterRule",
+    "attention_offset_rules",
+    "expert_index",
+    "expert_ranges",
+    "grouped_linear_rules",
+    "linear_rules",
+    "mlp_rules",
+    "norm_rules",
+    "replicated_rules",
+    "single_grouped_rules",
+]
 
 
 @dataclass(frozen=True)
@@ -86,3 +128,173 @@ class ParameterRule:
         assert not (self.layout.is_stacked and self.shard_dim not in (0, None)), (
             "blocks are stacked along dim 0"
         )
+
+
+#: Activations whose fc1 produces two stacked halves ``[gate; up]`` (TE 2.20.2
+#: ``pytorch/module/layernorm_mlp.py``).
+GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
+
+_GATED = Layout("stacked", (1, 1))
+
+
+def linear_rules(
+    weight_names: Iterable[str],
+    bias_names: Iterable[str],
+    parallel_mode: str | None,
+    *,
+    sequence_parallel: bool = False,
+    norm_names: Iterable[str] = (),
+    layout: Layout = PLAIN,
+) -> dict[str, ParameterRule]:
+    """Rules of Linear and LayerNormLinear.
+
+    Args:
+        weight_names: Weight parameters, shape ``(out, in)`` each (several when TE splits a fused projection).
+        bias_names: Bias parameters that exist, shape ``(out,)`` each.
+        parallel_mode: TE's ``"column"``, ``"row"`` or ``None``.
+        sequence_parallel: Whether activations outside the GEMM are cut along the sequence.
+        norm_names: Norm parameters of LayerNormLinear, shape ``(in,)`` each.
+        layout: Layout of a column-parallel fused weight and its bias.
+    """
+    dim = {"column": 0, "row": 1, None: None}[parallel_mode]
+    weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
+    if parallel_mode == "column":
+        bias = ParameterRule(0, layout)
+    else:
+        bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
+    norm = ParameterRule(None, partial_grad=sequence_parallel)
+    return {
+        **dict.fromkeys(norm_names, norm),
+        **dict.fromkeys(weight_names, weight),
+        **dict.fromkeys(bias_names, bias),
+    }
+
+
+def mlp_rules(
+    parameter_names: Iterable[str], activation: str, *, sequence_parallel: bool = False
+) -> dict[str, ParameterRule]:
+    """Rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, the rest replicated."""
+    layout = _GATED if activation in GATED_ACTIVATIONS else PLAIN
+    shared = ParameterRule(None, partial_grad=sequence_parallel)
+    table = {
+        "layer_norm_weight": shared,
+        "layer_norm_bias": shared,
+        "fc1_weight": ParameterRule(0, layout, quantizable=True),
+        "fc1_bias": ParameterRule(0, layout),
+        "fc2_weight": ParameterRule(1, quantizable=True),
+        "fc2_bias": shared,
+    }
+    return {name: table[name] for name in parameter_names}
+
+
+def grouped_linear_rules(
+    weight_names: Iterable[str], bias_names: Iterable[str], parallel_mode: str | None
+) -> dict[str, ParameterRule]:
+    """Rules of GroupedLinear with one 2-D weight ``(out, in)`` per expert and an optional bias ``(out,)`` each."""
+    dim = {"column": 0, "row": 1, None: None}[parallel_mode]
+    return {
+        **{name: ParameterRule(dim, quantizable=True) for name in weight_names},
+        **{name: ParameterRule(0 if parallel_mode == "column" else None) for name in bias_names},
+    }
+
+
+def single_grouped_rules(
+    parameter_names: Iterable[str], parallel_mode: str | None
+) -> dict[str, ParameterRule]:
+    """Rules of GroupedLinear's single parameters: ``weight`` (experts, out, in) and ``bias`` (experts, out).
+
+    Dims are those of one expert's tensor plus one: the 2-D placements on this tensor would cut the experts.
+    """
+    dim = {"column": 1, "row": 2, None: None}[parallel_mode]
+    table = {
+        "weight": ParameterRule(dim, GROUPED, quantizable=True),
+        "bias": ParameterRule(1 if parallel_mode == "column" else None, GROUPED),
+    }
+    return {name: table[name] for name in parameter_names}
+
+
+def norm_rules(
+    parameter_names: Iterable[str], *, sequence_parallel: bool = False, per_head: bool = False
+) -> dict[str, ParameterRule]:
+    """Rules of LayerNorm and RMSNorm; ``per_head`` marks q/k norms inside attention."""
+    rule = ParameterRule(None, partial_grad=sequence_parallel or per_head)
+    return dict.fromkeys(parameter_names, rule)
+
+
+def attention_offset_rules(parameter_names: Iterable[str]) -> dict[str, ParameterRule]:
+    """Rules of DotProductAttention: the learnable ``softmax_offset``, one value per local head, shape ``(heads,)``."""
+    return {name: ParameterRule(0) for name in parameter_names}
+
+
+def replicated_rules(partial_by_name: dict[str, bool]) -> dict[str, ParameterRule]:
+    """Rules of a module that TE does not know: everything replicated, with the given gradient marks."""
+    return {name: ParameterRule(None, partial_grad=partial) for name, partial in partial_by_name.items()}
+
+
+_NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class ExpertRange:
+    """The experts that one rank holds.
+
+    Attributes:
+        first: Global index of its first expert.
+        count: How many it holds: TE's ``num_gemms``.
+        total: How many there are over all ranks of ``ep``.
+        most: How many the first rank holds, and all others but the last; 0 for as many as this one.
+    """
+
+    first: int
+    count: int
+    total: int
+    most: int = 0
+
+    def counts(self) -> tuple[int, int]:
+        """How many experts the first rank of ``ep`` holds, and how many the last: the same on every rank."""
+        most = self.most or self.count
+        return most, self.total - (math.ceil(self.total / most) - 1) * most
+
+    def registered_name(self, name: str) -> str:
+        """The name under which a parameter that TE calls ``name`` is registered; other names as they are."""
+        found = _NAME.fullmatch(name)
+        if found is None or int(found[2]) >= self.count:
+            return name
+        return f"{found[1]}{int(found[2]) + self.first}"
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether ``name`` is the registered name of an expert's parameter that another rank holds."""
+        index = expert_index(name)
+        return index is not None and index < self.total and not self.first <= index < self.first + self.count
+
+
+def expert_index(name: str) -> int | None:
+    """The number in an expert's parameter name (``weight12``), ``None`` for other names."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[2])
+
+
+def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
+    """The range of each rank along ``ep``, from how many experts each holds.
+
+    Args:
+        counts: ``num_gemms`` of each rank.
+        label: Name of the module, for messages.
+
+    Raises:
+        MeshError: Not the numbers that ``torch.chunk`` gives, or a rank without experts.
+    """
+    total, ranks = sum(counts), len(counts)
+    step = -(-total // ranks)
+    fitting = [max(0, min(step, total - rank * step)) for rank in range(ranks)]
+    if list(counts) != fitting or 0 in counts:
+        even = "choose an ep size that divides the number of experts"
+        raise MeshError(
+            f"{label}: experts over ep={ranks}",
+            expected=f"{total} experts dealt out as {fitting}, at least one on each rank",
+            got=f"num_gemms of the ranks {list(counts)}",
+            why="Which expert a weight belongs to follows from how many the ranks before hold",
+            fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
+        )
+    firsts = [sum(counts[:rank]) for rank in range(ranks)]
+    return [ExpertRange(first, count, total, step) for first, count in zip(firsts, counts, strict=True)]

@@ -1,10 +1,22 @@
-"""``set_device_mesh``: plan, check, then bind every module of a tree to its meshes."""
+"""``set_device_mesh``: plan, check, then bind every module of a tree to its meshes.
+
+A bound module has one of te_fsdp's classes, made when first asked for (TE is not imported before):
+
+    te_fsdp.Linear  =  MeshModule  +  te.Linear  +  ShardedInit  +  TransformerEngineBaseModule
+
+``ShardedInit`` stands between TE's class and TE's base class, so that TE's own ``reset_parameters`` of the
+class runs, and only the generic part, which knows neither shards nor foreign axis names, is replaced.
+
+``load_state_dict(assign=True)`` of a bound model copies what is loaded into the parameters that are there. Assigned
+tensors would take their places: FSDP2, optimizers and te_fsdp's own notes hold the old ones.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,23 +24,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import KEY, NO_SHARD, Binding, binding_of
+from te_fsdp.errors import PlacementError
 from te_fsdp.mesh import check_1d
-from te_fsdp.modules.assigned import watch_assignments
+from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
-from te_fsdp.modules.classes import bound_class
-from te_fsdp.modules.copies import sync_tp_replicas
-from te_fsdp.modules.equal_shards import find_equal_shards, on_device, refuse_equal_shards
-from te_fsdp.modules.grouped import adopt_single
-from te_fsdp.modules.inputs import watch_inputs
-from te_fsdp.modules.plan import Meshing
-from te_fsdp.modules.replaced import refuse_replaced, replacing
-from te_fsdp.parameters import attributes_of
-from te_fsdp.quantized.all_gather import mend_hooks
+from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
+from te_fsdp.modules.initialize import initialize_te_parameters
+from te_fsdp.modules.plan import Meshing, check_divisible
+from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards, watch_inputs
+from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
+from te_fsdp.quantized.all_gather import mend_hooks, mend_new_zeros
 from te_fsdp.quantized.amax import requantize
-from te_fsdp.quantized.installed import mend_new_zeros
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
-from te_fsdp.step_hooks import StepFunctions, run_around_steps
+from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -37,10 +45,97 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.layout.experts import ExpertRange
+    from te_fsdp.layout.rules import ExpertRange
     from te_fsdp.modules.plan import ModulePlan
 
-__all__ = ["bind", "set_device_mesh"]
+__all__ = ["bind", "bound_class", "mesh_class", "set_device_mesh", "watch_assignments"]
+
+
+@functools.cache
+def _sharded_init_class() -> type:
+    """``TransformerEngineBaseModule`` whose generic ``reset_parameters`` is shard-aware."""
+    base = _te.base_module_class()
+
+    class ShardedInit(base):  # type: ignore[misc, valid-type]
+        """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
+
+        def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
+            """Initialise this rank's shards; see :meth:`MeshModule.reset_parameters`."""
+            if binding_of(self) is None:
+                super().reset_parameters(defer_init=defer_init)  # type: ignore[not-callable]
+            elif not defer_init:
+                initialize_te_parameters(self)
+
+    return ShardedInit
+
+
+@functools.cache
+def mesh_class(kind: str) -> type[torch.nn.Module]:
+    """te_fsdp's class of a module kind, for example ``te_fsdp.Linear``."""
+    stock = _te.module_class(kind)
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_1d(tp_mesh, "tp_mesh", kind)
+        check_1d(weight_mesh, "weight_mesh", kind)
+        check_switch(kwargs)
+        if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
+            kwargs.setdefault("tp_group", tp_mesh.get_group())
+            kwargs.setdefault("tp_size", tp_mesh.size())
+        check_divisible(kind, stock, args, kwargs)
+        super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
+        if tp_mesh is not None or weight_mesh is not None:
+            self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
+
+    doc = f"""TransformerEngine's ``{kind}`` that can be bound to meshes.
+
+    Takes everything that ``transformer_engine.pytorch.{kind}`` takes, and two keywords more.
+
+    Args:
+        *args: As for TE.
+        tp_mesh: 1-D tensor-parallel mesh; gives ``tp_group`` and ``tp_size`` where these are left out.
+        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight (FSDP shard x tp), for the scale of
+            quantized weights with one scale per tensor.
+        **kwargs: As for TE.
+
+    Raises:
+        MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
+        PlacementError: Heads or features that ``tp_size`` does not divide.
+    """
+    cls = type(kind, _bases(stock), {"__init__": __init__, "__doc__": doc, "__module__": "te_fsdp"})
+    return cls
+
+
+@functools.cache
+def bound_class(cls: type) -> type:
+    """The class that an instance of ``cls`` gets when it is bound.
+
+    TE's own classes become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``); a user's subclass, and a module
+    that TE does not know, keep their code and name behind the mixin.
+    """
+    if issubclass(cls, MeshModule):
+        return cls
+    for kind in _te.KINDS if _te.is_loaded() else ():
+        if cls is _te.module_class(kind):
+            return mesh_class(kind)
+    return type(cls.__name__, _bases(cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+def _bases(cls: type) -> tuple[type, ...]:
+    """Bases of a bound class over ``cls``."""
+    if _te.is_loaded() and issubclass(cls, _te.base_module_class()):
+        grouped = issubclass(cls, _te.module_class("GroupedLinear"))
+        return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
+    if hasattr(cls, "op_backward"):
+        return (OpMeshModule, cls)
+    from_te = cls.__module__.split(".")[0] == "transformer_engine"
+    return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
+
 
 _log = logging.getLogger("te_fsdp")
 
@@ -178,7 +273,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             binding.attributes[name] = attributes_of(parameter)
-    module.__dict__[KEY] = binding
+    module.__dict__[BINDING] = binding
     module.__class__ = bound_class(type(module))
     if (
         tp_mesh is not None
@@ -233,3 +328,50 @@ def _place(
         placements[-1] = Shard(rule.shard_dim)
     like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+
+
+_WATCHED = "_te_fsdp_assignments"
+_ASSIGN = "assign_to_params_buffers"
+
+
+def watch_assignments(model: nn.Module) -> None:
+    """Look at what is assigned to a model and to parts of it from now on. Local operation."""
+    for module in model.modules():
+        if _WATCHED not in module.__dict__:
+            module.__dict__[_WATCHED] = True
+            module.register_load_state_dict_pre_hook(_before_load)
+
+
+def _before_load(
+    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
+) -> None:
+    """Runs for the module that is loaded first: all that is below it is checked before anything changes."""
+    if not metadata.get(_ASSIGN):
+        return
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None:
+            _check(prefix + name, parameter, value)
+    own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+    if own and not any(parameter.is_meta for parameter in own):
+        metadata[_ASSIGN] = False
+
+
+def _check(label: str, parameter: DTensor, value: torch.Tensor) -> None:
+    """The value must be cut as the parameter is."""
+    wanted = f"a DTensor with placements {tuple(parameter.placements)}"
+    if not isinstance(value, DTensor):
+        got = f"a plain tensor of shape {tuple(value.shape)}"
+    elif value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
+        got = f"one with {tuple(value.placements)} on {value.device_mesh}"
+    else:
+        return
+    raise PlacementError(
+        f"{label}: load_state_dict(assign=True) of a sharded parameter",
+        expected=wanted,
+        got=got,
+        why="It would take the place of this rank's part",
+        fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
+        "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
+    )

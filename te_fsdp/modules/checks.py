@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather, raised_on_all_ranks
-from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.errors import MeshError, OrderError, PlacementError
-from te_fsdp.layout.experts import ExpertRange, expert_ranges
+from te_fsdp.layout.rules import ExpertRange, expert_ranges
 from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.grouped import single_cuts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
+from te_fsdp.parameters import Binding, binding_of, is_exempt
 from te_fsdp.quantized.alignment import check_quantizer
 from te_fsdp.quantized.shards import plan_cuts
 

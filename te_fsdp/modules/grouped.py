@@ -24,12 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_delayed, _torch
 from te_fsdp._te_grouped import GroupedReads, grouped_path_problem
-from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError
-from te_fsdp.layout.experts import ExpertRange, expert_index
-from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.layout.rules import ExpertRange, ParameterRule, expert_index
 from te_fsdp.modules.base import ResettableModule
-from te_fsdp.parameters import carry_over
+from te_fsdp.parameters import Binding, binding_of, carry_over
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
@@ -246,7 +244,7 @@ def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
 class GroupedModule(SingleModule):
     """Mixin of ``GroupedLinear``. Without expert parallelism it changes nothing.
 
-    With it, parameters are registered under global indices (:mod:`te_fsdp.layout.experts`). TE's own code asks for
+    With it, parameters are registered under global indices (:mod:`te_fsdp.layout.rules`). TE's own code asks for
     ``weight0``, and gets the rank's first expert.
     """
 

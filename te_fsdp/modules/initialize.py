@@ -15,12 +15,10 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import Binding, binding_of
 from te_fsdp.errors import InitError, OrderError
-from te_fsdp.layout.experts import expert_index
+from te_fsdp.layout.rules import expert_index
 from te_fsdp.mesh import default_device_type
-from te_fsdp.modules.shards import ShardInfo, shard_info
-from te_fsdp.parameters import plan_of, successor
+from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
 from te_fsdp.quantized.amax import attach_group, quantize_shard
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
-from te_fsdp.binding import binding_of
 from te_fsdp.errors import MeshError, PlacementError, message
-from te_fsdp.layout import table
-from te_fsdp.layout.experts import ExpertRange, expert_index
-from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from te_fsdp.layout import rules as table
+from te_fsdp.layout.rules import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
 from te_fsdp.modules.grouped import check_single, single_parameters
+from te_fsdp.parameters import binding_of
 from te_fsdp.quantized.alignment import Grid
 
 if TYPE_CHECKING:

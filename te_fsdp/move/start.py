@@ -9,28 +9,235 @@ What the ranks of a group hold, and what they shall hold, say which collective t
     Replicate  Shard      none            each rank takes its rows (``Chunk.of``)
 
 and :func:`broadcast` makes replicas equal. Gradients cross the wire in the dtype that their model's
-:class:`~te_fsdp.move.comm.GradComm` says. Another transport (copies into fixed slots, say) takes the place of a row.
+:class:`~te_fsdp.move.start.GradComm` says. Another transport (copies into fixed slots, say) takes the place of a row.
+
+In which dtype gradients cross the wire, and in which they are added up:
+
+    main gradients   fp32 buffer (main_grads_dtype), where microbatches accumulate
+    wire             the same buffer rounded to grad_comm_dtype, right before a collective
+    reduction        by the transport in the wire's dtype; or here in fp32, of what an all-to-all brought
+
+One :class:`GradComm` per model decides for all that reduces its gradients: for FSDP2's reduce-scatters
+(:mod:`te_fsdp.sharding.comm_units`), for parameters that are not sharded and for the outer axis of hybrid sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from te_fsdp.errors import PrecisionError
-from te_fsdp.move.buffer import Buffer
+from te_fsdp.errors import OrderError, PrecisionError
 from te_fsdp.move.pending import Pending, current_stream
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.move.comm import GradComm
+__all__ = [
+    "COMM_DTYPES",
+    "LARGE",
+    "Buffer",
+    "GradComm",
+    "Rows",
+    "broadcast",
+    "comm_of",
+    "grad_comm",
+    "reduce_scatter",
+    "set_comm",
+    "start",
+]
 
-__all__ = ["LARGE", "broadcast", "reduce_scatter", "start"]
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where tensors lie in one piece of memory, one after the other.
+
+    Attributes:
+        sizes: Elements of each.
+        align: Each begins at a multiple of so many elements, so that kernels may read several at once.
+        more: Elements behind the last one, for flags.
+    """
+
+    sizes: tuple[int, ...]
+    align: int = 1
+    more: int = 0
+
+    @functools.cached_property
+    def rooms(self) -> tuple[int, ...]:
+        """Elements that each takes."""
+        return tuple([-(-size // self.align) * self.align for size in self.sizes])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return sum(self.rooms) + self.more
+
+    def pieces(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
+        start = 0
+        for size, room in zip(self.sizes, self.rooms, strict=True):
+            yield memory[..., start : start + size]
+            start += room
+
+    def pack(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        more: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensors in new memory, by one kernel. Local operation.
+
+        Args:
+            tensors: Of at most so many elements as :attr:`sizes` says; what is missing is filled with zeros, ``None``
+                wholly.
+            dtype: Of the memory; tensors of another one are cast.
+            device: Where.
+            more: What lies behind them, of :attr:`more` elements.
+
+        Returns:
+            1-D, :attr:`numel` elements.
+        """
+        held = [0 if tensor is None else tensor.numel() for tensor in tensors]
+        gaps = [room - numel for room, numel in zip(self.rooms, held, strict=True)]
+        # One for all: they are views of it.
+        zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
+        found = [zeros[:0]]
+        for tensor, gap in zip(tensors, gaps, strict=True):
+            if tensor is not None:
+                found.append(tensor.reshape(-1).to(dtype))
+            if gap:
+                found.append(zeros[:gap])
+        if more is not None:
+            found.append(more)
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a tensor is cut over ranks along one dim: as ``torch.chunk`` cuts, the last ranks have fewer rows or none.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dim: The dim that is cut.
+        ranks: Over how many.
+    """
+
+    shape: torch.Size
+    dim: int
+    ranks: int
+
+    @functools.cached_property
+    def step(self) -> int:
+        """Rows of each rank, but for the last ones."""
+        return -(-self.shape[self.dim] // self.ranks)
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements that each rank sends or receives: its rows, padded to :attr:`step`."""
+        rows = self.shape[self.dim]
+        return self.step * (math.prod(self.shape) // rows) if rows else 0
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether all ranks have the same number of rows."""
+        return self.shape[self.dim] == self.step * self.ranks
+
+    def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the same rows in a whole tensor and in ``flat``, of shape (ranks, :attr:`numel`). Local operation.
+
+        One pair where all ranks have equally many rows, else one for each rank that has some; what pads the rows of the
+        last ranks in ``flat`` is in none.
+        """
+        if self.is_even:
+            rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
+            yield rows, flat.view(rows.shape)
+            return
+        for rank, rows in enumerate(whole.split(self.step, self.dim)):
+            yield rows, flat[rank, : rows.numel()].view(rows.shape)
+
+
+#: Dtypes that gradients may travel in; every transport adds these.
+COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Key in the ``__dict__`` of a sharded model.
+_KEY = "_te_fsdp_grad_comm"
+
+
+@dataclass
+class GradComm:
+    """What one model's gradient reductions look up each time they run.
+
+    Attributes:
+        dtype: On the wire; ``None``: the dtype of the buffer that is reduced (main_grads_dtype).
+        fp32_sum: Add in fp32 what crossed the wire in another dtype, instead of in the wire's dtype.
+        look: Is shown each buffer right before its reduction, with the name of its unit (``None``: of no unit).
+    """
+
+    dtype: torch.dtype | None = None
+    fp32_sum: bool = False
+    look: Callable[[str | None, torch.Tensor], None] | None = None
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """Wire dtype of a buffer of ``dtype``. Local operation."""
+        return dtype if self.dtype is None else self.dtype
+
+
+def set_comm(model: nn.Module, comm: GradComm) -> None:
+    """Make ``comm`` what :func:`grad_comm` changes for ``model``. Local operation."""
+    model.__dict__[_KEY] = comm
+
+
+def comm_of(model: nn.Module) -> GradComm | None:
+    """The model's :class:`GradComm`; ``None`` where it was sharded without a precision policy. Local operation."""
+    return model.__dict__.get(_KEY)
+
+
+@contextlib.contextmanager
+def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let gradients travel in another dtype for a while, for example in bf16 for all but the last steps.
+
+    Holds for every reduction that runs inside: of a backward, of parameters that are not sharded, of the outer axis
+    at an optimizer step. Contexts nest; leaving one, also by an exception, restores what held before. What gradients
+    accumulate in does not change. Local operation; all ranks must use the same dtype, as the wire connects them.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
+        dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``None``: main_grads_dtype.
+
+    Raises:
+        OrderError: The model has no precision policy.
+        PrecisionError: Another dtype.
+    """
+    comm = comm_of(model)
+    if comm is None:
+        raise OrderError(
+            f"grad_comm({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
+            got="a module without one",
+            fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
+        )
+    if dtype is not None and dtype not in COMM_DTYPES:
+        raise PrecisionError(
+            "grad_comm: wrong dtype",
+            expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
+            got=dtype,
+            fix="gradients travel in floating-point dtypes that every transport can add",
+        )
+    before, comm.dtype = comm.dtype, dtype
+    try:
+        yield
+    finally:
+        comm.dtype = before
+
 
 #: Elements of a tensor that is worth a collective of its own: packing it would cost more than it saves.
 LARGE = 1 << 20

@@ -33,7 +33,7 @@ from te_fsdp.layout.rules import ParameterRule
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.binding import Binding
+    from te_fsdp.parameters import Binding
 
 __all__ = ["Grid", "Weight", "check_fit", "check_quantizer", "check_recipe", "fits", "fitting_dim"]
 

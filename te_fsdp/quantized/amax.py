@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_delayed, _torch
-from te_fsdp.binding import binding_of
+from te_fsdp.parameters import binding_of
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.grouped_weight import is_grouped_weight, quantize_experts
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.binding import Binding
+    from te_fsdp.parameters import Binding
 
 __all__ = [
     "attach_group",

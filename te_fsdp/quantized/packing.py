@@ -26,7 +26,7 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp._te_formats import GROUPED_BUFFERS
-from te_fsdp.move.buffer import Buffer
+from te_fsdp.move.start import Buffer
 from te_fsdp.quantized.components import Component, components_of
 
 __all__ = [

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
-from te_fsdp.binding import Binding, binding_of, is_exempt
 from te_fsdp.errors import MeshError, message
 from te_fsdp.layout.boxes import Box, chunk_range
-from te_fsdp.parameters import places_of, successor
+from te_fsdp.parameters import Binding, binding_of, is_exempt, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard, remember_shard
 from te_fsdp.quantized.components import components_of
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.binding import Binding
     from te_fsdp.layout.rules import ParameterRule
 
 __all__ = [

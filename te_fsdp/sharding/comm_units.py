@@ -27,7 +27,7 @@ from te_fsdp.move.start import reduce_scatter, start
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.move.comm import GradComm
+    from te_fsdp.move.start import GradComm
 
 __all__ = ["OuterGroup", "UnitReduceScatter", "install_comm", "reduce_unused", "sum_outer_in_fp32"]
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp import _torch
-from te_fsdp.binding import is_exempt
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.parameters import places_of
+from te_fsdp.parameters import is_exempt, places_of
 from te_fsdp.sharding.state import sharding_state
 from te_fsdp.sharding.steps import watch_method
 

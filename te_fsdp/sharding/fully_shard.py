@@ -27,13 +27,11 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import binding_of
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
-from te_fsdp.modules.inputs import watch_inputs
-from te_fsdp.modules.replaced import replacing
-from te_fsdp.parameters import noted, places_of
+from te_fsdp.modules.rank_checks import watch_inputs
+from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import reduce_unused
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
@@ -45,6 +43,7 @@ from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
 from te_fsdp.sharding.units import Wanted
 from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion_set_aside
+from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
     from torch import nn

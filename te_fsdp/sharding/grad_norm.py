@@ -168,7 +168,7 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
 def _counts(parameter: torch.Tensor) -> bool:
     """Whether this rank's part of the gradient counts: of several copies the first, so that all ranks get one result.
 
-    The copies of a gradient may differ by rounding (see ``modules/copies.py``).
+    The copies of a gradient may differ by rounding (see ``step_hooks.py``).
     """
     if not isinstance(parameter, DTensor):
         return True

@@ -12,13 +12,12 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.binding import binding_of
 from te_fsdp.errors import InitError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
-from te_fsdp.modules.replaced import replacing
-from te_fsdp.parameters import places_of
+from te_fsdp.parameters import binding_of, places_of
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
+from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
     from torch import nn

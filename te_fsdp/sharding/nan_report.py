@@ -20,7 +20,7 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import gather, maximum
 from te_fsdp.errors import GradientError, OrderError, message
-from te_fsdp.move.comm import GradComm, comm_of, set_comm
+from te_fsdp.move.start import GradComm, comm_of, set_comm
 from te_fsdp.sharding.comm_units import install_comm
 from te_fsdp.sharding.state import shard_of, sharding_state
 

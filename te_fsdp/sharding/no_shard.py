@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from te_fsdp import _torch
-from te_fsdp.binding import NO_SHARD, binding_of
 from te_fsdp.errors import OrderError, message
-from te_fsdp.modules.replaced import registered_at
-from te_fsdp.parameters import noted
+from te_fsdp.parameters import NO_SHARD, binding_of, noted
+from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
     from te_fsdp.layout.storage import ParameterPlan

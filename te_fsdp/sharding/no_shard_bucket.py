@@ -15,16 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _torch
-from te_fsdp.move.buffer import Buffer
-from te_fsdp.move.order import own_group
-from te_fsdp.move.pending import Pending, current_stream
-from te_fsdp.move.start import start
+from te_fsdp.move.pending import Pending, current_stream, own_group
+from te_fsdp.move.start import Buffer, start
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.move.comm import GradComm
+    from te_fsdp.move.start import GradComm
     from te_fsdp.sharding.no_shard import Exempt
 
 __all__ = ["CAPACITY", "Bucket", "Ranks", "Reduction", "Slot", "all_ranks", "pack"]

@@ -8,7 +8,7 @@ So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, an
 reduced gradients: what was reduced is never reduced again.
 
 Gradients of one unit with strategy ``no_shard`` travel together as soon as backward has left the unit
-(:mod:`te_fsdp.move.order`), those of a unit that may not begin early at the end of backward; all others at the end,
+(:mod:`te_fsdp.move.pending`), those of a unit that may not begin early at the end of backward; all others at the end,
 together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
 this rank travels as zeros, with a flag, since another rank may have one.
 """
@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.layout.storage import EXEMPT
-from te_fsdp.move.comm import comm_of
-from te_fsdp.move.order import UnitOrder
-from te_fsdp.move.pending import current_stream
+from te_fsdp.move.pending import UnitOrder, current_stream
+from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.no_shard_bucket import Bucket, Reduction, Slot, all_ranks, pack
 from te_fsdp.sharding.replicas import check_whole
 from te_fsdp.sharding.state import mark, sharding_state

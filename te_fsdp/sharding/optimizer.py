@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["check_optimizer", "remember", "optimizers_of"]
+__all__ = ["check_optimizer", "optimizers_of", "remember"]
 
 
 @functools.cache

@@ -15,7 +15,6 @@ import torch
 from te_fsdp import _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
-from te_fsdp.modules.copies import take_over_gradients
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
@@ -33,6 +32,7 @@ from te_fsdp.sharding.outer_gradients import (
 )
 from te_fsdp.sharding.outer_overlap_reduce import EarlyAverages
 from te_fsdp.sharding.state import state_of
+from te_fsdp.step_hooks import take_over_gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

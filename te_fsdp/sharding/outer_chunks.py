@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from te_fsdp import _torch
 from te_fsdp.layout.boxes import chunk_range
-from te_fsdp.move.buffer import Rows
+from te_fsdp.move.start import Rows
 from te_fsdp.parameters import plan_of
 from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of

@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from te_fsdp import _torch
-from te_fsdp.move.buffer import Buffer, Rows
-from te_fsdp.move.comm import GradComm, comm_of
 from te_fsdp.move.pending import Pending
-from te_fsdp.move.start import LARGE, start
+from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, start
 from te_fsdp.sharding.outer_chunks import Chunk
 from te_fsdp.sharding.state import state_of
 

@@ -4,7 +4,7 @@
     first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on:
                          once all ranks have told one
     later told ones      a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
-                         (:mod:`te_fsdp.move.order`)
+                         (:mod:`te_fsdp.move.pending`)
     the step             (or a norm) the holders tell each other what has begun; what has not begins, in the same order
 
 So every holder calls the same collectives in the same order, whatever it has used. Each begins at most once between two
@@ -33,9 +33,8 @@ import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
-from te_fsdp.move.comm import COMM_DTYPES, GradComm
-from te_fsdp.move.order import UnitOrder, own_group
-from te_fsdp.move.pending import Pending, SideStream, current_stream
+from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
+from te_fsdp.move.start import COMM_DTYPES, GradComm
 from te_fsdp.sharding.outer_chunks import OUTER, Chunk
 from te_fsdp.sharding.outer_collectives import Average, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of

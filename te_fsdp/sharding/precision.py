@@ -22,10 +22,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
 from te_fsdp import _fsdp2_patches, _te, _torch
-from te_fsdp.binding import is_exempt
 from te_fsdp.errors import PrecisionError
-from te_fsdp.move.comm import COMM_DTYPES, GradComm, set_comm
-from te_fsdp.parameters import facts_of, places_of, plan_of, successor
+from te_fsdp.move.start import COMM_DTYPES, GradComm, set_comm
+from te_fsdp.parameters import facts_of, is_exempt, places_of, plan_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
 

@@ -11,7 +11,7 @@ import torch
 from te_fsdp import _torch
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError
-from te_fsdp.modules.equal_shards import checksum, find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import places_of
 
 if TYPE_CHECKING:

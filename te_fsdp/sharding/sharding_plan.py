@@ -11,13 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.binding import NO_SHARD, is_exempt
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
 from te_fsdp.modules.checks import Selection, find_experts, plan_modules
 from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
-from te_fsdp.parameters import Place, places_of
+from te_fsdp.parameters import NO_SHARD, Place, is_exempt, places_of
 from te_fsdp.sharding.no_shard import Exempt
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.units import (

@@ -19,10 +19,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError
-from te_fsdp.modules.copies import sync_tp_replicas
 from te_fsdp.modules.initialize import check_initialised
-from te_fsdp.modules.inputs import check_inputs
-from te_fsdp.modules.replaced import refuse_replaced, replacing
+from te_fsdp.modules.rank_checks import check_inputs
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.optimizer import remember
@@ -40,7 +38,7 @@ from te_fsdp.sharding.state import (
     state_of,
     versions_of,
 )
-from te_fsdp.step_hooks import StepFunctions, run_around_steps
+from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
 
 if TYPE_CHECKING:
     from torch import nn

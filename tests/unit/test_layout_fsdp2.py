@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from te_fsdp.binding import KEY, Binding
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout.boxes import Coordinates
 from te_fsdp.layout.rules import Layout, ParameterRule
-from te_fsdp.modules.shards import shard_info
+from te_fsdp.parameters import BINDING, Binding, shard_info
 from tests.unit.layout_reference import GATED, from_boxes, tp_local
 
 WORLD, ME = 16, 8
@@ -65,7 +64,7 @@ def sharded_model(mesh: DeviceMesh) -> nn.Module:
     tp = mesh["tp"] if mesh["tp"].size() > 1 else None
     tp_size, tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
     module, dims = nn.Module(), {}
-    module.__dict__[KEY] = Binding("m", tp, None, {name: rule for name, (_, rule, _) in CASES.items()})
+    module.__dict__[BINDING] = Binding("m", tp, None, {name: rule for name, (_, rule, _) in CASES.items()})
     for name, (_, rule, dim) in CASES.items():
         value = tp_local(original(name), rule, tp_size, tp_rank).clone()
         if tp is not None:
@@ -102,7 +101,7 @@ def test_boxes_are_what_fsdp2_cuts(fake_world, shape):
 
 
 def _plain(model: nn.Module, name: str, parameter: DTensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    rules = model.__dict__[KEY].rules
+    rules = model.__dict__[BINDING].rules
     known, rules[name] = rules[name], ParameterRule(rules[name].shard_dim)
     info = shard_info(model, name, parameter)
     rules[name] = known

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_fsdp.move.buffer import Buffer, Rows
-from te_fsdp.move.order import UnitOrder
-from te_fsdp.move.pending import Pending, SideStream
+from te_fsdp.move.pending import Pending, SideStream, UnitOrder
+from te_fsdp.move.start import Buffer, Rows
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(torch.Size)

@@ -12,7 +12,7 @@ import torch
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules import extra_state
-from te_fsdp.modules.state_entry import DamagedEntryError, condition_of, marks_of, pack, unpack
+from te_fsdp.modules.extra_state import DamagedEntryError, condition_of, marks_of, pack, unpack
 
 MARKS = [(), (1,), (2,), (16,), (1, 1), (1, 2), (2, 4), (8, 256)]
 

@@ -43,8 +43,8 @@ __all__ = [
     "transformed",
     "weights_only",
     "write_checkpoint",
-    "write_safetensors",
     "write_pt",
+    "write_safetensors",
 ]
 
 

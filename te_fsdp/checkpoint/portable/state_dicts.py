@@ -32,8 +32,7 @@ from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.modules.extra_state import DELAYED
-from te_fsdp.modules.state_entry import DamagedEntryError, bytes_of, condition_of, marks_of, unpack
+from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
 
 __all__ = ["Choices", "Cuts", "open_dcp_contents", "open_torch_contents", "refuse_scrambled"]

@@ -137,7 +137,7 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
 def logical_state(run: Any) -> dict[str, torch.Tensor]:
     """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
     from te_fsdp import _te, _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     found: dict[str, torch.Tensor] = {}
     cut: list[tuple[str, torch.Tensor, Any]] = []
@@ -223,9 +223,9 @@ def load_elsewhere(
 @contextmanager
 def rows_taken_as_plain(run: Any) -> Iterator[None]:
     """Every cut parameter counts as one block, and the comparison that would notice is off."""
-    from te_fsdp.binding import binding_of
     from te_fsdp.checkpoint import compare, loading
     from te_fsdp.layout.rules import PLAIN
+    from te_fsdp.parameters import binding_of
 
     bindings = [b for b in map(binding_of, run.model.modules()) if b is not None]
     rules = [binding.rules for binding in bindings]

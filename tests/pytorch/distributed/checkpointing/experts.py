@@ -136,8 +136,7 @@ def _pieces(
 ) -> list[tuple[str, Any, Any]]:
     """Name, shape and rectangles of the tensors that a local one holds parts of."""
     from te_fsdp import _te
-    from te_fsdp.binding import binding_of
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import binding_of, shard_info
 
     info = shard_info(module, own, parameter)
     binding = binding_of(module)
@@ -162,7 +161,7 @@ def _pieces(
 def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
     """Delayed scaling's state by expert; without the newest row, which is each rank's own until the next forward."""
     from te_fsdp import _te, _te_delayed
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
 
     binding = binding_of(module)
     first = binding.experts.first if binding is not None and binding.experts is not None else 0

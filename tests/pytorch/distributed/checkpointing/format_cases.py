@@ -84,7 +84,7 @@ def cut_blocks(axes: dict[str, int], directory: str, recipes: list[str], *, save
     import te_fsdp
     from checkpointing.models import recipe_of
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     outcomes: dict[str, Any] = {}

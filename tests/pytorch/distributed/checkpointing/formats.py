@@ -35,7 +35,7 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
 def shards(run: Any) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Label, values and place of every parameter and its optimizer state on this rank."""
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     names = {id(p): n for n, p in run.model.named_parameters()}
     for module in run.model.modules():

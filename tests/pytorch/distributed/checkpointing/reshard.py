@@ -94,7 +94,7 @@ def compare(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int
         Names of those that differ or that are missing on either side, and the number of tensors compared.
     """
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     wrong, seen = [], set()
     names = {id(p): n for n, p in run.model.named_parameters()}

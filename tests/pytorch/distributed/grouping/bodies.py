@@ -133,7 +133,7 @@ def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, t
 
 def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
     """Values or gradients of this rank's experts, whole, for both forms: ``fc1.weight`` (experts, out, in)."""
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
 
     binding = binding_of(model.fc1)
     experts = binding.experts if binding is not None else None
@@ -282,7 +282,7 @@ def placed(*, flat: bool) -> int:
         flat: Reuse the placements of a 2-D weight on the stack of all experts, as if the leading dim were not there.
     """
     import te_fsdp
-    from te_fsdp.layout import table
+    from te_fsdp.layout import rules as table
     from te_fsdp.layout.rules import GROUPED, ParameterRule
     from te_fsdp.modules import plan
 

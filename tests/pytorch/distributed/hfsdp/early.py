@@ -149,25 +149,25 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
         orders: Blocks of each rank.
         alone: Negative control: the ranks do not agree on one order.
     """
-    from te_fsdp.move import order
+    from te_fsdp.move import pending
 
-    stock = order.maximum
+    stock = pending.maximum
     pair = Pair(blocks=4)
-    agree = order.UnitOrder.agree
+    agree = pending.UnitOrder.agree
 
     def spoilt(self: Any, meshes: Any) -> None:
-        order.maximum = lambda *args, **kwargs: None
+        pending.maximum = lambda *args, **kwargs: None
         try:
             agree(self, meshes)
         finally:
-            order.maximum = stock
+            pending.maximum = stock
 
     if alone:
-        order.UnitOrder.agree = spoilt
+        pending.UnitOrder.agree = spoilt
     try:
         found = [pair.both(seed, orders) for seed in (1, 2, 3)]
     finally:
-        order.UnitOrder.agree = agree
+        pending.UnitOrder.agree = agree
     pair.checks.require(24)
     return found
 

@@ -144,7 +144,7 @@ def quantized(
         Buffers compared at the start, in the steps, and weights in the forms that kernels read.
     """
     import te_fsdp
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
 
     meshes = meshes_of(axes)
     model = stock(kind, recipe, "meta", **meshes.te_kwargs())

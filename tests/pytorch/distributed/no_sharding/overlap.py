@@ -94,15 +94,15 @@ def _sums(calls: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _spoilt(what: str) -> Iterator[None]:
-    from te_fsdp.move import order
-    from te_fsdp.move.order import UnitOrder
+    from te_fsdp.move import pending
+    from te_fsdp.move.pending import UnitOrder
 
     agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
 
     def alone(self: UnitOrder, meshes: Any) -> None:
-        stock, order.maximum = order.maximum, lambda *a, **k: None
+        stock, pending.maximum = pending.maximum, lambda *a, **k: None
         agree(self, meshes)
-        order.maximum = stock
+        pending.maximum = stock
 
     if what == "order":
         UnitOrder.agree = alone

@@ -30,12 +30,11 @@ def training(
         Names of replicated parameters and states, and of those that differ between tp ranks.
     """
     import te_fsdp
-    from te_fsdp import _torch
-    from te_fsdp.modules import copies
+    from te_fsdp import _torch, step_hooks
 
     model, meshes = _model(axes, optimizer, wrap)
     steps = _optimizer(optimizer, model)
-    watch = contextlib.nullcontext() if watched else _without(copies)
+    watch = contextlib.nullcontext() if watched else _without(step_hooks)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with watch:
         for _ in range(STEPS):
@@ -81,13 +80,13 @@ def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _without(copies: Any) -> Any:
+def _without(step_hooks: Any) -> Any:
     """Take nothing over."""
-    stock, copies.take_over_gradients = copies.take_over_gradients, lambda parameters: None
+    stock, step_hooks.take_over_gradients = step_hooks.take_over_gradients, lambda parameters: None
     try:
         yield
     finally:
-        copies.take_over_gradients = stock
+        step_hooks.take_over_gradients = stock
 
 
 def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes: Any) -> dict[str, list[str]]:

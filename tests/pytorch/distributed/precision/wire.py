@@ -40,8 +40,7 @@ def fp16_averages(large: float) -> dict[str, list[list[float]]]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    from te_fsdp.move.comm import GradComm
-    from te_fsdp.move.start import start
+    from te_fsdp.move.start import GradComm, start
 
     comm, group, ranks = GradComm(torch.float16), dist.group.WORLD, dist.get_world_size()
     found: dict[str, list[list[float]]] = {"all_reduce": [], "reduce_scatter": []}

@@ -104,7 +104,7 @@ def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
         Number of rectangles compared.
     """
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     whole, names = dict(reference.named_parameters()), {id(p): n for n, p in model.named_parameters()}
     checks = harness.Comparisons()
@@ -124,7 +124,7 @@ def _gathered_weights_agree(model: Pair) -> int:
     """
     from te_fsdp import _torch
     from te_fsdp.layout.boxes import chunk_range
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     owners = {"first": model.first, "second": model.second}
     shards = {}
@@ -191,7 +191,7 @@ def outcomes(recipe: str, block: int) -> list[dict[str, Any]]:
 
 def _outcome(recipe: str, route: str, tp: int, hidden: int, middle: int) -> dict[str, Any]:
     import te_fsdp
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
 
     meshes = te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
     model = pair(recipe, hidden, middle, "meta", **meshes.te_kwargs())

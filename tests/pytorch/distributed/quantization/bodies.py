@@ -115,7 +115,7 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
         Number of weights compared; the ranks of an unquantized model compare none.
     """
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     whole = dict(reference.named_parameters())
     checks = harness.Comparisons()
@@ -219,7 +219,7 @@ def _initialised(
 
 def _forget_weight_mesh(model: nn.Module) -> None:
     """Negative control: every shard would be quantized with a scale of its own from now on."""
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
 
     for module in model.modules():
         binding = binding_of(module)

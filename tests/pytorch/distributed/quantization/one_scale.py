@@ -190,7 +190,7 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Ten
 def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     """The whole original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     info, local = shard_info(module, name, value), _torch.local_of(value)
     whole = torch.full(info.original_shape, -torch.inf, dtype=local.dtype, device=local.device)
@@ -274,7 +274,7 @@ def same_buffers(
 ) -> int:
     """The buffers of one weight: this rank's are its part of the whole one's."""
     from te_fsdp import _torch
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     local, info = _torch.local_of(parameter), shard_info(module, own, parameter)
     expected = {c.name: c for c in buffers_of(whole, label)}
@@ -342,7 +342,7 @@ def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:
 
 def reduce_over_fsdp_only(model: nn.Module, meshes: Any) -> None:
     """Negative control: the amax group that stock TE's gather sets, FSDP2's shard axis."""
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
     from te_fsdp.quantized.amax import attach_group
 
     for module in model.modules():

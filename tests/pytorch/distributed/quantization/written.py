@@ -105,7 +105,7 @@ def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 def assign_data(module: nn.Module, local: Any, value: torch.Tensor) -> None:
     """Give a float8 weight new bytes and a new scale tensor, as TE's ``data`` setter does; quantize into others."""
-    from te_fsdp.binding import binding_of
+    from te_fsdp.parameters import binding_of
     from te_fsdp.quantized.amax import quantize_shard
 
     fresh = quantize_shard(value, local._quantizer.copy(), binding_of(module))
@@ -124,7 +124,7 @@ def parts_of(local: Any) -> list[Any]:
 
 def piece(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
     """This rank's part of a whole value, placed as the parameter."""
-    from te_fsdp.modules.shards import shard_info
+    from te_fsdp.parameters import shard_info
 
     info = shard_info(module, own, parameter)
     local = torch.empty(info.local_shape, dtype=value.dtype, device=value.device)
