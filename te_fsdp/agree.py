@@ -4,7 +4,11 @@
     :func:`all_agree`            all raise one error; else each rank has its own result
     :func:`from_rank_0`          one rank works for all, which get its result or raise its error
     :meth:`Ranks.round`          all tell rank 0, which answers each, in any thread
-    :func:`maximum`, :func:`are_equal`, :func:`gather`    numbers and small objects, the same on all ranks afterwards
+    :func:`maximum`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
+                                 numbers and small objects, the same on all ranks afterwards
+
+Where nothing is wrong, a rank receives a few numbers however many ranks there are: objects are gathered over few ranks,
+or when some rank has something to tell.
 
 Whoever uses one of them waits for all its ranks: :func:`te_fsdp.all_ranks.collective_call` makes sure that they come.
 """
@@ -35,6 +39,7 @@ __all__ = [
     "digest",
     "from_rank_0",
     "gather",
+    "gather_if_any",
     "maximum",
     "own_ranks",
     "raised_on_all_ranks",
@@ -78,6 +83,31 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
     return values
 
 
+def gather_if_any(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
+    """As :func:`gather`, or an empty list where no rank's value is true, as after most checks.
+
+    Collective over the ranks: an all-reduce of one number, and :func:`gather` if any value is true.
+    """
+    group = over.get_group() if isinstance(over, DeviceMesh) else over
+    if world_size() > 1 and not _any(bool(value), group):
+        return []
+    return gather(value, group) if value or world_size() > 1 else []
+
+
+def _any(mine: bool, over: DeviceMesh | dist.ProcessGroup | None) -> bool:
+    """Whether it holds on any rank. Collective as :func:`maximum`."""
+    told = torch.tensor([int(mine)], device=_device(over))
+    maximum(told, over)
+    return bool(told.item())
+
+
+def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
+    """Where a group takes small numbers from: of "cpu:gloo,cuda:nccl" the CPU, since no GPU need be waited for then."""
+    group = over.get_group(0) if isinstance(over, DeviceMesh) else over
+    devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
+
+
 def maximum(
     values: torch.Tensor, over: DeviceMesh | dist.ProcessGroup | None = None, *, leave_out: Sequence[str] = ()
 ) -> None:
@@ -100,7 +130,7 @@ def maximum(
 
 def are_equal(
     values: torch.Tensor | Sequence[int],
-    over: DeviceMesh | dist.ProcessGroup,
+    over: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | None = None,
     leave_out: Sequence[str] = (),
@@ -111,14 +141,16 @@ def are_equal(
 
     Args:
         values: Integers between -2^62 and 2^62.
-        over: The ranks.
-        device: Of numbers that are no tensor.
+        over: The ranks; ``None``: the world.
+        device: Of numbers that are no tensor; by default one that the ranks' process group takes.
         leave_out: Axes of the mesh whose ranks may differ.
 
     Returns:
         bool, shape and device of ``values``.
     """
-    mine = torch.as_tensor(values, dtype=torch.int64, device=device)
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))
+    mine = values.to(torch.int64)
     extremes = torch.stack([mine, -mine])
     maximum(extremes, over, leave_out=leave_out)
     return extremes[0] == -extremes[1]
@@ -137,8 +169,8 @@ def digest(data: str | bytes) -> int:
 def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
 
-    Collective over ``mesh`` (one small object gather per axis) when the context ends. The context itself may hold
-    collectives only if every rank reaches them, failing or not.
+    Collective over ``mesh`` when the context ends: an all-reduce of one number per axis, and where a rank failed a
+    gather of its text. The context itself may hold collectives only if every rank reaches them, failing or not.
 
     Args:
         mesh: The ranks concerned; ``None`` for this rank alone.
@@ -153,7 +185,7 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     except Exception as error:  # passed on below, on every rank
         mine = error
     told = set() if mine is None else {(rank(), type(mine).__name__, str(mine))}
-    if mesh is not None:
+    if mesh is not None and mesh.size() > 1 and _any(mine is not None, mesh):
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 told = set().union(*gather(told, mesh.get_group(axis)))
@@ -195,7 +227,7 @@ def all_agree(call: Callable[[], T]) -> T:
         TeFsdpError: The first failing rank's; its text names the ranks if not all failed.
     """
     result, mine = _attempt(call)
-    problem = _worst(gather(_told(mine)))
+    problem = _worst(gather_if_any(_told(mine)))
     if problem is None:
         return result  # type: ignore[return-value]
     raise problem from (mine.__cause__ if mine is not None else None)

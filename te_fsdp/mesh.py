@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.agree import gather
+from te_fsdp.agree import digest, gather
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
 from te_fsdp.errors import MeshError
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_AXES", "AXES", "Meshes", "as_meshes", "check_1d", "check_ascending", "default_device_type"]
 
+# More lists of stages than jobs have stages: a mistake, of which no more need be seen.
+_KINDS = 256
 # Those that are one axis for dense parameters.
 _SHARD_AXES = ("dp_shard", "cp", "ep")
 
@@ -338,11 +340,12 @@ def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.numel() < dist.get_world_size() and not is_simulated():
-        everyone: list[list] = gather(ranks.tolist())
-        each = sorted({str(stage): stage for told in everyone for stage in told}.values())
+        each = _all_stages(ranks.tolist())
         found = [torch.tensor(stage, device="cpu") for stage in each]
         numbers = sorted(n for stage in found for n in stage.flatten().tolist())
-        if numbers != list(range(len(everyone))) or any(stage.shape != ranks.shape[1:] for stage in found):
+        if numbers != list(range(dist.get_world_size())) or any(
+            stage.shape != ranks.shape[1:] for stage in found
+        ):
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of a part of the ranks",
                 expected="on every rank the mesh that it is part of, all of one shape",
@@ -353,6 +356,24 @@ def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     if ranks.shape[0] == 1:
         return DeviceMesh(device_type, ranks[0], mesh_dim_names=AXES)
     return DeviceMesh(device_type, ranks, mesh_dim_names=("stage", *AXES))[AXES]
+
+
+def _all_stages(mine: list) -> list:
+    """The stages of all ranks, each once, in ascending order; the same on all ranks.
+
+    Collective over the world: a number from each rank, then each kind of list from the first rank that has it, so that
+    a rank receives one number for each rank and one rank's list for each stage.
+
+    Args:
+        mine: This rank's, ``(stages, dp_replicate, dp_shard, tp)`` as nested lists of ranks.
+    """
+    digests = gather(digest(str(mine)))
+    lists: list[list] = []
+    for kind in list(dict.fromkeys(digests))[:_KINDS]:
+        received = [mine]
+        dist.broadcast_object_list(received, src=digests.index(kind))
+        lists += received
+    return sorted({str(stage): stage for one in lists for stage in one}.values())
 
 
 def as_meshes(given: object, where: str) -> Meshes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
-from te_fsdp.agree import gather
+from te_fsdp.agree import gather_if_any
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import ModelState
@@ -90,7 +91,11 @@ class Differences:
     def over_all_ranks(self) -> Differences:
         """The union over ranks, the same on all. Collective over the world."""
         union = Differences()
-        for other in gather(self):
+        mine = (self.tensors, self.optimizer, self.converted, self.settings)
+        held = (
+            [self] if any(mine) else []
+        )  # a list, since differences that are allowed make this object false
+        for other in itertools.chain.from_iterable(gather_if_any(held)):
             for kind, name, detail in _each(other.tensors):
                 union.add(kind, name, detail)
             for text, name, _ in _each(other.optimizer):
