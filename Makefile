@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test mutants same-bits te-versions torch-versions lint format docs coverage clean clean-venv
+.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions lint format docs coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,10 @@ train-moe:  ## set up, train a mixture of experts on several meshes, resume at a
 test:  ## set up, then run every test that this machine can run
 	@scripts/setup.sh test
 	@scripts/test.sh $(PY) $(ARGS)
+
+test-integrations:  ## install the frameworks that te_fsdp.integrations is for, then run the tests that need them
+	@scripts/setup.sh test integrations
+	$(RUN) -m pytest tests -k "integrations or fabric" $(ARGS)
 
 mutants:  ## break one line after the other and see whether its test notices (some 25 minutes; ARGS="sharding --k wire")
 	@scripts/setup.sh test

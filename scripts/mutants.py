@@ -9,6 +9,7 @@ Every row of `tests/mutants/<room>.toml` is a fault of one place that a careless
     new = '''the broken text'''
     tests = ["tests/....py::test_name[parameters]"]     # fail with the fault; few and quick
     survives = "why no test can see it"                 # only where that is so
+    needs = "package"                                   # only where its tests are skipped without it: then the row is
 
 The rows' tests run once on the tree as it is, then each row's on a copy with its fault. A row whose tests pass all the
 same is a survivor; one whose text or tests no longer exist is stale. Both make the exit status 1, explained survivors
@@ -17,6 +18,7 @@ do not.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -66,6 +68,7 @@ class Mutant:
         new: What stands there instead.
         tests: pytest's node ids; at least one of them fails.
         survives: Why no test can see it; empty: one must.
+        needs: A package without which its tests are skipped, and the row with them; empty: none.
     """
 
     room: str
@@ -75,6 +78,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     survives: str = ""
+    needs: str = ""
 
     def problem(self, root: Path = ROOT) -> str:
         """What is wrong with the row itself; empty if nothing is. Local operation."""
@@ -141,6 +145,12 @@ def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
                 except (KeyError, TypeError) as error:
                     raise SystemExit(f"mutants: {room}.toml, row {row.get('fault')!r}: {error}") from None
     return found
+
+
+def without_absent(mutants: Sequence[Mutant]) -> tuple[list[Mutant], list[str]]:
+    """The rows whose tests can run here, and the packages that the others need."""
+    absent = {m.needs for m in mutants if m.needs and importlib.util.find_spec(m.needs) is None}
+    return [m for m in mutants if m.needs not in absent], sorted(absent)
 
 
 def _rooms(folder: Path) -> list[str]:
@@ -293,6 +303,9 @@ def main(options: Options) -> int:
         results = [Result(m, STALE if m.problem() else "ok", detail=m.problem()) for m in chosen]
         console.print(_table(results))
         return int(any(result.verdict == STALE for result in results))
+    chosen, absent = without_absent(chosen)
+    if absent:
+        console.print(f"mutants: rows that need {', '.join(absent)} are left out")
     if options.check_first and not _pass_as_it_is(chosen, console):
         return 1
     began, results = time.perf_counter(), _run(chosen, options.jobs, console)

@@ -1,0 +1,6 @@
+"""Thin seams to other frameworks: each module is imported by whoever uses its framework, and imports that.
+
+    fabric         Lightning Fabric: a strategy
+
+What works and what does not is a table for each in docs/integrations.md.
+"""
