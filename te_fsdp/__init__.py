@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.move.start import grad_comm as grad_comm
-    from te_fsdp.sharding.broadcast import broadcast_params as broadcast_params
-    from te_fsdp.sharding.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.gathers import finish_param_gather as finish_param_gather
+    from te_fsdp.sharding.gathers import register_forward_method as register_forward_method
     from te_fsdp.sharding.gathers import release_params as release_params
     from te_fsdp.sharding.gathers import start_param_gather as start_param_gather
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.graphed import graphed_step as graphed_step
+    from te_fsdp.sharding.main_weights import check_optimizer as check_optimizer
     from te_fsdp.sharding.main_weights import main_weights as main_weights
+    from te_fsdp.sharding.materialize import broadcast_params as broadcast_params
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
-    from te_fsdp.sharding.optimizer import check_optimizer as check_optimizer
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
+    from te_fsdp.sharding.reductions import microbatch as microbatch
+    from te_fsdp.sharding.reductions import no_sync as no_sync
     from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
+    from te_fsdp.sharding.reductions import set_auto_sync as set_auto_sync
     from te_fsdp.sharding.reductions import start_grad_reduce as start_grad_reduce
+    from te_fsdp.sharding.reductions import sync as sync
     from te_fsdp.sharding.reductions import zero_grad as zero_grad
     from te_fsdp.sharding.report import report as report
-    from te_fsdp.sharding.schedule import microbatch as microbatch
-    from te_fsdp.sharding.schedule import no_sync as no_sync
-    from te_fsdp.sharding.schedule import set_auto_sync as set_auto_sync
-    from te_fsdp.sharding.schedule import sync as sync
 
 # Where each public name lives, by role.
 _HOMES = {
@@ -59,19 +59,19 @@ _HOMES = {
     "set_device_mesh": "te_fsdp.modules.apply",
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "fsdp_no_shard": "te_fsdp.sharding.no_shard",
-    "register_forward_method": "te_fsdp.sharding.forward_methods",
+    "register_forward_method": "te_fsdp.sharding.gathers",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
-    "broadcast_params": "te_fsdp.sharding.broadcast",
-    "check_optimizer": "te_fsdp.sharding.optimizer",
+    "broadcast_params": "te_fsdp.sharding.materialize",
+    "check_optimizer": "te_fsdp.sharding.main_weights",
     "set_collective_timeout": "te_fsdp.all_ranks",
     # training
     "graphed_step": "te_fsdp.sharding.graphed",
-    "microbatch": "te_fsdp.sharding.schedule",
-    "no_sync": "te_fsdp.sharding.schedule",
-    "sync": "te_fsdp.sharding.schedule",
-    "set_auto_sync": "te_fsdp.sharding.schedule",
+    "microbatch": "te_fsdp.sharding.reductions",
+    "no_sync": "te_fsdp.sharding.reductions",
+    "sync": "te_fsdp.sharding.reductions",
+    "set_auto_sync": "te_fsdp.sharding.reductions",
     "start_grad_reduce": "te_fsdp.sharding.reductions",
     "finish_grad_reduce": "te_fsdp.sharding.reductions",
     "scale_gradients": "te_fsdp.sharding.reductions",

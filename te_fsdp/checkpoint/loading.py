@@ -42,8 +42,7 @@ from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.reading import Rectangle
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.sharding.main_weights import keeping_main_weights, main_weight, set_main_weight
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
 from te_fsdp.sharding.outer_optimizer import chunk_in
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.boxes import cut_boxes
 from te_fsdp.sharding.main_weights import initialize_fused_adam
-from te_fsdp.sharding.outer_chunks import Chunk, rows_of_state
+from te_fsdp.sharding.outer_collectives import Chunk, rows_of_state
 from te_fsdp.sharding.outer_optimizer import chunk_in
 from te_fsdp.sharding.outer_state import MAIN, is_low
 

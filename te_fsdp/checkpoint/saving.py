@@ -38,7 +38,7 @@ from te_fsdp.checkpoint.sums import Listed, without_collector
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 from te_fsdp.modules.semantics import record
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.main_weights import check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn

@@ -33,9 +33,18 @@ from te_fsdp.agree import maximum
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
-from te_fsdp.sharding.graph_capture import Inputs, Recorder, Replay, Signature, recorder_for
-from te_fsdp.sharding.graph_checks import LearningRates, Snapshot, why_not, why_step_runs_eagerly
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.graph_checks import (
+    Inputs,
+    LearningRates,
+    Recorder,
+    Replay,
+    Signature,
+    Snapshot,
+    recorder_for,
+    why_not,
+    why_step_runs_eagerly,
+)
+from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_averages import finish_averages
 from te_fsdp.sharding.reductions import require_reduced, zero_grad
 from te_fsdp.sharding.state import refuse_in_backward, required_state

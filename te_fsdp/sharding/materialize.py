@@ -1,28 +1,49 @@
-"""``materialize``: from meta to the device, every shard its part of one well-defined initialisation."""
+"""Initial values: drawn (``materialize``), compared before a model is cut, made equal (``broadcast_params``).
+
+``materialize`` takes a model from meta to the device, every shard its part of one well-defined initialisation. What was
+initialised elsewhere must be the same on several ranks: the model itself, and the values of replicas.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
-from te_fsdp.agree import raised_on_all_ranks
+from te_fsdp import _te, _torch
+from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import InitError, message
+from te_fsdp.axes import AXES
+from te_fsdp.errors import InitError, MeshError, message
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
-from te_fsdp.parameters import binding_of, places_of
+from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.move.start import broadcast
+from te_fsdp.parameters import Place, binding_of, places_of, plan_of
+from te_fsdp.quantized.components import components_of, finish_writing
+from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
-__all__ = ["materialize"]
+    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.sharding.no_shard import Exempt
+    from te_fsdp.sharding.sharding_plan import ModelPlan
+    from te_fsdp.sharding.state import ShardingState
+
+__all__ = ["broadcast_params", "check_replicas", "check_same_model", "check_whole", "materialize"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -163,3 +184,230 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(indices, device_type=kind):
         torch.manual_seed(seed)
         yield
+
+
+def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+
+    Mends copies that have drifted apart, over tp, over ``dp_replicate``, or over data parallel where parameters are not
+    sharded: after an optimizer that is not one of torch's (te_fsdp keeps copies equal through torch's optimizer hooks),
+    or after values that were written rank by rank. Gathered weights are released.
+
+    Collective over every axis along which a parameter is replicated: call on all ranks.
+
+    Args:
+        model: The sharded model: that of :func:`te_fsdp.fully_shard`, or of :func:`te_fsdp.set_device_mesh` alone,
+            where nothing is known of data parallelism.
+        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+
+    Raises:
+        OrderError: A call from inside of backward.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
+    """
+    mesh = mesh_of(model)
+    with collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
+        _make_equal(model, optimizer)
+
+
+@torch.no_grad()
+def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """:func:`broadcast_params`, once all ranks have come."""
+    state = sharding_state(model)
+    if state is not None:
+        release_params(model)
+    places: dict[int, Place] = {}
+    for place in places_of(model):
+        places.setdefault(id(place.parameter), place)
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    quantized = []
+    for place in places.values():
+        parameter, local = place.parameter, _torch.local_of(place.parameter)
+        buffers = [local]
+        if _te.is_quantized(local):
+            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+            quantized.append(local)
+        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+        shapes = (parameter.shape, local.shape)
+        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        for group in _own_groups(parameter):
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+        # Data-parallel ranks hold those states alike that are not cut over further axes.
+        whole = [_torch.local_of(s) for s in states if _axes(s) <= _axes(parameter)]
+        for group in _holders(state, place) if state is not None else ():
+            found.setdefault(group, []).extend([*buffers, *whole])
+    for group, tensors in found.items():
+        broadcast(tensors, group)
+    for local in quantized:
+        finish_writing(local)
+
+
+def _axes(tensor: torch.Tensor) -> int:
+    """Number of axes of a DTensor's mesh, 0 for a plain tensor."""
+    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
+
+
+def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Groups of ranks that hold a parameter alike, by its own mesh."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh, axes = parameter.device_mesh, enumerate(parameter.placements)
+    return [mesh.get_group(axis) for axis, p in axes if p.is_replicate() and mesh.size(axis) > 1]
+
+
+def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
+    """Groups of data-parallel ranks that hold a parameter alike, of which its own mesh says nothing."""
+    plan, meshes = plan_of(place.parameter) or state.plans.get(place.label), state.meshes
+    if plan is None:
+        return []  # the user's own, since fully_shard
+    root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
+    own = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
+    alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
+    return [root.get_group(axis) for axis in alike if axis not in (own or ()) and root[axis].size() > 1]
+
+
+# Characters of settings that a message shows.
+_MOST = 1000
+
+
+def check_same_model(plan: ModelPlan) -> None:
+    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
+
+    Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
+    expert modules, the ranks that hold the same experts must have the same.
+
+    Collective over the world: three max all-reduces of a few integers per axis.
+
+    Args:
+        plan: The model's, before it is bound.
+
+    Raises:
+        MeshError: The models or the settings differ.
+    """
+    model, meshes, settings = plan.model, plan.meshes, plan.settings()
+    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+    for label, module, name, p in places_of(model):
+        told = (label, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
+        described[plan.parameters[id(module), name].experts].append(told)
+    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
+    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+    mesh = meshes.expert_mesh or meshes.device_mesh
+    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
+    differs = (~torch.cat([same, same_experts])).long()
+    maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
+    models, others, experts_of_one = differs.tolist()
+    if others and not (models or experts_of_one):
+        raise MeshError(
+            "fully_shard: the ranks of the mesh were given different arguments",
+            expected="the same units, strategies and dtypes everywhere",
+            got=f"here {settings[:_MOST]}",
+            fix="call it with the same arguments on all ranks",
+        )
+    if models or experts_of_one:
+        count = sum(map(len, described.values()))
+        first = next((f"{told[0]} {told[1]}" for told in described[False]), None)
+        raise MeshError(
+            f"{type(model).__name__}: the ranks of the mesh hold different models",
+            expected="the same names, shapes, dtypes and devices everywhere",
+            got=f"here {count} parameters, the first {first}",
+            fix="build the model from the same configuration on all ranks",
+        )
+
+
+def check_replicas(plan: ModelPlan) -> None:
+    """Raise on all ranks unless parameters on the device are equal wherever they must be.
+
+    Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
+    replicated parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations
+    would be mixed in silence. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
+    experts that ranks of ep, hold of their own must not be equal.
+
+    Collective over the world: max all-reduces of two integers per parameter and axis, small object gathers.
+
+    Args:
+        plan: The model's, before it is bound.
+
+    Raises:
+        InitError: Names the parameters that differ, or that do not.
+    """
+    meshes, experts = plan.meshes, any(row.experts for row in plan.parameters.values())
+    held = _on_device(
+        (place.label, place.parameter, plan.parameters[id(place.owner), place.name])
+        for place in places_of(plan.model)
+    )
+    bad = _differing(held[False], meshes.device_mesh)
+    with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        _check_none(bad, sum(map(len, held.values())))
+    if (meshes.tp is not None or meshes.ep is not None) and on_device(plan.modules):
+        with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp, meshes.ep))
+
+
+def check_whole(parameters: Iterable[Exempt], meshes: Meshes) -> None:
+    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut.
+
+    Args:
+        parameters: Those on meta are left out.
+        meshes: The job's meshes.
+    """
+    held = _on_device((item.plan.label, item.parameter, item.plan) for item in parameters)
+    with raised_on_all_ranks(meshes.device_mesh, "materialize"):
+        bad = _differing(held[False], meshes.device_mesh)
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        _check_none(bad, sum(map(len, held.values())))
+
+
+def _on_device(
+    parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
+) -> dict[bool, list[_Held]]:
+    """What has values by now, of experts (``True``) and of others."""
+    held: dict[bool, list[_Held]] = {False: [], True: []}
+    for label, parameter, plan in parameters:
+        local = _torch.local_of(parameter)
+        if not local.is_meta:
+            whole = plan.rule is None or plan.rule.shard_dim is None
+            held[plan.experts].append(_Held(label, checksum(local), whole))
+    return held
+
+
+def _check_none(bad: list[str], count: int) -> None:
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise InitError(
+            f"{', '.join(bad[:5])}{more}: values differ between ranks that must hold the same",
+            expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
+            got=f"{len(bad)} of {count} parameters differ",
+            why="FSDP2 would cut each shard from another initialisation",
+            fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
+        )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it."""
+
+    label: str
+    checksum: torch.Tensor
+    whole: bool
+
+
+def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
+    """Labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though tp replicates them.
+
+    Collective over ``mesh`` without ``ep``, of which all ranks find the same.
+    """
+    if not held:
+        return []
+    mine = torch.stack([item.checksum for item in held])
+    extremes = torch.stack([mine, -mine])
+    maximum(extremes, mesh, leave_out=("ep", "tp"))
+    differs = extremes[0] != -extremes[1]
+    if "tp" in (mesh.mesh_dim_names or ()):
+        replicated = torch.tensor([item.whole for item in held], device=mine.device)
+        maximum(extremes, mesh["tp"])
+        differs |= replicated & (extremes[0] != -extremes[1])
+        # A difference seen by one tp rank alone must reach the others: all raise, or none.
+        seen = differs.to(torch.int64)
+        maximum(seen, mesh["tp"])
+        differs = seen.bool()
+    return [item.label for item, flag in zip(held, differs.tolist(), strict=True) if flag]

@@ -5,27 +5,40 @@
 
 The mark is kept by the owner: parameters are replaced all the time (meta init, ``to_empty``, ``deepcopy``,
 ``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose what hangs on them. Strategy ``no_shard`` is the
-same thing for all parameters of a unit.
+same thing for all parameters of a unit. Their gradients are all-reduced in buckets (:class:`Bucket`); when and over
+whom, :mod:`te_fsdp.sharding.no_shard_reduce` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _torch
 from te_fsdp.errors import OrderError, message
+from te_fsdp.move.pending import Pending, current_stream, own_group
+from te_fsdp.move.start import Buffer, start
 from te_fsdp.parameters import NO_SHARD, binding_of, noted
 from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
-    from te_fsdp.layout.storage import ParameterPlan
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Exempt", "fsdp_no_shard"]
+    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.move.start import GradComm
+
+__all__ = ["CAPACITY", "Bucket", "Exempt", "Ranks", "Reduction", "Slot", "all_ranks", "fsdp_no_shard", "pack"]
 
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
@@ -101,3 +114,280 @@ class Exempt:
     def parameter(self) -> nn.Parameter:
         """The parameter that is there now."""
         return self.module._parameters[self.plan.name]  # type: ignore[return-value]
+
+
+#: Elements of one all-reduce; larger tensors travel alone. A copy of all gradients could be as large as the model.
+CAPACITY = 1 << 25
+# Gradients are views of a bucket: each begins where kernels may read it in vectors.
+_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Over whom gradients are added up.
+
+    Attributes:
+        mesh: 1-D mesh of the ranks that hold the same parameters and see other data; ``None`` for one rank.
+        divisor: What the sum is divided by; 1 for sums.
+        own: A process group for these reductions alone, instead of the mesh's.
+    """
+
+    mesh: DeviceMesh | None
+    divisor: int
+    own: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that adds."""
+        return self.mesh.get_group() if self.own is None and self.mesh is not None else self.own
+
+    def apart(self, root: DeviceMesh) -> Ranks:
+        """The same ranks by a process group of their own. Collective over the world: makes process groups.
+
+        Args:
+            root: The mesh of the job that the ranks' axis is cut from. Of several axes the group is their own already.
+        """
+        names = self.mesh.mesh_dim_names if self.mesh is not None else None
+        if not names or names[0] not in (root.mesh_dim_names or ()):
+            return self
+        return replace(self, own=own_group(root, names[0]))
+
+    @classmethod
+    def dense(cls, meshes: Meshes) -> Ranks:
+        """Data parallelism. Collective over the world where it has two axes: a process group is made."""
+        return cls(_flat(meshes.fsdp, "data"), meshes.size("dp_replicate") * meshes.size("dp_shard"))
+
+    @classmethod
+    def experts(cls, meshes: Meshes) -> Ranks:
+        """The ranks with the same experts; but an expert's loss is the mean over the data of all ranks."""
+        if meshes.expert_mesh is None:
+            return cls.dense(meshes)
+        return cls(_flat(meshes.expert_fsdp, "expert_data"), cls.dense(meshes).divisor)
+
+
+def all_ranks(meshes: Meshes, *, apart: bool) -> tuple[Ranks, Ranks]:
+    """Over whom gradients of dense parameters are added up, and those of experts. Collective over the world.
+
+    Args:
+        meshes: The job's meshes.
+        apart: By process groups of their own.
+    """
+    dense = Ranks.dense(meshes)
+    if apart:
+        dense = dense.apart(meshes.device_mesh)
+    if meshes.expert_mesh is None:
+        return dense, dense
+    experts = Ranks.experts(meshes)
+    return dense, experts.apart(meshes.expert_mesh) if apart else experts
+
+
+def _flat(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
+    """A mesh as one axis, ``None`` for one rank."""
+    if mesh is None or mesh.size() == 1:
+        return None
+    axes = mesh.mesh_dim_names or ()
+    large = [axis for axis in axes if mesh[axis].size() > 1]
+    return mesh[large[0]] if len(large) == 1 else _torch.flatten_mesh(mesh, name)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One exempt parameter and the parts of its gradient.
+
+    Attributes:
+        exempt: The parameter by its owner.
+        ranks: Over whom its gradient is added up.
+        partial: Whether each tp rank computes a part of its gradient.
+        unit: The unit that it travels with; ``None``: at the end of backward, with all others of its kind.
+        grads_dtype: Dtype in which its gradient is accumulated; ``None``: its own.
+        hooked: The parameter whose gradients are watched.
+        handles: Its hooks.
+        reduced: ``.grad`` from before, while a backward runs.
+        unreduced: What is waiting for its reduction.
+    """
+
+    exempt: Exempt
+    ranks: Ranks
+    partial: bool
+    unit: str | None
+    grads_dtype: torch.dtype | None
+    hooked: weakref.ref[torch.Tensor] | None = None
+    handles: list[Any] = field(default_factory=list)
+    reduced: torch.Tensor | None = None
+    unreduced: torch.Tensor | None = None
+
+
+#: Gives a slot's gradient away; ``None`` if this rank has none.
+Take = Callable[[Slot], "torch.Tensor | None"]
+#: What a bucket's reduction gives: each parameter that any rank has a gradient of, with its reduced local gradient.
+Reduced = list[tuple[Slot, torch.Tensor]]
+
+
+def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
+    """Buckets of at most :data:`CAPACITY` elements (or one tensor), in an order that follows from the slots' own.
+
+    Local operation.
+
+    Args:
+        slots: In an order that is the same on all ranks.
+        tp: The tensor-parallel mesh.
+    """
+    kinds: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[Slot, torch.Size]]] = {}
+    for slot in slots:
+        parameter = slot.exempt.parameter
+        local = _torch.local_of(parameter)
+        kind = slot.ranks, slot.grads_dtype or parameter.dtype, local.device
+        kinds.setdefault(kind, []).append((slot, local.shape))
+    buckets = []
+    for kind, same in kinds.items():
+        # What is added up over tp comes first: it is one piece of the bucket.
+        filling: list[tuple[Slot, torch.Size]] = []
+        filled = 0
+        for slot, shape in sorted(same, key=lambda member: not member[0].partial):
+            room = -(-shape.numel() // _ALIGNED) * _ALIGNED
+            if filling and filled + room > CAPACITY:
+                buckets.append(Bucket(tuple(filling), *kind, tp))
+                filling, filled = [], 0
+            filling.append((slot, shape))
+            filled += room
+        buckets.append(Bucket(tuple(filling), *kind, tp))
+    return buckets
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Gradients of one kind that travel together.
+
+    Attributes:
+        members: Each parameter with its local shape; those to add up over tp first, then the others.
+        ranks: Over whom they are added up.
+        dtype: In which they are accumulated.
+        device: Where they are.
+        tp: The tensor-parallel mesh.
+    """
+
+    members: tuple[tuple[Slot, torch.Size], ...]
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
+    tp: DeviceMesh | None
+
+    @functools.cached_property
+    def buffer(self) -> Buffer:
+        """Where the gradients lie, with a flag for each behind them."""
+        sizes = tuple(shape.numel() for _, shape in self.members)
+        return Buffer(sizes, _ALIGNED, more=len(sizes))
+
+    @torch.no_grad()
+    def start(self, comm: GradComm | None, take: Take) -> Pending[Reduced]:
+        """Begin to all-reduce the bucket. Each rank says by flags which gradients it has: others may have them.
+
+        Collective over data parallel (once), and over tp if it holds partial gradients (once, and the current stream
+        waits for that). The gradients are freed when they are in the bucket, unless the caller holds them. To wait for
+        it is collective over data parallel with fp32 sums of another wire dtype alone (an all-gather).
+
+        Args:
+            comm: How gradients travel; ``None``: in their own dtype.
+            take: Gives the gradients.
+        """
+        gradients = [take(slot) for slot, _ in self.members]
+        mine = [gradient is not None for gradient in gradients]
+        flags = torch.ones(len(mine), dtype=self.dtype, device=self.device)
+        if not all(mine):
+            flags = flags.new_tensor([float(flag) for flag in mine])
+        flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
+        del gradients  # their memory is free for what travels
+        return self._send(flat, mine, comm)
+
+    def start_spoilt(self, comm: GradComm | None) -> Pending[Reduced]:
+        """Take part in the bucket's reduction, once, with NaN for all gradients. Collective as :meth:`start`."""
+        flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
+        return self._send(flat, [True] * len(self.members), comm)
+
+    def _send(self, flat: torch.Tensor, mine: list[bool], comm: GradComm | None) -> Pending[Reduced]:
+        rooms = zip(self.members, self.buffer.rooms, strict=True)
+        partial = sum(room for (slot, _), room in rooms if slot.partial)
+        if partial and self.tp is not None:
+            dist.all_reduce(flat[:partial], group=self.tp.get_group())
+        unpack = functools.partial(self._unpack, mine)
+        if self.ranks.group is None:
+            return Pending(lambda: flat, None, current_stream(flat.device)).then(unpack)
+        source = Partial("sum" if self.ranks.divisor == 1 else "avg")
+        return start(flat, source, Replicate(), self.ranks.group, comm).then(unpack)
+
+    def _unpack(self, mine: list[bool], flat: torch.Tensor) -> Reduced:
+        """The gradients that any of the ranks had; ``mine`` says for each member whether this rank had one."""
+        ranks = self.ranks
+        averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
+        # Flags of other ranks are read, and the device waited for, only where this rank lacks a gradient. NaN counts.
+        seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
+        if averaged != ranks.divisor:
+            flat.mul_(averaged / ranks.divisor)
+        pieces = zip(self.members, self.buffer.pieces(flat), seen, strict=True)
+        return [(slot, piece.view(shape)) for (slot, shape), piece, given in pieces if given]
+
+
+@dataclass(eq=False)
+class Reduction:
+    """One reduction of all gradients.
+
+    Attributes:
+        early: Buckets that may begin during backward, each with its unit.
+        rest: Those that are reduced at the end, one after the other.
+        comm: How gradients travel.
+        take: Gives the gradients.
+    """
+
+    early: Sequence[tuple[str, Bucket]]
+    rest: Sequence[Bucket]
+    comm: GradComm | None
+    take: Take
+
+    def __post_init__(self) -> None:
+        self._pending: deque[Pending[Reduced]] = deque()
+        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
+        dtypes, comm = {bucket.dtype for _, bucket in self.early}, self.comm
+        self._is_wide = comm is not None and any(comm.wire(d).itemsize > d.itemsize for d in dtypes)
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether buckets begin during backward, so that an exception in it finds some under way."""
+        return bool(self.early) and not self._is_wide
+
+    def start(self, is_complete: Callable[[str], bool]) -> None:
+        """Begin the early buckets, in order, as far as their units are complete. Collective; nothing is waited for."""
+        while not self._is_wide and len(self._pending) < len(self.early):
+            unit, bucket = self.early[len(self._pending)]
+            if not is_complete(unit):
+                return
+            with torch.profiler.record_function(f"te_fsdp::reduce_no_shard {unit}"):
+                self._pending.append(bucket.start(self.comm, self.take))
+
+    def finish(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Begin what has not begun, and wait. Collective over data parallel.
+
+        Yields:
+            Each parameter that had a gradient on any of the ranks, with its reduced local gradient.
+        """
+        self.start(lambda unit: True)
+        while self._pending:
+            yield from self._pending.popleft().wait()
+        late = [bucket for _, bucket in self.early] if self._is_wide else []
+        for bucket in (*late, *self.rest):
+            with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
+                yield from bucket.start(self.comm, self.take).wait()
+
+    def abandon(self) -> None:
+        """After an exception in backward: begin what has not begun, wait, and drop the results.
+
+        Ranks may have begun different buckets, so that all complete the set, with NaN: a rank that has seen no
+        exception must not take what it gets for gradients. Collective over data parallel; only where
+        :attr:`may_begin_early`.
+        """
+        quiet = None if self.comm is None else replace(self.comm, look=None)
+        for _, bucket in self.early[len(self._pending) :]:
+            self._pending.append(bucket.start_spoilt(quiet))
+        while self._pending:
+            self._pending.popleft().wait()
+        for bucket in self.rest:
+            bucket.start_spoilt(quiet).wait()

@@ -30,8 +30,8 @@ from te_fsdp.errors import OrderError
 from te_fsdp.layout.storage import EXEMPT
 from te_fsdp.move.pending import UnitOrder, current_stream
 from te_fsdp.move.start import comm_of
-from te_fsdp.sharding.no_shard_bucket import Bucket, Reduction, Slot, all_ranks, pack
-from te_fsdp.sharding.replicas import check_whole
+from te_fsdp.sharding.materialize import check_whole
+from te_fsdp.sharding.no_shard import Bucket, Reduction, Slot, all_ranks, pack
 from te_fsdp.sharding.state import mark, sharding_state
 
 if TYPE_CHECKING:

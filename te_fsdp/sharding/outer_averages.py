@@ -17,8 +17,7 @@ from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_chunks import OUTER, Chunk
-from te_fsdp.sharding.outer_collectives import Average, Part, start_average, start_gather
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Chunk, Part, start_average, start_gather
 from te_fsdp.sharding.outer_gradients import (
     Seen,
     give_gradients,

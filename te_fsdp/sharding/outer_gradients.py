@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of
-from te_fsdp.sharding.outer_chunks import OUTER
+from te_fsdp.sharding.outer_collectives import OUTER
 
 if TYPE_CHECKING:
     from te_fsdp.sharding.state import ShardingState

@@ -35,8 +35,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, GradComm
-from te_fsdp.sharding.outer_chunks import OUTER, Chunk
-from te_fsdp.sharding.outer_collectives import Average, comm_for, start_average
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Chunk, comm_for, start_average
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 

@@ -5,7 +5,7 @@
     own rows             of a parameter that other ranks hold as well: of its main weight, or of itself (a view)
 
 A parameter has a stand-in if it is of low precision, or if the optimizer's state is cut over its holders
-(:mod:`te_fsdp.sharding.outer_chunks`), or both. Before a step gradients are averaged over the holders, each rank
+(:mod:`te_fsdp.sharding.outer_collectives`), or both. Before a step gradients are averaged over the holders, each rank
 keeping its rows (one reduce-scatter), and stand-ins take the places of their parameters in the groups, with their
 state. After it they give them back, the holders gather all rows (one all-gather), and each parameter becomes its main
 weight, rounded or quantized once. Nothing else changes: ``zero_grad``, learning rate schedulers and the groups'
@@ -23,10 +23,9 @@ from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_averages import OuterAverages
-from te_fsdp.sharding.outer_chunks import Chunk, copies_of, rows_of_state
-from te_fsdp.sharding.outer_gather import start_install, write
+from te_fsdp.sharding.outer_collectives import Chunk, copies_of, rows_of_state
+from te_fsdp.sharding.outer_gather import install_by_unit, start_install, write
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
-from te_fsdp.sharding.outer_overlap_gather import install_by_unit
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.rank_checks import check_inputs
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
-from te_fsdp.sharding.optimizer import remember
+from te_fsdp.sharding.main_weights import remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.outer_gradients import gradients_of
 from te_fsdp.sharding.precision import gradient_dtype

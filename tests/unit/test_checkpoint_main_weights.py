@@ -19,7 +19,7 @@ from torch import nn
 import te_fsdp
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import loading
-from te_fsdp.sharding.optimizer import optimizers_of
+from te_fsdp.sharding.main_weights import optimizers_of
 
 MAIN = "master_param"
 SIZE = 128

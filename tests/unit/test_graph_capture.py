@@ -12,7 +12,7 @@ import torch
 import torch.distributed.tensor
 
 from te_fsdp import _torch
-from te_fsdp.sharding import graph_capture
+from te_fsdp.sharding import graph_checks
 
 
 class Graph:
@@ -61,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
-    recorder = graph_capture.CudaRecorder(torch.device("cpu"))
+    recorder = graph_checks.CudaRecorder(torch.device("cpu"))
     first, _ = recorder.record(lambda: 1)
     second, _ = recorder.record(lambda: 2)
     assert device.pools == [(0, 1), (0, 1)]
@@ -76,7 +76,7 @@ def test_a_pool_is_shared_while_a_graph_of_it_lives(device: Device) -> None:
 
 def test_a_capture_that_cannot_end_is_mended(device: Device) -> None:
     generator = torch.Generator()
-    recorder = graph_capture.CudaRecorder(torch.device("cpu"), [generator])
+    recorder = graph_checks.CudaRecorder(torch.device("cpu"), [generator])
     device.failing = True
     with pytest.raises(RuntimeError, match="previous error during capture"):
         recorder.record(lambda: 1)
@@ -94,7 +94,7 @@ def test_what_the_function_raises_comes_first(device: Device) -> None:
     for ends in (True, False):
         device.failing = not ends
         with pytest.raises(ValueError, match="of the function"):
-            graph_capture.CudaRecorder(torch.device("cpu")).record(fails)
+            graph_checks.CudaRecorder(torch.device("cpu")).record(fails)
     assert len(device.ended) == 1
     assert gc.isenabled()
 

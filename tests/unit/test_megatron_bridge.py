@@ -12,8 +12,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat import megatron_fsdp
-from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, Arguments, native_strategy, native_units
-from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    CONFIG_WITHOUT_MEANING,
+    WITHOUT_MEANING,
+    Arguments,
+    DistributedDataParallelConfig,
+    native_strategy,
+    native_units,
+)
 from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.errors import MeshError, PlacementError, PrecisionError
 

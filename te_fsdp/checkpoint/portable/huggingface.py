@@ -50,7 +50,7 @@ from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import from_json, semantics_of, to_json
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.main_weights import check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn

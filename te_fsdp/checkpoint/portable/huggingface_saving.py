@@ -35,8 +35,7 @@ from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_inde
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import semantics_of
-from te_fsdp.sharding.main_weights import main_weight
-from te_fsdp.sharding.optimizer import check_optimizer
+from te_fsdp.sharding.main_weights import check_optimizer, main_weight
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,7 @@ warning. The interface is that of megatron-fsdp 0.6.1's documentation; the code 
 
 from __future__ import annotations
 
-from te_fsdp.compat.megatron_fsdp.arguments import MixedPrecisionPolicy
-from te_fsdp.compat.megatron_fsdp.config import DistributedDataParallelConfig
+from te_fsdp.compat.megatron_fsdp.arguments import DistributedDataParallelConfig, MixedPrecisionPolicy
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard, fully_shard_model, fully_shard_optimizer
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP

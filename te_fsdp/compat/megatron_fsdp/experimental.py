@@ -31,7 +31,7 @@ from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.materialize import materialize
-from te_fsdp.sharding.schedule import microbatch as native_microbatch
+from te_fsdp.sharding.reductions import microbatch as native_microbatch
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:

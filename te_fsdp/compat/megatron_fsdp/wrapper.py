@@ -10,24 +10,31 @@ from typing import Any
 import torch
 
 from te_fsdp.compat.megatron_fsdp.arguments import (
+    CONFIG_WITHOUT_MEANING,
     Arguments,
+    DistributedDataParallelConfig,
     MixedPrecisionPolicy,
     native_strategy,
     native_units,
     say_what_has_no_meaning,
 )
-from te_fsdp.compat.megatron_fsdp.config import CONFIG_WITHOUT_MEANING, DistributedDataParallelConfig
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.errors import InitError
 from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.move.start import comm_of
-from te_fsdp.sharding.broadcast import broadcast_params
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.gathers import finish_param_gather, release_params, start_param_gather
-from te_fsdp.sharding.materialize import materialize
+from te_fsdp.sharding.materialize import broadcast_params, materialize
 from te_fsdp.sharding.nan_report import report_nan
-from te_fsdp.sharding.reductions import finish_grad_reduce, scale_gradients, start_grad_reduce, zero_grad
-from te_fsdp.sharding.schedule import microbatch, set_auto_sync, sync
+from te_fsdp.sharding.reductions import (
+    finish_grad_reduce,
+    microbatch,
+    scale_gradients,
+    set_auto_sync,
+    start_grad_reduce,
+    sync,
+    zero_grad,
+)
 from te_fsdp.sharding.state import ShardingState, required_state
 
 __all__ = ["MegatronFSDP"]

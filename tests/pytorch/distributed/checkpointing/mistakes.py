@@ -180,7 +180,7 @@ def main_weights_follow(directory: str) -> dict[str, float]:
 def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tuple[str, str]]:
     """An optimizer over the parameters from before, on all ranks or on one."""
     import te_fsdp
-    from te_fsdp.sharding.optimizer import check_optimizer
+    from te_fsdp.sharding.main_weights import check_optimizer
 
     model = Small()
     early = torch.optim.AdamW(model.parameters())

@@ -165,7 +165,7 @@ def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Modul
 
 def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
     """A cut main weight as it would be if it was not cut: all holders' rows, placed as the parameter. Collective."""
-    from te_fsdp.sharding.outer_chunks import rows_of_state
+    from te_fsdp.sharding.outer_collectives import rows_of_state
 
     cut = rows_of_state(main, parameter)
     assert cut is not None

@@ -158,18 +158,18 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 def spoiled(what: str) -> Iterator[None]:
     """Negative controls: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
     from te_fsdp.move.start import Pending, start
-    from te_fsdp.sharding import no_shard_bucket, no_shard_reduce
+    from te_fsdp.sharding import no_shard, no_shard_reduce
 
     stock = no_shard_reduce.pack
     if what == "reduction":
-        no_shard_bucket.start = lambda flat, *args: Pending(lambda: flat)
+        no_shard.start = lambda flat, *args: Pending(lambda: flat)
     if what == "order":
         turned = -1 if dist.get_rank() else 1
         no_shard_reduce.pack = lambda parts, tp: stock(parts[::turned], tp)
     try:
         yield
     finally:
-        no_shard_bucket.start, no_shard_reduce.pack = start, stock
+        no_shard.start, no_shard_reduce.pack = start, stock
 
 
 def clip_both(checks: Findings, subject: nn.Module, reference: nn.Module, who: str) -> None:
