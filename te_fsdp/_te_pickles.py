@@ -233,7 +233,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         key: Its name in the state dict, for messages.
 
     Returns:
-        The recipe, as :func:`te_fsdp._te_delayed.describe_delayed_recipe` describes it, and the tensors by our names;
+        The recipe, as :func:`te_fsdp._te_modules.describe_delayed_recipe` describes it, and the tensors by our names;
         ``None`` where there is no state: no bytes, or a recipe without history.
 
     Raises:

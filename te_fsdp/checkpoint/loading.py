@@ -15,18 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _te_delayed
+from te_fsdp import _te, _te_modules
 from te_fsdp.agree import all_agree, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
     Differences,
+    Rectangle,
     compare_model,
     compare_semantics,
 )
-from te_fsdp.checkpoint.conversion import Conversion, batches, main_weight_of, plan_conversion
-from te_fsdp.checkpoint.delayed import compare_delayed, make_delayed, other_format_modules, reset_delayed
+from te_fsdp.checkpoint.conversion import (
+    Conversion,
+    batches,
+    compare_delayed,
+    main_weight_of,
+    make_delayed,
+    other_format_modules,
+    plan_conversion,
+    reset_delayed,
+)
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, whole_entry
 from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
@@ -39,7 +48,6 @@ from te_fsdp.checkpoint.optimizer_state import (
 )
 from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.portable.lazy import slices
-from te_fsdp.checkpoint.reading import Rectangle
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
@@ -409,7 +417,7 @@ class Filling:
             if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
                 continue
             if _te.has_delayed_scale(owned.local):
-                _te_delayed.follow_scale(owned.module, owned.name, owned.local)
+                _te_modules.follow_scale(owned.module, owned.name, owned.local)
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Convert and store a few weights. Collective over the world."""

@@ -21,7 +21,7 @@ from te_fsdp.agree import Ranks, own_ranks, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
-from te_fsdp.checkpoint.delayed import delayed_state, share_newest_amax
+from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.directory import check_keep_last, hide_old
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp.agree import all_agree, are_equal, digest, from_rank_0, gather, gather_if_any, rank, world_size
-from te_fsdp.checkpoint.compare import Differences
+from te_fsdp.checkpoint.compare import Differences, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import (
@@ -39,7 +39,6 @@ from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
-from te_fsdp.checkpoint.reading import Rectangle, Staged, read_stored, rectangle
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:

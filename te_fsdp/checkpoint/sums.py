@@ -48,7 +48,7 @@ except ImportError:  # an environment made by hand
     _IS_SLOW = True
 
 from te_fsdp import _torch
-from te_fsdp.checkpoint.staging import flat_rows, host_memory
+from te_fsdp.checkpoint.background import flat_rows, host_memory
 from te_fsdp.errors import CheckpointError
 
 __all__ = [

@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.agree import Ranks
-from te_fsdp.checkpoint.background import background
+from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest, read_manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.staging import Block, Staging, blocks_of, flat_rows
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, crc32, silent, view_of, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 

@@ -9,7 +9,7 @@ from typing import Any
 import tyro
 
 from te_fsdp.cli import ckpt_convert, ckpt_show
-from te_fsdp.cli.output import print_json
+from te_fsdp.cli.main import print_json
 from te_fsdp.errors import TeFsdpError
 
 __all__ = ["main"]

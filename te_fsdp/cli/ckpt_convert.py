@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
 )
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
-from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 
 __all__ = ["UsageError", "convert", "export"]
 

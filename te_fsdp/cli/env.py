@@ -1,18 +1,24 @@
-"""``te-fsdp env``: versions, GPUs, what is replaced in other libraries, what is wrong and its cure."""
+"""``te-fsdp env``: versions, GPUs, what is replaced in other libraries, what is wrong and its cure.
+
+:mod:`te_fsdp.cli.env_facts` looks, :func:`faults` judges what it has seen.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, Any
 
 import tyro
 
 from te_fsdp.cli.env_facts import Facts, gather
-from te_fsdp.cli.env_faults import Fault, faults
-from te_fsdp.cli.output import human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 
-__all__ = ["main"]
+__all__ = ["PYTHONS", "TES", "TORCHES", "Fault", "faults", "main"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -114,3 +120,207 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     for name, version in facts.flash_attention.items():
         yield name, version
     yield "symmetric memory", "this torch has it" if facts.symmetric_memory else "not in this torch"
+
+
+#: Supported versions, (first, first that is not): as in pyproject.toml.
+PYTHONS = ((3, 10), (3, 13))
+TORCHES = ((2, 11), (2, 16))
+TES = ((2, 18), (2, 21))
+#: Compute capability with FP8.
+_FP8 = (8, 9)
+_EXTRAS = {"13": "gpu", "12": "gpu-cu12"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that will not work, or not as meant.
+
+    Attributes:
+        what: The finding, with its numbers.
+        why: What comes of it.
+        cure: What to do, a command where there is one.
+        breaks: False: te_fsdp works, but slower or with less than the machine has.
+    """
+
+    what: str
+    why: str
+    cure: str
+    breaks: bool = True
+
+
+def faults(facts: Facts) -> list[Fault]:
+    """Everything that is wrong, what breaks first."""
+    found = [
+        *_wrong_versions(facts),
+        *_several_te(facts),
+        *_builds(facts),
+        *_te_itself(facts),
+        *_cudnn(facts),
+        *_gpus(facts),
+    ]
+    return sorted(found, key=lambda fault: not fault.breaks)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11.0a0+git": NVIDIA's containers have such versions."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _wrong_versions(facts: Facts) -> Iterator[Fault]:
+    te = facts.te.get("transformer_engine", [""])[0]
+    for name, version, (first, beyond) in (
+        ("Python", facts.python, PYTHONS),
+        ("torch", facts.torch, TORCHES),
+        ("TransformerEngine", te, TES),
+    ):
+        if version and not first <= _numbers(version) < beyond:
+            supported = f"{first[0]}.{first[1]} to {beyond[0]}.{beyond[1] - 1}"
+            package = {"torch": "torch", "TransformerEngine": "transformer-engine"}.get(name)
+            bounds = f">={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}"
+            yield Fault(
+                f"{name} {version}; supported are {supported}",
+                "te_fsdp stands on private names of it, which were checked on these versions alone",
+                f"pip install '{package}{bounds}'"
+                if package
+                else f"make an environment with Python {supported}",
+            )
+
+
+def _several_te(facts: Facts) -> Iterator[Fault]:
+    cores = [name for name in facts.te if re.fullmatch(r"transformer_engine_cu\d+", name)]
+    versions = sorted({version for found in facts.te.values() for version in found})
+    if len(cores) > 1:
+        yield Fault(
+            f"several cores of TransformerEngine: {', '.join(cores)}",
+            "which of them is loaded depends on the order of files, and the bindings fit one of them",
+            f"pip uninstall {' '.join(cores)}; then install the one of torch's CUDA: {_install(facts)}",
+        )
+    if len(versions) > 1:
+        listed = ", ".join(f"{name} {' and '.join(found)}" for name, found in facts.te.items())
+        yield Fault(
+            f"several versions of TransformerEngine: {listed}",
+            "its Python part calls functions that another version of its compiled part lacks or has otherwise",
+            f"pip uninstall {' '.join(facts.te)} (again until pip finds none); then {_install(facts)}",
+        )
+
+
+def _install(facts: Facts) -> str:
+    extra = _EXTRAS.get((facts.torch_cuda or "13").split(".")[0], "gpu")
+    return f"pip install --no-build-isolation 'te-fsdp[{extra}]'"
+
+
+def _builds(facts: Facts) -> Iterator[Fault]:
+    """Torch and TE of different CUDA versions; a build for CPUs beside a GPU."""
+    cores = [name.removeprefix("transformer_engine_cu") for name in facts.te if "_cu" in name]
+    major = (facts.torch_cuda or "").split(".")[0]
+    if len(cores) == 1 and major and cores[0] != major:
+        yield Fault(
+            f"torch was built with CUDA {facts.torch_cuda}, TransformerEngine's core with CUDA {cores[0]}",
+            "two CUDA runtimes in one process do not see each other's streams and memory",
+            f"pip uninstall transformer_engine_cu{cores[0]} transformer_engine_torch; {_install(facts)}",
+        )
+    if facts.driver and facts.torch_cuda is None:
+        yield Fault(
+            f"torch {facts.torch} is a build without CUDA, on a machine with NVIDIA's driver {facts.driver}",
+            "nothing will run on the GPUs",
+            "pip install --force-reinstall torch from the index of your CUDA version: https://pytorch.org/get-started",
+        )
+    if facts.cuda_problem and facts.driver:
+        yield Fault(
+            f"torch sees no GPU: {facts.cuda_problem}",
+            "nothing will run on the GPUs",
+            "unset CUDA_VISIBLE_DEVICES"
+            if "CUDA_VISIBLE_DEVICES" in facts.cuda_problem
+            else f"update the driver ({facts.driver}) to one for CUDA {facts.torch_cuda}, or install a torch for it",
+        )
+
+
+def _te_itself(facts: Facts) -> Iterator[Fault]:
+    if "transformer_engine" not in facts.te:
+        wanted = _install(facts) if facts.gpus else "pip install 'te-fsdp[emulation]'"
+        yield Fault("TransformerEngine is not installed", "there are no modules to train", wanted)
+        return
+    if facts.gpus and not facts.te_bindings:
+        nvcc = facts.nvcc or "missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME to it"
+        yield Fault(
+            "TransformerEngine's bindings for PyTorch (transformer_engine_torch) are not installed",
+            "its modules cannot be imported on this machine with GPUs",
+            f"{_install(facts)} (minutes: it compiles with nvcc, which is {nvcc})",
+        )
+    elif facts.te_says.get("error"):
+        yield Fault(
+            f"TransformerEngine cannot be imported: {facts.te_says['error']}",
+            _why_no_import(facts),
+            "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer_engine_torch"
+            if facts.te_bindings
+            else "pip install 'te-fsdp[emulation]'",
+        )
+    if facts.emulation and facts.gpus:
+        yield Fault(
+            f"TE_FSDP_EMULATION={facts.emulation} on a machine with GPUs",
+            "the emulation refuses to stand in for kernels that are there",
+            "unset TE_FSDP_EMULATION",
+        )
+    if facts.emulation and facts.te_bindings and not facts.gpus:
+        yield Fault(
+            "TE_FSDP_EMULATION beside TransformerEngine's compiled bindings",
+            "the emulation does not replace an installed extension",
+            "use an environment with te-fsdp[emulation] alone",
+        )
+
+
+def _why_no_import(facts: Facts) -> str:
+    said = str(facts.te_says["error"])
+    if "undefined symbol" in said:
+        return f"its bindings were compiled against another torch than {facts.torch}"
+    if "signal" in said:
+        return "it aborts the process that imports it: mixed libraries, most often"
+    return "there are no modules to train"
+
+
+def _cudnn(facts: Facts) -> Iterator[Fault]:
+    """Another cuDNN that the loader finds for TE's parts while torch has loaded its own."""
+    if not facts.cudnn_home or not facts.cudnn_files:
+        return
+    first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
+    own = os.path.join(facts.cudnn_home, "lib")
+    others = [path for path in facts.cudnn_files if _release(path) != facts.cudnn]
+    if others and os.path.realpath(first) != os.path.realpath(own):
+        yield Fault(
+            f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
+            "TransformerEngine loads cuDNN by name and may mix the two (CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
+            f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH",
+        )
+
+
+def _release(path: str) -> str:
+    """9.14.0 of libcudnn.so.9.14.0; the loader's link ends in 9 alone and was resolved before."""
+    return PurePath(path).name.removeprefix("libcudnn.so.")
+
+
+def _gpus(facts: Facts) -> Iterator[Fault]:
+    kinds = sorted({(gpu.name, gpu.capability) for gpu in facts.gpus})
+    for name, capability in kinds:
+        if _numbers(capability) < _FP8:
+            yield Fault(
+                f"{name} has compute capability {capability}",
+                "FP8 needs 8.9, MXFP8 and NVFP4 need 10.0: recipes will be refused",
+                "train in bf16 here, without te.autocast",
+                breaks=False,
+            )
+    if len(kinds) > 1:
+        yield Fault(
+            f"GPUs of several kinds: {', '.join(name for name, _ in kinds)}",
+            "ranks of one job take different kernels, and the slowest sets the pace",
+            "CUDA_VISIBLE_DEVICES with GPUs of one kind",
+            breaks=False,
+        )
+    alone = [at for at, gpu in enumerate(facts.gpus) if len(gpu.peers) < len(facts.gpus) - 1]
+    if alone:
+        yield Fault(
+            f"GPUs {', '.join(map(str, alone))} cannot address the memory of all others",
+            "collectives go through the host",
+            "switch peer access on: in a virtual machine or with ACS and IOMMU it is often off",
+            breaks=False,
+        )

@@ -41,10 +41,10 @@ def main() -> int:
 
 
 def _attention() -> dict[str, Any]:
-    from te_fsdp import _te_attention
+    from te_fsdp import _te_modules
 
     try:
-        return {**_te_attention.choice(**_ATTENTION), "shape": _ATTENTION}
+        return {**_te_modules.choice(**_ATTENTION), "shape": _ATTENTION}
     except Exception as error:  # TE asks the device for what an emulation or another version may lack
         return {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"], "shape": _ATTENTION}
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.errors import CheckpointError
 from te_fsdp.parameters import binding_of, shard_info
 
@@ -253,7 +253,7 @@ def guard(module: nn.Module, stock: Any) -> Any:
     if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
     # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
-    states = _te_delayed.delayed_states(module) if stock.numel() else None
+    states = _te_modules.delayed_states(module) if stock.numel() else None
     marks = _conditions(module)[0] or ()
     if states is None:
         return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
@@ -262,7 +262,7 @@ def guard(module: nn.Module, stock: Any) -> Any:
 
 def _describe(module: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
     """Delayed scaling's tensors, and what it takes to make such state anew."""
-    described: dict[str, Any] = {"recipe": _te_delayed.describe_delayed_recipe(module)}
+    described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
     for key, state in states.items():
         for name in ("scale", "amax_history"):
             described[f"{key}.{name}"] = getattr(state, name)
@@ -327,7 +327,7 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
 
 def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
     """Write delayed scaling's state into the module's live tensors, made where there are none."""
-    present = _te_delayed.delayed_states(module)
+    present = _te_modules.delayed_states(module)
     for key, state in (present or {}).items():
         have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
         if have != got:
@@ -337,7 +337,7 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
                 got=got,
                 fix="load the state dict of a model of the same modules",
             )
-    for key, state in _te_delayed.make_delayed_states(module, saved["recipe"]).items():
+    for key, state in _te_modules.make_delayed_states(module, saved["recipe"]).items():
         state.scale.copy_(saved[f"{key}.scale"])
         state.amax_history.copy_(saved[f"{key}.amax_history"])
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_delayed, _torch
-from te_fsdp._te_grouped import GroupedReads, grouped_path_problem
+from te_fsdp import _te, _te_modules, _torch
+from te_fsdp._te_modules import GroupedReads, grouped_path_problem
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError
 from te_fsdp.layout.rules import ExpertRange, ParameterRule, expert_index
 from te_fsdp.modules.base import ResettableModule
@@ -321,7 +321,7 @@ def _amax_group(binding: Binding) -> contextlib.AbstractContextManager[object]:
     elif binding.amax_group is None:  # this rank alone holds them; for TE None means all ranks
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         binding.amax_group = cast("ProcessGroup", alone)
-    return _te_delayed.amax_reduced_over(binding.amax_group)
+    return _te_modules.amax_reduced_over(binding.amax_group)
 
 
 def _check_divided(module: torch.nn.Module, binding: Binding) -> None:

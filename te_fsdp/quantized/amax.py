@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.parameters import binding_of
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.grouped_weight import is_grouped_weight, quantize_experts
@@ -153,7 +153,7 @@ def quantize_whole(
         if group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         if not keep_delayed_scale:
-            _te_delayed.set_delayed_scale(module, name, local, amax)
+            _te_modules.set_delayed_scale(module, name, local, amax)
         local.quantize_(value)  # type: ignore[operator]
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         return

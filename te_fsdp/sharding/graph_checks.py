@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_delayed, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.move.start import comm_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.sharding.state import ShardingState
@@ -68,7 +68,7 @@ class Snapshot:
             self._watch(module._parameters)
             self._watch(module._buffers)
             # Delayed scaling's scales and histories, which no buffer of the module holds.
-            for recipe_state in (_te_delayed.delayed_states(module) or {}).values():
+            for recipe_state in (_te_modules.delayed_states(module) or {}).values():
                 self._watch(vars(recipe_state))
         # By parameter and name: the dictionaries in between are made anew when state dicts are taken.
         self._states = [

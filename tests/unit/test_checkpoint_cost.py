@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import staging, sums, writing
-from te_fsdp.checkpoint.background import background
+from te_fsdp.checkpoint import sums, writing
+from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
 from te_fsdp.checkpoint.portable.torch_files import Window
@@ -189,11 +189,11 @@ def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
 ) -> None:
     """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
     plans = counted(monkeypatch, writing, "_plan")
-    host = staging.Block.device.fget
+    host = Block.device.fget
     monkeypatch.setattr(
-        staging.Block, "device", property(lambda b: torch.device("cuda") if b.tensors[0].ndim else host(b))
+        Block, "device", property(lambda b: torch.device("cuda") if b.tensors[0].ndim else host(b))
     )
-    monkeypatch.setattr(staging.Staging, "copy", lambda _, blocks: [block.rows().clone() for block in blocks])
+    monkeypatch.setattr(Staging, "copy", lambda _, blocks: [block.rows().clone() for block in blocks])
     model, optimizer = small_model()
     for number in range(3):
         path, asynchronous = tmp_path / str(number), (number % 2 == 0) == (first == "asynchronous")

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint import compare, sums
 from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import reading, sums
 from te_fsdp.checkpoint.portable.dcp import Piece, read_metadata
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.source import Source
@@ -240,9 +240,9 @@ def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> No
     path, manifest = saves[0], manifests.read_manifest(saves[0])
     metadata = read_metadata(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
-        staged, place = reading.Staged(), ("model.0.weight", (0, 0), (rows, 6))
+        staged, place = compare.Staged(), ("model.0.weight", (0, 0), (rows, 6))
         staged.parts[place] = []
-        reading.read_stored(path, manifest, metadata, [place], staged)
+        compare.read_stored(path, manifest, metadata, [place], staged)
         ((_, values),) = staged.parts[place]
         assert values.shape == (rows, 6) and values.untyped_storage().nbytes() <= most * 24
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import staging, writing
+from te_fsdp.checkpoint import background, writing
+from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
 from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
-from te_fsdp.checkpoint.staging import Staging, blocks_of
 from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums
 from te_fsdp.errors import CheckpointError
 
@@ -81,8 +81,8 @@ def test_memory_of_copies_is_kept_and_grows() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_several_threads_share_large_tensors(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """Each copies some rows, of tensors with any strides, and what goes wrong in one is raised."""
-    monkeypatch.setattr(staging, "_PART", 100)
-    monkeypatch.setattr(staging.os, "sched_getaffinity", lambda _: range(threads), raising=False)
+    monkeypatch.setattr(background, "_PART", 100)
+    monkeypatch.setattr(background.os, "sched_getaffinity", lambda _: range(threads), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     base = torch.arange(4000.0)
@@ -209,7 +209,7 @@ def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -
 import os, sys, time
 import torch
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import staging, writing
+from te_fsdp.checkpoint import background, writing
 original, name = writing.Writing.blocks, "a" if os.fork() else "b"
 def slow(self, plan):
     time.sleep(0.5)

@@ -11,8 +11,8 @@ import pytest
 
 from te_fsdp import _fsdp2_patches, _te_patches
 from te_fsdp.cli import env, env_facts
+from te_fsdp.cli.env import faults
 from te_fsdp.cli.env_facts import Facts, Gpu
-from te_fsdp.cli.env_faults import faults
 from tests.unit.commands import start
 
 GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)

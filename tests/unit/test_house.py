@@ -27,10 +27,8 @@ TE_DOORS = tuple(
     f"te_fsdp/{name}.py"
     for name in (
         "_te",
-        "_te_delayed",
-        "_te_attention",
         "_te_formats",
-        "_te_grouped",
+        "_te_modules",
         "_te_patches",
         "_te_pickles",
     )

@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, Experts, read_config
-from te_fsdp.checkpoint.portable.huggingface_groups import Form, Group, Shape
 from te_fsdp.checkpoint.portable.huggingface_layers import (
+    Form,
+    Group,
     Recorded,
+    Shape,
     TeBlocks,
     TeNames,
     centering,

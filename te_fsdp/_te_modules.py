@@ -1,13 +1,17 @@
-"""Delayed scaling's state in TE's modules.
+"""TE's modules by private names, checked on TE 2.18 to 2.20.2.
 
-Private names used here: a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
-``DelayedScalingRecipeState``.
+delayed scaling    a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
+                   ``DelayedScalingRecipeState``
+``GroupedLinear``  its grouped kernels, and the methods that read its parameters
+attention          which backend TE would pick
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +25,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "GroupedReads",
     "amax_reduced_over",
+    "choice",
     "delayed_states",
     "describe_delayed_recipe",
     "follow_scale",
+    "grouped_path_problem",
     "has_recipe_state",
     "make_delayed_states",
     "set_delayed_scale",
@@ -150,3 +157,128 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
         yield
     finally:
         setattr(state, attribute, before)
+
+
+#: cuBLASLt that TE asks for (2.20.2 ``is_module_grouped_tensor_path_supported``).
+_NEEDED = {"hopper": 130400, "hopper current": 130500, "hopper block": 130600, "blackwell": 130300}
+
+
+class GroupedReads:
+    """Mixin in front of TE's class: what TE reads as weights and biases, and makes of them, goes by way of te_fsdp."""
+
+    def is_adopted(self) -> bool:
+        """Whether te_fsdp holds the parameters as ordinary tensors, so that TE shall make no ``GroupedTensor``."""
+        return False
+
+    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What TE shall see of its ``weight`` or ``bias`` tensors."""
+        return list(tensors)
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """TE's conversion of the experts' parameters into one."""
+        if self.is_adopted():
+            self.set_tensor_parallel_attributes(defer_init=defer_init)  # type: ignore[attr-defined]
+        else:
+            super().make_grouped_weights(defer_init=defer_init)  # type: ignore[misc]
+
+    def _make_grouped_biases(self) -> None:
+        if not self.is_adopted():
+            super()._make_grouped_biases()  # type: ignore[misc]
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return self.seen_by_te("weight", super()._get_weight_tensors())  # type: ignore[misc]
+
+    def _get_bias_tensors(self) -> list[torch.Tensor]:
+        tensors = super()._get_bias_tensors()  # type: ignore[misc]
+        # A bias that the forward returns is the user's: it stays what is registered.
+        return tensors if self.return_bias else self.seen_by_te("bias", tensors)  # type: ignore[attr-defined]
+
+
+def grouped_path_problem(recipe: Any | None) -> str:
+    """Why TE's grouped kernels do not run a ``GroupedLinear`` here; empty if they do. Local operation.
+
+    Args:
+        recipe: A recipe, or ``None`` for bf16.
+    """
+    linear = _te.te().module.grouped_linear
+    if linear.is_module_grouped_tensor_path_supported(recipe, torch.bfloat16):
+        return ""
+    capability, version = linear.get_device_compute_capability(), linear.tex.get_cublasLt_version()
+    where = f"compute capability {capability[0]}.{capability[1]}"
+    if not (9, 0) <= capability <= (11, 0):
+        return f"TransformerEngine has grouped kernels for Hopper and Blackwell, not for {where}"
+    key = "blackwell" if capability >= (10, 0) else "hopper"
+    if key == "hopper" and recipe is not None:
+        kind = (
+            "block" if recipe.float8_block_scaling() else "current" if recipe.float8_current_scaling() else ""
+        )
+        key = f"{key} {kind}".strip()
+    if version < _NEEDED[key]:
+        return (
+            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for it on {where}, "
+            f"found {_readable(version)}"
+        )
+    return f"TransformerEngine has no grouped kernels for {type(recipe).__name__} on {where}"
+
+
+def _readable(version: int) -> str:
+    """130400 -> 13.4."""
+    return f"{version // 10000}.{version // 100 % 100}"
+
+
+class _Lines(logging.Handler):
+    """Keeps what TE logs while it chooses: its reasons."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        if not record.getMessage().startswith("Running with config"):  # the question, not a reason
+            self.lines.append(record.getMessage())
+
+
+def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str, Any]:
+    """What TE's ``DotProductAttention`` would run in bf16 with a causal mask, with TE's own reasons. Local.
+
+    Args:
+        heads: Attention heads of the query.
+        groups: Heads of key and value.
+        head_dim: Elements of a head.
+        sequence: Tokens.
+
+    Returns:
+        ``backend`` ("flash", "fused", "unfused" or "none") and ``reasons``, the lines that TE logs about it.
+
+    Raises:
+        ImportError, AttributeError, TypeError: This TE selects in another way.
+    """
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    asked = module.AttentionParams(
+        qkv_dtype=torch.bfloat16,
+        qkv_layout="bshd_bshd_bshd",
+        num_heads=heads,
+        num_gqa_groups=groups,
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        max_seqlen_q=sequence,
+        max_seqlen_kv=sequence,
+        attn_mask_type="causal",
+        window_size=(-1, 0),
+    )
+    seen, logger = _Lines(), logging.getLogger("DotProductAttention")
+    logs = module.AttentionLogging
+    level, propagate = logs._log_level, logger.propagate
+    logger.addHandler(seen)
+    logs._log_level = logging.DEBUG  # the selection sets its logger to this at each call
+    logger.propagate = False
+    try:
+        found = module.get_attention_backend(asked)
+    finally:
+        logger.removeHandler(seen)
+        logs._log_level = level
+        logger.propagate = propagate
+    # (flash, which flash, fused, which fused, unfused, all that could): TE 2.18 and later
+    names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
+    return {"backend": next((name for name, taken in names.items() if taken), "none"), "reasons": seen.lines}
