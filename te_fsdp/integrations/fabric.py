@@ -32,9 +32,9 @@ from te_fsdp.errors import CheckpointError, OrderError, PlacementError, Precisio
 from te_fsdp.mesh import Meshes
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
+from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.materialize import materialize
-from te_fsdp.sharding.optimizer import check_optimizer
-from te_fsdp.sharding.schedule import microbatch, no_sync
+from te_fsdp.sharding.reductions import microbatch, no_sync
 from te_fsdp.sharding.state import sharding_state
 
 __all__ = ["TeFsdpStrategy"]
