@@ -17,6 +17,7 @@ from harness import BodyFailed, Comparisons, WorkerPool, decisions
 from harness import pool as pool_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops import utils
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,32 @@ def decisions_of_a_matmul(spoil: bool) -> int:
             patch.setattr(decisions, "_on", lambda decision, meshes: decision)
         matmul_on_mesh(["a", "b"], [2, 2], twice=spoil)
     return known.made - before
+
+
+def decisions_as_torch_makes_them() -> int:
+    """Compare what is decided of lists, cast and updated tensors with what torch decides; returns of how many."""
+    known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+    known.known.clear()
+    mesh = init_device_mesh(harness.device_type(), (2, 2), mesh_dim_names=("a", "b"))
+    held = [
+        (Shard(0), Shard(1)),
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(0)),
+        (Replicate(), Replicate()),
+    ]
+    values = [distribute_tensor(torch.ones(3, 8), mesh, placements) for placements in (*held, *held[::-1])]
+    parameters = [torch.nn.Parameter(value) for value in values]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().to(torch.bfloat16).float()
+    for how in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        torch.optim.AdamW(parameters, **how).step()
+    torch._foreach_norm(values)
+    with pytest.MonkeyPatch.context() as patch:
+        expand = utils.expand_to_full_mesh_op_strategy
+        patch.setattr(utils, expand.__name__, expand.__wrapped__)
+        for schema, decision in known.known.items():
+            assert known.decide(schema) == decision, schema
+    return len(known.known)
 
 
 def return_a_dtensor() -> DTensor:
@@ -276,6 +303,12 @@ def test_shardings_are_decided_once(plain_pool):
     assert plain_pool.run(decisions_of_a_matmul, 4, spoil=False) == [0] * 4
     with pytest.raises(BodyFailed):  # the control: a group of an earlier run
         plain_pool.run(decisions_of_a_matmul, 4, spoil=True)
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(4)
+def test_shardings_are_decided_as_torch_does(plain_pool):
+    assert min(plain_pool.run(decisions_as_torch_makes_them, 4)) > 40
 
 
 @pytest.mark.ranks(4)
