@@ -37,13 +37,14 @@ from te_fsdp.errors import CheckpointError, TeFsdpError
 __all__ = [
     "Background",
     "Block",
+    "HostMemory",
     "SaveHandle",
     "Staging",
     "background",
     "blocks_of",
     "bytes_bar",
     "flat_rows",
-    "host_memory",
+    "threads_here",
 ]
 
 K = TypeVar("K")
@@ -56,6 +57,8 @@ _ALIGNMENT = 64
 _SMALL, _STACK = 1 << 16, 1 << 23
 #: Bytes from which memory comes in large pages: at least one lies in it, wherever it begins.
 _LARGE = 1 << 22
+#: Bytes of memory of which several tensors get a part.
+_STRETCH = 1 << 25
 #: Bytes of a large tensor on the host that a thread copies at a time, and threads beyond which memory is the limit.
 _PART, _MOST_THREADS = 1 << 24, 8
 
@@ -127,7 +130,7 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     )
 
 
-def host_memory(count: int) -> torch.Tensor:
+def _host_memory(count: int) -> torch.Tensor:
     """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
 
     The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
@@ -139,6 +142,28 @@ def host_memory(count: int) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a system that has none gives small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
+
+
+class HostMemory:
+    """New memory on the host for tensors that are kept together, as parts of stretches that come in large pages."""
+
+    def __init__(self) -> None:
+        self._rest = _host_memory(0)
+
+    def take(self, count: int) -> torch.Tensor:
+        """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
+        room = -(-count // _ALIGNMENT) * _ALIGNMENT
+        if room > self._rest.numel():
+            self._rest = _host_memory(max(room, _STRETCH))
+        taken, self._rest = self._rest[:count], self._rest[room:]
+        return taken
+
+
+def threads_here(most: int) -> int:
+    """So many threads as there are cores for each process of this host, but no more than ``most``. Local operation."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun's number of processes of this host.
+    return max(1, min(most, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class Staging:
@@ -201,7 +226,7 @@ class Staging:
             if index < len(self._slabs) and self._slabs[index].numel() >= size:
                 continue
             del self._slabs[index : index + 1]  # freed before the larger one is made
-            slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else host_memory(size)
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _host_memory(size)
             self._slabs.insert(index, slab)
         del self._slabs[len(sizes) :]
 
@@ -219,14 +244,13 @@ def _copy_on_host(parts: Iterable[tuple[list[torch.Tensor], torch.Tensor]]) -> N
         else:
             rows.copy_(tensors[0])
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # torchrun's number of processes of this host; torch may have threads of its own for each copy.
-    threads = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.get_num_threads()
+    # torch may have threads of its own for each copy.
+    threads = threads_here(_MOST_THREADS * torch.get_num_threads()) // torch.get_num_threads()
     if threads < 2:
         for part in parts:
             copy(part)
         return
-    with ThreadPoolExecutor(min(threads, _MOST_THREADS), "te_fsdp copy") as pool:
+    with ThreadPoolExecutor(threads, "te_fsdp copy") as pool:
         for _ in pool.map(copy, parts):
             pass  # raises what went wrong
 

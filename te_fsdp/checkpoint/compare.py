@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from te_fsdp import _te
 from te_fsdp.agree import gather_if_any
+from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
@@ -255,8 +256,8 @@ Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 #: Bytes of neighbouring pieces that are read together.
 _RUN = 1 << 20
-#: Reading and summing up release the interpreter, so that threads help.
-_THREADS = 4
+#: Reading and summing up release the interpreter, so that threads help where there are cores for them.
+_MOST_THREADS = 4
 
 
 def rectangle(key: str, piece: Piece) -> Rectangle:
@@ -311,9 +312,14 @@ _Wanted = tuple[dcp.Piece, list[tuple[ReadItem, Rectangle]]]
 
 
 def read_stored(
-    path: Path, manifest: Manifest, metadata: Metadata, wanted: list[Rectangle], into: Staged
+    path: Path,
+    manifest: Manifest,
+    metadata: Metadata,
+    wanted: list[Rectangle],
+    into: Staged,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Read rectangles from the files of a checkpoint of te_fsdp. Local operation; each byte is read once.
+    """Read rectangles from the files of a DCP directory. Local operation; each byte is read once.
 
     Args:
         path: The directory.
@@ -321,17 +327,20 @@ def read_stored(
         metadata: Says what lies where.
         wanted: What is read.
         into: Takes it.
+        names: Of a plain directory, whose files the manifest does not list: their keys by ours.
 
     Raises:
         CheckpointError: Files that are not as they were saved, or that lack something.
     """
     with without_collector():
-        by_file = _pieces(path, metadata, wanted)
-    with ThreadPoolExecutor(_THREADS, "te_fsdp load") as pool:
+        by_file = _pieces(path, metadata, wanted, names or {})
+    with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             taken: list[_Wanted] = []
             try:
-                with CheckedFile(path / name, manifest.files.get(name), manifest.save_id) as file:
+                # Sizes of a plain directory's files were compared with its metadata when it was opened.
+                listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
+                with CheckedFile(path / name, listed, manifest.save_id) as file:
                     for taken, data in _read_ahead(pool, file, _runs(pieces)):
                         _take(data, taken, into)
             except (OSError, DamagedFileError) as error:
@@ -339,11 +348,13 @@ def read_stored(
                 damaged(path, [f"{name}: {error}{''.join(keys[:3])}"])
 
 
-def _pieces(path: Path, metadata: Metadata, wanted: list[Rectangle]) -> dict[str, list[_Wanted]]:
+def _pieces(
+    path: Path, metadata: Metadata, wanted: list[Rectangle], names: Mapping[str, str]
+) -> dict[str, list[_Wanted]]:
     """What is read, by file, in its order there."""
     by_key: dict[str, list[Rectangle]] = {}
     for place in wanted:
-        by_key.setdefault(place[0], []).append(place)
+        by_key.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
     heads: dcp.Heads = {}
     for key, places in by_key.items():
@@ -386,12 +397,24 @@ def _read_ahead(
 ) -> Iterator[tuple[list[_Wanted], torch.Tensor]]:
     """Each run with its bytes; a few are read in advance, which bounds the memory for what is not wanted of them."""
     pending: deque[tuple[list[_Wanted], Future[torch.Tensor]]] = deque()
+    memory = HostMemory()
+
+    def read(run: list[_Wanted], data: torch.Tensor) -> torch.Tensor:
+        lengths = [piece.window.length for piece, _ in run]
+        file.read(run[0][0].window.offset, lengths, data)
+        if file.pieces is None:  # then there may be checksums that torch.save wrote
+            for (piece, _), part in zip(run, data.split(lengths), strict=True):
+                piece.check(part)
+        return data
+
     try:
         for run in runs:
-            windows = [piece.window for piece, _ in run]
-            read = pool.submit(file.read, windows[0].offset, [window.length for window in windows])
-            pending.append((run, read))
-            if len(pending) > 2 * _THREADS:
+            size = sum(piece.window.length for piece, _ in run)
+            # What _take keeps. The rest is let go at once, and its memory is used again.
+            is_kept = len(run) == 1 and size > _RUN and _mostly(*run[0])
+            data = memory.take(size) if is_kept else torch.empty(size, dtype=torch.uint8, device="cpu")
+            pending.append((run, pool.submit(read, run, data)))
+            if len(pending) > 2 * _MOST_THREADS:
                 first, data = pending.popleft()
                 yield first, data.result()
         while pending:
@@ -399,6 +422,11 @@ def _read_ahead(
             yield first, data.result()
     finally:
         wait(data for _, data in pending if not data.cancel())
+
+
+def _mostly(piece: dcp.Piece, items: list[tuple[ReadItem, Rectangle]]) -> bool:
+    """Whether at least half of a piece is wanted."""
+    return 2 * sum(math.prod(item.lengths) for item, _ in items) >= math.prod(piece.shape)
 
 
 def _take(data: torch.Tensor, run: list[_Wanted], into: Staged) -> None:
@@ -409,9 +437,9 @@ def _take(data: torch.Tensor, run: list[_Wanted], into: Staged) -> None:
         at += piece.window.length
         # Neighbours begin anywhere, where elements of several bytes cannot.
         tensor = piece.within(raw if len(run) == 1 else raw.clone())
-        wanted = sum(math.prod(item.lengths) for item, _ in items)
+        is_kept = _mostly(piece, items)
         for item, place in items:
             values = tensor[slices(item.storage_offsets, item.lengths)]
             # A view keeps all of the piece in memory.
-            values = values if 2 * wanted >= tensor.numel() else values.clone()
+            values = values if is_kept else values.clone()
             into.parts[place].append((tuple(item.dest_offsets), values))

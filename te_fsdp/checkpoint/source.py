@@ -58,7 +58,7 @@ class Source:
     Attributes:
         path: The directory.
         manifest: What it holds.
-        tensors: By the keys that our files have; ``None``: the files are ours, and DCP reads them.
+        tensors: By the keys that our files have; ``None``: the files are ours.
         kind: What wrote it, in words.
         notes: What was taken of a foreign directory and what was not, in words.
         staged: What was read and has not been copied yet.
@@ -74,7 +74,7 @@ class Source:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """DCP's, of files that are ours; checked when it is first asked for. Local operation."""
+        """DCP's; checked when it is first asked for. Local operation."""
         return dcp.read_metadata(self.path, self.manifest)
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -101,7 +101,11 @@ class Source:
         if self.tensors is None:
             read_stored(self.path, self.manifest, self.metadata, wanted, self.staged)
             return
-        for place in wanted:
+        named = {key: _stored_as(self.tensors[key]) for key, _, _ in wanted}
+        names = {key: name for key, name in named.items() if name is not None}
+        stored = [place for place in wanted if place[0] in names]
+        read_stored(self.path, self.manifest, self.metadata, stored, self.staged, names)
+        for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place
             values = torch.empty(shape, dtype=self.tensors[key].dtype, device="cpu")
             _fill_piece(self.tensors[key], Piece(offsets, values))
@@ -111,6 +115,12 @@ class Source:
         """:meth:`stage`, and copy at once. Collective over the world."""
         self.stage(entries)
         self.staged.fill(entries)
+
+
+def _stored_as(tensor: Lazy) -> str | None:
+    """Key in a DCP directory of a tensor that is what lies there; ``None`` where it is made of that."""
+    pieces = tensor.chunks if isinstance(tensor, Chunked) else ()
+    return tensor.key if pieces and all(isinstance(piece, dcp.Piece) for _, piece in pieces) else None  # type: ignore[union-attr]
 
 
 def _fill_piece(tensor: Lazy, piece: Piece) -> None:
@@ -148,7 +158,7 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     Raises:
         CheckpointError: Nothing whole there, or neither ours nor certainly foreign. All ranks raise the same.
     """
-    manifest = from_rank_0(lambda: None if _is_foreign(path) else open_checkpoint(path))
+    manifest = from_rank_0(lambda: None if _lacks_manifest(path) else open_checkpoint(path))
     _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA)
     if manifest is not None:
         if verify:
@@ -159,10 +169,11 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
         if manifest.format_version < STACKS_EXPERTS:
             return all_agree(lambda: _older(path, manifest))
         return Source(path, manifest)
+    opened = all_agree(lambda: _open_foreign(path))
     if verify:
-        _verify_together(path, None)
+        _verify_together(path, opened)
     choices = Choices(otherwise_class=None if optimizer is None else type(optimizer).__name__)
-    contents = all_agree(lambda: _open(path, choices))
+    contents = all_agree(lambda: open_dcp_contents(path, choices, opened))
     tied = from_rank_0(lambda: _equal_ties(contents, model))
     for name, first in tied.items():
         contents.manifest.parameters.pop(name)
@@ -172,7 +183,9 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    return Source(path, contents.manifest, contents.tensors, contents.kind, told)
+    source = Source(path, contents.manifest, contents.tensors, contents.kind, told)
+    source.metadata = opened.metadata
+    return source
 
 
 def _check_same(path: Path, name: str) -> None:
@@ -246,24 +259,21 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
         )
 
 
-def _is_foreign(path: Path) -> bool:
-    """Whether a directory was surely not written by te_fsdp. Local operation."""
-    if (path / FILE_NAME).exists() or not (path / DCP_METADATA).is_file():
-        return False
+def _lacks_manifest(path: Path) -> bool:
+    return (path / DCP_METADATA).is_file() and not (path / FILE_NAME).exists()
+
+
+def _open_foreign(path: Path) -> dcp.Opened:
+    """A directory that was surely not written by te_fsdp. Local operation.
+
+    Raises:
+        CheckpointError: It may be a checkpoint of te_fsdp that has lost its manifest.
+    """
     metadata = dcp.read_metadata(path)
     keys = set(metadata.state_dict_metadata)
-    return bool(keys) and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()
-
-
-def _open(path: Path, choices: Choices) -> Contents:
-    """Contents with every header read, so that damage shows before anything changes."""
-    contents = open_dcp_contents(path, choices)
-    for tensor in contents.tensors.values():
-        for part in tensor.parts if isinstance(tensor, Stack) else [tensor]:
-            for _, piece in part.chunks if isinstance(part, Chunked) else ():
-                if isinstance(piece, dcp.Piece):
-                    _ = piece.header  # is read
-    return contents
+    if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
+        open_checkpoint(path)  # raises, and tells why
+    return dcp.open_dcp(path, metadata)
 
 
 def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
@@ -309,22 +319,22 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     return problems
 
 
-def _verify_together(path: Path, manifest: Manifest | None) -> None:
+def _verify_together(path: Path, opened: Manifest | dcp.Opened) -> None:
     """Check a checkpoint's files against their checksums, each by one rank. Collective over the world.
 
     Args:
         path: The directory.
-        manifest: Of ours; ``None``: a plain directory, which has the checksums that ``torch.save`` wrote.
+        opened: The manifest; or a plain directory, which has the checksums that ``torch.save`` wrote.
 
     Raises:
         CheckpointError: Damaged files, all of them in one text, the same on all ranks.
     """
 
     def changed() -> list[str]:
-        if manifest is not None:
-            names = _own_share(sorted(manifest.files), lambda name: manifest.files[name][0])
-            return check_files(path, manifest, names, checksums=True)
-        windows = _own_share(dcp.open_dcp(path).windows, lambda window: window.length)
+        if isinstance(opened, Manifest):
+            names = _own_share(sorted(opened.files), lambda name: opened.files[name][0])
+            return check_files(path, opened, names, checksums=True)
+        windows = _own_share(opened.windows, lambda window: window.length)
         return [
             f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in windows if w.changed()
         ]

@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ except ImportError:  # an environment made by hand
     _IS_SLOW = True
 
 from te_fsdp import _torch
-from te_fsdp.checkpoint.background import flat_rows, host_memory
+from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -337,17 +337,17 @@ class CheckedFile:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def read(self, offset: int, lengths: Iterable[int]) -> torch.Tensor:
-        """The bytes of consecutive pieces, a new uint8 tensor on the host. Any thread may call this.
+    def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+        """The bytes of consecutive pieces. Any thread may call this.
 
         Args:
             offset: Byte at which the first begins.
             lengths: Of each.
+            data: uint8 on the host, as many as they are together; filled, and returned.
 
         Raises:
             DamagedFileError: They are not the bytes that were saved, or there are no such pieces.
         """
-        data = host_memory(sum(lengths := list(lengths)))
         view, have = view_of(data), 0
         while have < len(view):
             count = os.preadv(self._file.fileno(), [view[have:]], offset + have)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -97,10 +98,10 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     listed, and could not be put aside again by itself; optimizers of sharded models that have stepped are known.
     """
     wanted = {id(parameter) for parameter in parameters}
-    # By its type: proxies of all kinds answer isinstance with side effects. And by a set of types: there are a million
-    # objects, and a call for each would take longer than to load a model of a GiB.
-    kinds = set(_with_subclasses(Optimizer))
-    listed = [found for found in gc.get_objects() if type(found) in kinds]
+    # By its type: proxies of all kinds answer isinstance with side effects. And without a line of Python for each of a
+    # million objects, which would take longer than to load a model of a GiB.
+    kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects()
+    listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
     known = {id(optimizer): optimizer for optimizer in [*listed, *_met()]}.values()
     holding = []
     for optimizer in known:
@@ -197,6 +198,10 @@ def keeping_main_weights(
         parameters: The model's.
         given: The one that is loaded, which is not among them.
     """
+    parameters = list(parameters)
+    # Weights in fp32 have main weights in TE's FusedAdam alone: without it none need be looked for.
+    if not (_te.is_loaded() or any(is_low(parameter) for parameter in parameters)):
+        return []
     found = optimizers_of(parameters)
     return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
 

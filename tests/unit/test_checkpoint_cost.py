@@ -18,6 +18,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import sums, writing
 from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.portable import dcp as portable_dcp
 from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.errors import CheckpointError
@@ -72,11 +73,21 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
     calls = counted(monkeypatch, Window, "objects")
+    metadata = counted(monkeypatch, portable_dcp, "unpickle_metadata")
     other, its_optimizer = small_model(seed=1)
     checkpoint.load(tmp_path / "plain", other, its_optimizer)
     assert_equal(values(other, its_optimizer), values(model, optimizer))
     # Each kind of tensor once, and the options of the group; there are 160 tensors.
-    assert len(calls) < 30
+    assert len(calls) < 30 and len(metadata) == 1
+    [file] = (tmp_path / "plain").glob("*.distcp")
+    whole, third = file.read_bytes(), small_model(seed=2)
+    before = values(*third)
+    for value in (other["p1"], its_optimizer.state[other["p2"]]["exp_avg"]):
+        at = whole.index(value.detach().numpy().tobytes()) + 17
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"its contents have changed \(CRC-32\)"):
+            checkpoint.load(tmp_path / "plain", *third)
+        assert_equal(values(*third), before)
 
 
 def test_only_files_that_are_alike_up_to_their_data_share_what_was_read(

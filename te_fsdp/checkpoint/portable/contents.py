@@ -191,8 +191,8 @@ def open_checkpoint_contents(path: Path) -> Contents:
         CheckpointError: Not whole, damaged, or of two saves.
     """
     manifest = open_checkpoint(path)
-    check_metadata(path, manifest)
-    contents = Contents(path, CHECKPOINT, manifest, open_dcp(path).tensors)
+    metadata = check_metadata(path, manifest)
+    contents = Contents(path, CHECKPOINT, manifest, open_dcp(path, metadata).tensors)
     _add_empty(contents)
     return contents
 

@@ -23,7 +23,7 @@ from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, read_bytes
 from te_fsdp.checkpoint.portable.torch_files import BEHIND, Window, stored
-from te_fsdp.checkpoint.sums import DamagedFileError, crc32, without_collector
+from te_fsdp.checkpoint.sums import DamagedFileError, crc32, view_of, without_collector
 from te_fsdp.errors import CheckpointError, shorten
 
 __all__ = [
@@ -198,23 +198,18 @@ class Piece(Lazy):
             CheckpointError: See :meth:`Window.objects`.
         """
         window = self.window
-        known = self._known(lambda count: bytes(read_bytes(window.file, window.offset, count, window.key)))
+        known = self._alike(
+            lambda at, count: bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
+        )
         if known is not None:
-            begin, like = known
-            at, count = window.offset + begin, like.record.count
-            mark, crc = struct.unpack("<4sI", read_bytes(window.file, at + count, 8, window.label)[:8])
-            if mark == BEHIND:  # where torch writes the checksum
-                record = Record(window.file, at, count, crc or None, window.label)
-                return replace(like, key=window.key, record=record)
+            return known
         found = window.objects()
         if not isinstance(found, torch.Tensor):
             return found
         like = stored(found, window.key)
-        if known is None:
-            head = bytes(
-                read_bytes(window.file, window.offset, like.record.offset - window.offset, window.key)
-            )
-            self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
+        count = like.record.offset - window.offset
+        head = bytes(read_bytes(window.file, window.offset, count, window.key))
+        self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
         return like
 
     @property
@@ -241,19 +236,47 @@ class Piece(Lazy):
         Raises:
             CheckpointError: See :attr:`header`.
         """
-        known = self._known(lambda count: bytes(data[:count].numpy()))
+        known = self._known(lambda at, count: bytes(data[:count].numpy()))
         begin, like = known or (self.header.record.offset - self.window.offset, self.header)
         first, strides = like.start, like.strides
         last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
         elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
         return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
 
-    def _known(self, begins: Callable[[int], bytes]) -> tuple[int, Stored] | None:
-        """A piece that is alike up to the data, and where these begin; given how to read the first bytes."""
+    def check(self, data: torch.Tensor) -> None:
+        """Compare the bytes of its file, a uint8 tensor on the host, with the checksum that ``torch.save`` wrote.
+
+        Local operation, in any thread.
+
+        Raises:
+            CheckpointError: They have changed; or see :attr:`header`.
+        """
+        record = (self._alike(lambda at, count: bytes(data[at : at + count].numpy())) or self.header).record
+        begin = record.offset - self.window.offset
+        record.check(view_of(data[begin : begin + record.count]))
+
+    def _known(self, read: Callable[[int, int], bytes]) -> tuple[int, Stored] | None:
+        """A piece that is alike up to the data, and where these begin.
+
+        Args:
+            read: Gives bytes of the file, by where they begin and how many.
+        """
         for head, like in self.heads.get((self.window.length, self.shape, self.dtype), ()):
-            if begins(len(head)) == head:
+            if read(0, len(head)) == head:
                 return len(head), like
         return None
+
+    def _alike(self, read: Callable[[int, int], bytes]) -> Stored | None:
+        """Where the elements lie, as in a piece that is alike up to the data; takes what :meth:`_known` does."""
+        known, window = self._known(read), self.window
+        if known is None:
+            return None
+        begin, like = known
+        mark, crc = struct.unpack("<4sI", read(begin + like.record.count, 8))
+        if mark != BEHIND:  # where torch writes the checksum
+            return None
+        record = Record(window.file, window.offset + begin, like.record.count, crc or None, window.label)
+        return replace(like, key=window.key, record=record)
 
 
 @dataclass
@@ -261,26 +284,32 @@ class Opened:
     """Contents of a DCP directory.
 
     Attributes:
+        metadata: DCP's.
         tensors: By key.
         others: Pickled objects by key.
         paths: For keys that DCP flattened: where the value was in the nested dict.
         windows: Every ``torch.save`` file in the directory's files.
     """
 
-    tensors: dict[str, Lazy]
-    others: dict[str, Window]
-    paths: dict[str, tuple[Any, ...]]
+    metadata: Metadata
+    tensors: dict[str, Lazy] = field(default_factory=dict)
+    others: dict[str, Window] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     windows: list[Window] = field(default_factory=list)
 
 
-def open_dcp(path: Path) -> Opened:
+def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     """The tensors of a DCP directory. Local operation.
+
+    Args:
+        path: The directory.
+        metadata: Its metadata, where that has been read before.
 
     Raises:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
-    metadata = read_metadata(path)
-    opened = Opened({}, {}, dict(metadata.planner_data or {}))
+    metadata = metadata or read_metadata(path)
+    opened = Opened(metadata, paths=dict(metadata.planner_data or {}))
     pieces: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
     ends: dict[str, int] = {}
     heads: Heads = {}

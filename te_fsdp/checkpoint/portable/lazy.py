@@ -165,7 +165,7 @@ class Record:
         self.check(data)
         return data
 
-    def check(self, data: bytes | bytearray | mmap.mmap | None = None) -> None:
+    def check(self, data: bytes | bytearray | mmap.mmap | memoryview | None = None) -> None:
         """Compare them with their checksum, once.
 
         Args:

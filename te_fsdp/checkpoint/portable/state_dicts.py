@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.portable.contents import (
     portable_name,
     stack_experts,
 )
-from te_fsdp.checkpoint.portable.dcp import Piece, open_dcp
+from te_fsdp.checkpoint.portable.dcp import Opened, Piece, open_dcp
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
@@ -90,13 +90,18 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
     return _from_tree(path, "torch.save", tree, choices)
 
 
-def open_dcp_contents(path: Path, choices: Choices) -> Contents:
+def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None) -> Contents:
     """A directory that ``torch.distributed.checkpoint.save`` wrote, without a manifest of ours.
+
+    Args:
+        path: The directory.
+        choices: What its files do not tell.
+        opened: The directory, where it has been opened before.
 
     Raises:
         CheckpointError: See :func:`open_torch_contents`.
     """
-    opened = open_dcp(path)
+    opened = opened or open_dcp(path)
     tree: dict[Any, Any] = {}
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
     leaves |= {key: _object(window) for key, window in opened.others.items()}
