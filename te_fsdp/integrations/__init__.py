@@ -1,6 +1,7 @@
 """Thin seams to other frameworks: each module is imported by whoever uses its framework, and imports that.
 
     fabric         Lightning Fabric: a strategy
+    accelerate     Hugging Face accelerate: an Accelerator
 
 What works and what does not is a table for each in docs/integrations.md.
 """

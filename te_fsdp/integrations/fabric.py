@@ -25,16 +25,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import te_fsdp
 from te_fsdp import _te, checkpoint
 from te_fsdp.agree import from_rank_0
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
 from te_fsdp.mesh import Meshes
-from te_fsdp.sharding.fully_shard import fully_shard
-from te_fsdp.sharding.grad_norm import clip_grad_norm_
-from te_fsdp.sharding.main_weights import check_optimizer
-from te_fsdp.sharding.materialize import materialize
-from te_fsdp.sharding.reductions import microbatch, no_sync
 from te_fsdp.sharding.state import sharding_state
 
 __all__ = ["TeFsdpStrategy"]
@@ -56,7 +52,7 @@ class _AccumulateLocally:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """``enabled``: gradients add up on each rank; else the backward is the last one of its step, which helps."""
-        return no_sync(module) if enabled else microbatch(module, is_last=True)
+        return te_fsdp.no_sync(module) if enabled else te_fsdp.microbatch(module, is_last=True)
 
 
 class TeFsdpStrategy(_ModelParallelStrategy):
@@ -100,7 +96,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         timeout: timedelta | None = None,
         **sharding: Any,
     ) -> None:
-        inspect.signature(fully_shard).bind(None, None, **sharding)
+        inspect.signature(te_fsdp.fully_shard).bind(None, None, **sharding)
         more = {} if timeout is None else {"timeout": timeout}
         super().__init__(self._shard, process_group_backend=process_group_backend, **more)
         self._axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ep": ep, "tp": tp}
@@ -159,9 +155,9 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 fix='give them device="meta"',
             )
         self._on_meta = False
-        fully_shard(module, self.meshes, **self._sharding)
+        te_fsdp.fully_shard(module, self.meshes, **self._sharding)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            materialize(module, seed=self._seed)
+            te_fsdp.materialize(module, seed=self._seed)
         self._models.append(module)
         return module
 
@@ -193,7 +189,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 f"Fabric.setup_optimizers({type(optimizer).__name__}) before setup_module",
                 fix="set up the model first, and build the optimizer from its parameters",
             )
-        check_optimizer(nn.ModuleList(self._models), optimizer)
+        te_fsdp.check_optimizer(nn.ModuleList(self._models), optimizer)
         return optimizer
 
     # --------------------------------------------------------------------------------------------------------- train
@@ -208,7 +204,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
     ) -> torch.Tensor:
         """:func:`te_fsdp.clip_grad_norm_` over the optimizer's parameters. Collective."""
         parameters = self.precision.main_params(optimizer)
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> NoReturn:
         """Refused.

@@ -11,6 +11,7 @@ gradient clipping, learning rate schedulers and checkpoints work as usual.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_optimizer",
+    "following",
     "initialize_fused_adam",
     "keeping_main_weights",
     "main_weight",
@@ -83,6 +85,37 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             why="Its step would change nothing that the model reads",
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
+
+
+@contextlib.contextmanager
+def following(model: nn.Module, optimizer: Optimizer, where: str, fix: str) -> Iterator[None]:
+    """Context in which a model is sharded: afterwards the optimizer's groups hold the parameters that it has then.
+
+    Groups keep their options. Local operation.
+
+    Args:
+        model: The model.
+        optimizer: Over the model's parameters; must not have stepped.
+        where: The call, for an error.
+        fix: What to do instead.
+
+    Raises:
+        OrderError: The optimizer holds other parameters, or has state; before anything is changed.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(name is None for group in groups for name in group) or optimizer.state:
+        raise OrderError(
+            f"{where}({type(optimizer).__name__})",
+            expected="an optimizer over parameters of the model, before its first step",
+            got="state" if optimizer.state else "other parameters",
+            why="Its parameters are replaced by sharded ones",
+            fix=fix,
+        )
+    yield
+    sharded = dict(model.named_parameters(remove_duplicate=False))
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        group["params"][:] = [sharded[name] for name in wanted if name is not None]
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

@@ -28,7 +28,7 @@ from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.main_weights import initialize_fused_adam, main_weights
+from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights
 from te_fsdp.sharding.outer_optimizer import chunk_in, shard_optimizer
 from te_fsdp.sharding.outer_state import MAIN
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
@@ -262,20 +262,9 @@ def fully_shard(
     Raises:
         OrderError: The optimizer holds other parameters, or has state.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
-    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
-    if any(name is None for group in groups for name in group) or optimizer.state:
-        raise OrderError(
-            f"fully_shard({type(optimizer).__name__})",
-            expected="an optimizer over parameters of the model, before its first step",
-            got="state" if optimizer.state else "other parameters",
-            why="Its parameters are replaced by sharded ones",
-            fix="build it from model.parameters() right before, or use fully_shard_model and build it afterwards",
-        )
-    model = fully_shard_model(module, *args, **kwargs)
-    sharded = dict(module.named_parameters(remove_duplicate=False))
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        group["params"][:] = [sharded[name] for name in wanted if name is not None]
+    fix = "build it from model.parameters() right before, or use fully_shard_model and build it afterwards"
+    with following(module, optimizer, "fully_shard", fix):
+        model = fully_shard_model(module, *args, **kwargs)
     return model, fully_shard_optimizer(optimizer)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ HALF, STEPS = 2, 4
 # middle between two: measured 3e-3 of a loss near 2.
 TOLERANCE = 2**-6
 
-FRAMEWORKS = {"fabric": "lightning_fabric"}
+FRAMEWORKS = {"fabric": "lightning_fabric", "accelerate": "accelerate"}
 
 
 @pytest.fixture(params=FRAMEWORKS)
@@ -29,7 +31,18 @@ def run(name: str, options: dict[str, Any]) -> list[float]:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     setting = importlib.import_module("setting")
-    return importlib.import_module(f"train_{name}").train(setting.Options(**options))
+    with forgetting_accelerate():
+        return importlib.import_module(f"train_{name}").train(setting.Options(**options))
+
+
+@contextlib.contextmanager
+def forgetting_accelerate() -> Iterator[None]:
+    """A context after which nothing is left of accelerate's states, which live as long as the process."""
+    yield
+    if "accelerate" in sys.modules:
+        state = importlib.import_module("accelerate.state")
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def losses(pool: Any, ranks: int, name: str, **options: Any) -> list[float]:

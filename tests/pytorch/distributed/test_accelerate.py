@@ -1,0 +1,140 @@
+"""accelerate: what the Accelerator refuses, each with its fix, and that a prepared optimizer follows its model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_integrations import forgetting_accelerate
+from torch import nn
+from torch.utils.data import DataLoader
+
+import te_fsdp
+
+pytest.importorskip("accelerate", reason="make test-integrations installs it")
+
+
+def build(device: str = "cpu", **parallel: Any) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    linear = te.Linear(16, 16, device=device, parallel_mode="column" if parallel else None, **parallel)
+    return nn.Sequential(linear, te.RMSNorm(16, device=device))
+
+
+class Told(dict):
+    """Case -> what was raised."""
+
+    @contextlib.contextmanager
+    def refused(self, case: str) -> Iterator[None]:
+        with pytest.raises((te_fsdp.TeFsdpError, TypeError)) as caught:
+            yield
+        self[case] = f"{caught.type.__name__}: {caught.value}"
+
+
+def fresh(meshes: te_fsdp.Meshes, **options: Any) -> Any:
+    from te_fsdp.integrations.accelerate import TeFsdpAccelerator
+
+    return TeFsdpAccelerator(meshes, seed=0, **options)
+
+
+def refusals(path: Path) -> dict[str, str]:
+    """Body."""
+    told, meshes = Told(), te_fsdp.Meshes.build(tp=2)
+    with forgetting_accelerate(), pytest.MonkeyPatch.context() as patch:
+        options(told, meshes, patch)
+        prepared(told, meshes, path)
+    return dict(told)
+
+
+def options(told: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DynamoBackend
+
+    data = DataLoader(torch.arange(8), batch_size=2)
+    with told.refused("keyword"):
+        fresh(meshes, sharding={"unit": []})
+    with told.refused("plugin"):
+        fresh(meshes, dynamo_backend=DynamoBackend.EAGER)
+    with told.refused("handler"):
+        fresh(meshes, kwargs_handlers=[DistributedDataParallelKwargs()])
+    with told.refused("launched"):
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        fresh(meshes)
+    patch.delenv("ACCELERATE_USE_FSDP")
+    with forgetting_accelerate(), told.refused("precision"):
+        fresh(meshes, mixed_precision="bf16")
+    with told.refused("dispatch"):
+        fresh(meshes, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(data)
+    assert [batch.tolist() for batch in fresh(meshes).prepare(data)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def prepared(told: Told, meshes: te_fsdp.Meshes, path: Path) -> None:
+    accelerator, model = fresh(meshes), build("meta", **meshes.te_kwargs())
+    with told.refused("no model"):
+        accelerator.save_state(str(path / "a"))
+    with told.refused("other model"):
+        accelerator.prepare(model, torch.optim.SGD(build().parameters()))
+    assert model[0].weight.is_meta, "a refused call has sharded the model"
+    optimizer = torch.optim.SGD(
+        [{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 2.0}]
+    )
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer, model = accelerator.prepare(optimizer, model)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3 / 3, 2.0 / 3]
+    te_fsdp.check_optimizer(model, optimizer)
+    assert optimizer.param_groups[1]["params"] == list(model[0].parameters())
+    with told.refused("scheduler"):
+        accelerator.prepare(scheduler)
+    with told.refused("metrics"):
+        accelerator.gather_for_metrics(torch.ones(2))
+    with told.refused("split"), accelerator.split_between_processes([1, 2]):
+        pass
+    with told.refused("value"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with told.refused("join"):
+        accelerator.join_uneven_inputs([model])
+    with told.refused("state dict"):
+        accelerator.save_model(model, path / "a")
+    with told.refused("hook"):
+        accelerator.register_save_state_pre_hook(print)
+    with told.refused("pickles"):
+        accelerator.save_state(str(path / "a"), safe_serialization=False)
+    accelerator.save_state(str(path / "a"))
+    with told.refused("again"):
+        accelerator.save_state(str(path / "a"))
+    with told.refused("nothing there"):
+        accelerator.load_state(str(path))
+    accelerator.load_state(str(path / "a"), strict=False)
+
+
+SAYS = {
+    "keyword": "TypeError: got an unexpected keyword argument 'unit'",
+    "plugin": "dynamo_backend=. It would have no effect",
+    "handler": "DistributedDataParallelKwargs()",
+    "launched": "ACCELERATE_USE_FSDP=true",
+    "precision": 'mixed_precision="no", also for accelerate launch',
+    "dispatch": "expected data of its own for each process, got 1 parts of the data on 2 processes",
+    "no model": "got 0 models and 0 optimizers",
+    "other model": "OrderError: SGD: 3 of 3 parameters are not the model's",
+    "scheduler": "step_scheduler_with_optimizer=False",
+    "metrics": "gather over meshes.fsdp",
+    "split": "split by meshes.data_rank",
+    "value": "accelerator.clip_grad_norm_",
+    "join": "drop_last=True",
+    "state dict": "save_huggingface",
+    "hook": "register_for_checkpointing",
+    "pickles": "got safe_serialization=False",
+    "again": "exists",
+    "nothing there": "CheckpointError",
+}
+
+
+@pytest.mark.ranks(2)
+def test_refusals(pool, tmp_path):
+    for told in pool.run(refusals, 2, path=tmp_path):
+        assert told.keys() == SAYS.keys()
+        for case, words in SAYS.items():
+            assert words in told[case], f"{case}: {told[case]}"
