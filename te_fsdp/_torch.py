@@ -233,6 +233,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
 
 
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """:func:`version_of` several tensors at once, -1 for ``None``; subclasses of DTensor are not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            -1
+            if tensor is None
+            else tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+            for tensor in tensors
+        ]
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
     tables: list[dict[Any, Callable[..., Any]]] = [

@@ -75,17 +75,18 @@ class Buffer:
         """Elements that each takes."""
         return tuple([-(-size // self.align) * self.align for size in self.sizes])
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole."""
         return sum(self.rooms) + self.more
 
-    def pieces(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
-        start = 0
+        start, found = 0, []
         for size, room in zip(self.sizes, self.rooms, strict=True):
-            yield memory[..., start : start + size]
+            found.append(memory[..., start : start + size])
             start += room
+        return found
 
     def pack(
         self,
@@ -151,7 +152,7 @@ class Rows:
         """Whether all ranks have the same number of rows."""
         return self.shape[self.dim] == self.step * self.ranks
 
-    def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the same rows in a whole tensor and in ``flat``, of shape (ranks, :attr:`numel`). Local operation.
 
         One pair where all ranks have equally many rows, else one for each rank that has some; what pads the rows of the
@@ -159,10 +160,9 @@ class Rows:
         """
         if self.is_even:
             rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
-            yield rows, flat.view(rows.shape)
-            return
-        for rank, rows in enumerate(whole.split(self.step, self.dim)):
-            yield rows, flat[rank, : rows.numel()].view(rows.shape)
+            return [(rows, flat.view(rows.shape))]
+        cut = enumerate(whole.split(self.step, self.dim))
+        return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in cut]
 
 
 #: Dtypes that gradients may travel in; every transport adds these.

@@ -17,7 +17,7 @@ from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_collectives import OUTER, Average, Chunk, Part, start_average, start_gather
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, Chunk, Part, start_gather
 from te_fsdp.sharding.outer_gradients import (
     Seen,
     give_gradients,
@@ -76,7 +76,8 @@ class OuterAverages:
     ) -> None:
         self._chunks, self._make_main = chunks, make_main
         self.ready: dict[int, Ready] = {}
-        self.early = EarlyAverages(lambda: [c for c in chunks() if not c.copies.reduced])
+        self.early = EarlyAverages(lambda: [c for c in chunks() if not c.reduced])
+        self._averaging: Averaging | None = None  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
 
@@ -91,38 +92,50 @@ class OuterAverages:
             OrderError: Gradients have changed since they were averaged.
         """
         cut = self._chunks()
-        if not cut or self._is_done(cut):
+        gradients = gradients_of([chunk.parameter for chunk in cut])
+        if not cut or self._is_done(cut, gradients):
             return
         mains = [self._make_main(chunk.parameter) for chunk in cut]
-        for chunk, main, average in zip(cut, mains, self._averages(cut), strict=True):
-            rows = None if average is None else average.result()
-            if rows is None:
+        given: list[Chunk] = []
+        own, rows, specs, sources = [], [], [], []
+        for chunk, main, source, average in zip(
+            cut, mains, gradients, self._averages(cut, gradients), strict=True
+        ):
+            if average is None or (average.replicas is not None and average.result() is None):
                 continue
-            give_gradients([main], [chunk.distributed(rows)])
-            source = gradient_of(chunk.parameter)
             if source is None:  # others have one: from now on this rank takes part as they do
                 source = zero_gradient(chunk.parameter)
-                if not chunk.copies.reduced:
+                if not chunk.reduced:
                     guard(source)
-            self.ready[id(chunk.parameter)] = Ready(main, Seen.now(source))
-        given = [chunk.parameter for chunk in cut if id(chunk.parameter) in self.ready]
-        take_over_gradients(given, {key: ready.main for key, ready in self.ready.items()})
+            given.append(chunk)
+            own.append(main)
+            rows.append(average.rows)
+            specs.append(chunk.spec(average.rows))
+            sources.append(source)
+        give_gradients(own, _torch.dtensors(rows, specs))
+        for chunk, main, seen in zip(given, own, Seen.now(sources), strict=True):
+            assert seen is not None
+            self.ready[id(chunk.parameter)] = Ready(main, seen)
+        take_over_gradients(
+            [chunk.parameter for chunk in given], {key: ready.main for key, ready in self.ready.items()}
+        )
 
     def clear(self) -> None:
         """Forget all averages. Local operation."""
         give_gradients([ready.main for ready in self.ready.values()], [None] * len(self.ready))
         self.ready = {}
 
-    def _is_done(self, cut: list[Chunk]) -> bool:
+    def _is_done(self, cut: list[Chunk], gradients: list[torch.Tensor | None]) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
         kept, fresh, changed = 0, 0, 0
-        for chunk, gradient in zip(cut, gradients_of([chunk.parameter for chunk in cut]), strict=True):
-            ready = self.ready.get(id(chunk.parameter))
+        found = [self.ready.get(id(chunk.parameter)) for chunk in cut]
+        same = Seen.are_same([None if ready is None else ready.source for ready in found], gradients)
+        for chunk, gradient, ready, is_same in zip(cut, gradients, found, same, strict=True):
             if gradient is None:
                 self.ready.pop(id(chunk.parameter), None)
             elif ready is None or ready.source.gradient() is not gradient:
                 fresh += 1
-            elif ready.source.is_same(gradient):
+            elif is_same:
                 kept += 1
             else:
                 changed += 1
@@ -138,22 +151,23 @@ class OuterAverages:
             self.ready = {}
         return bool(kept)
 
-    def _averages(self, cut: list[Chunk]) -> list[Average | None]:
+    def _averages(self, cut: list[Chunk], gradients: list[torch.Tensor | None]) -> list[Average | None]:
         """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective."""
         found: dict[int, Average | None] = {}
-        apart = [chunk for chunk in cut if not chunk.copies.reduced]
+        local = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
+        apart = [chunk for chunk in cut if not chunk.reduced]
         if not (self._opened and self._are_whole(apart)):
             found = self.early.finish(apart)
-            rest = [chunk for chunk in apart if id(chunk.parameter) not in found]
-            gradients = gradients_of([chunk.parameter for chunk in rest])
-            averages = start_average(rest, [g if g is None else _torch.local_of(g) for g in gradients]).wait()
-            found |= {id(chunk.parameter): average for chunk, average in zip(rest, averages, strict=True)}
-        for chunk in cut:
-            if id(chunk.parameter) not in found:  # equal on all holders
-                gradient = gradient_of(chunk.parameter)
-                rows = None if gradient is None else chunk.of(_torch.local_of(gradient))
-                own = None if rows is None else Average(rows.to(chunk.dtype, copy=True).contiguous())
-                found[id(chunk.parameter)] = own
+            rest = [at for at, chunk in enumerate(cut) if not (chunk.reduced or id(chunk.parameter) in found)]
+            chunks = tuple([cut[at] for at in rest])
+            if self._averaging is None or self._averaging.chunks != chunks:
+                self._averaging = Averaging(chunks)
+            averages = self._averaging.start([local[at] for at in rest]).wait()
+            found |= {id(cut[at].parameter): average for at, average in zip(rest, averages, strict=True)}
+        for chunk, gradient in zip(cut, local, strict=True):
+            if id(chunk.parameter) not in found:  # equal on all replicas
+                rows = None if gradient is None else chunk.of(gradient).to(chunk.dtype, copy=True)
+                found[id(chunk.parameter)] = None if rows is None else Average(rows.contiguous())
         return [found[id(chunk.parameter)] for chunk in cut]
 
     # --- whole averages
@@ -168,7 +182,7 @@ class OuterAverages:
                 whole, rows = _torch.local_of(gradient), ready.main.grad
                 assert rows is not None
                 parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
-                if not chunk.copies.reduced:
+                if not chunk.reduced:
                     gradients.append(gradient)
         start_gather(parts).wait()
         for gradient in gradients:
@@ -188,13 +202,13 @@ class OuterAverages:
             found = [gradient for gradient in mine if gradient is not None]
             told = [not all(map(is_averaged, found)), len(found), -len(found)]
             seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
-            maximum(seen, chunk.copies.group)
+            maximum(seen, chunk.group)
             added, most, fewest = seen.tolist()
             whole &= not added and most == -fewest
         for chunk in () if whole else apart:
             gradient = gradient_of(chunk.parameter)
             if gradient is not None:
-                reopen(gradient, chunk.size if chunk.copies.sums else 1)
+                reopen(gradient, chunk.size if chunk.partial.reduce_op == "sum" else 1)
         return whole
 
 

@@ -1,32 +1,30 @@
-"""What an optimizer step sends whose state is cut over holders of the same parameters.
-
-    gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows
-    new rows, as they travel    --all-gather-->           shards
-
-A large tensor that is cut along its first dim travels by itself, without a copy: its rows lie one after the other
-already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
-number per holder. A holder whose backward has not reached a parameter sends zeros, and says so: behind the packed rows
-each holder sends one number per parameter, 1 where it has a gradient.
+"""What an optimizer step sends whose state is sharded over replicas: gradients there, new weights back.
 
 A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
 holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, as
-``torch.chunk`` cuts, and each holder updates its own part:
+``torch.chunk`` cuts, and each replica updates its own rows (:class:`Chunk`):
 
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
     main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
 
+    gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows
+    new rows, as they are sent  --all-gather-->           shards
+
 The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
 is none. Main weights and states are DTensors of the parameter's own shape. DCP's own arithmetic is not exact for dims
-that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`Chunk.low` and :attr:`Chunk.high`.
+that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`Chunk.low` and ``high``.
+
+A large tensor that is cut along its first dim is sent by itself, without a copy: its rows lie one after the other
+already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
+number per replica. A replica whose backward has not reached a parameter sends zeros, and says so: behind the packed
+rows each replica sends one number per parameter, 1 where it has a gradient.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -45,16 +43,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from te_fsdp._torch import DTensorSpec
+
 __all__ = [
     "OUTER",
     "Average",
+    "Averaging",
     "Chunk",
-    "Copies",
     "Part",
     "comm_for",
-    "copies_of",
+    "chunk_of",
     "rows_of_state",
-    "start_average",
     "start_gather",
 ]
 
@@ -62,89 +61,77 @@ __all__ = [
 OUTER = "dp_replicate"
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Who holds a parameter alike.
-
-    Attributes:
-        mesh: The parameter's own mesh (none for a plain tensor) with the axis of its holders put in front.
-        reduced: Whether gradients arrive equal on all holders, so that they are only cut. Otherwise they are averaged.
-        sums: Whether those that are not reduced are summed instead.
-    """
-
-    mesh: DeviceMesh
-    reduced: bool
-    sums: bool = False
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Process group of the holders."""
-        return self.mesh.get_group(0)
-
-    @property
-    def partial(self) -> Partial:
-        """How gradients that are not reduced lie on the holders, in DTensor's words."""
-        return Partial("sum" if self.sums else "avg")
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the holders."""
-        return tuple(dist.get_process_group_ranks(self.group))
-
-
 class Chunk:
-    """The part of one parameter's local tensor that this rank keeps state for: its rows, along ``dim``.
+    """The part of one parameter's local tensor that this rank keeps main weight and state for: its rows along ``dim``.
 
     Attributes:
         parameter: The parameter: plain, or a DTensor.
-        dtype: Of its main weight and of the average of its gradients: fp32 for low-precision parameters.
-        copies: Its holders.
+        mesh: The parameter's own mesh (none for a plain tensor) with the axis of its replicas put in front.
+        reduced: Whether gradients arrive equal on all replicas, so that they are only cut. Otherwise they are averaged.
+        partial: How gradients that are not reduced lie on the replicas, in DTensor's words: summed if the user wants.
+        group: Process group of the replicas.
         ranks: Their global ranks.
-        size: Number of holders.
+        size: Their number.
+        dtype: Of its main weight and of the average of its gradients: fp32 for low-precision parameters.
         dim: The dim that is cut.
-        rows: How the local tensor is cut over the holders.
+        rows: How the local tensor is cut over the replicas.
         low, high: This rank's rows.
         shape: Of these.
-        obstacles: Why the weight cannot travel as bytes, by class and shape of the local tensor (``outer_gather``).
+        obstacles: Why the weight cannot be sent as bytes, by class and shape of the local tensor (``outer_gather``).
     """
 
-    def __init__(self, parameter: torch.Tensor, copies: Copies) -> None:
+    def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool, sums: bool) -> None:
         local = _torch.local_of(parameter)
-        self._specs: dict[torch.dtype, Any] = {}
-        self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
-        self.parameter, self.copies, self.ranks = parameter, copies, copies.ranks
+        self.parameter, self.mesh, self.reduced = parameter, mesh, reduced
+        self.partial = Partial("sum" if sums else "avg")
+        self.group, self.size = mesh.get_group(0), mesh.size(0)
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
-        self.dim = _dim_to_cut(parameter, copies.mesh)
-        self.size = copies.mesh.size(0)
+        self.dim = _dim_to_cut(parameter, mesh)
         self.rows = Rows(local.shape, self.dim, self.size)
-        self.low, self.high = chunk_range(local.shape[self.dim], self.size, copies.mesh.get_local_rank(0))
+        self.low, self.high = chunk_range(local.shape[self.dim], self.size, mesh.get_local_rank(0))
         self.shape = (*local.shape[: self.dim], self.high - self.low, *local.shape[self.dim + 1 :])
+        self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
+        # Made once: they take longer than all the rest of what a step does with them.
+        self._specs: dict[torch.dtype, DTensorSpec] = {}
+        self._rows: dict[torch.Size, Rows] = {local.shape: self.rows}
 
     def has_whole(self, unit: int) -> bool:
-        """Whether every holder of every piece has equally many rows, a multiple of ``unit``.
+        """Whether every replica of every piece has equally many rows, a multiple of ``unit``.
 
         Local operation on the parameter's global shape: all ranks find the same, whatever their own pieces are.
         """
-        parts = self.size * _parts(self.parameter, self.copies.mesh, self.dim)
+        parts = self.size * _parts(self.parameter, self.mesh, self.dim)
         return self.parameter.shape[self.dim] % (unit * parts) == 0
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of main weight and states on ``copies.mesh``."""
-        own, factor = _own_placements(self.parameter), _parts(self.parameter, self.copies.mesh, self.dim)
+        """Placements of main weight and states on ``mesh``."""
+        own, factor = _own_placements(self.parameter), _parts(self.parameter, self.mesh, self.dim)
         return (Shard(self.dim) if factor == 1 else _torch.strided_shard(self.dim, factor), *own)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor like the parameter's local one; a view."""
         return local.narrow(self.dim, self.low, self.high - self.low)
 
-    def distributed(self, rows: torch.Tensor) -> DTensor:
-        """DTensor of the parameter's shape around this rank's rows, on ``copies.mesh``. Local operation."""
+    def rows_like(self, whole: torch.Tensor) -> Rows:
+        """How a tensor is cut that lies as the parameter does, such as a buffer of a quantized weight."""
+        found = self._rows.get(whole.shape)
+        if found is None:
+            found = self._rows[whole.shape] = Rows(whole.shape, self.dim, self.size)
+        return found
+
+    def spec(self, rows: torch.Tensor) -> DTensorSpec:
+        """Spec of the DTensor of the parameter's shape around this rank's rows. Local operation."""
         spec = self._specs.get(rows.dtype)
-        if spec is None:  # made once per dtype: it takes longer than all the rest
-            made = _torch.placed(rows, self.copies.mesh, self.placements, self.parameter)
+        if spec is None:
+            made = _torch.placed(rows, self.mesh, self.placements, self.parameter)
             spec = self._specs[rows.dtype] = _torch.spec_of(made)
-        return _torch.dtensor(rows, spec)
+        return spec
+
+    def distributed(self, rows: torch.Tensor) -> DTensor:
+        """DTensor of the parameter's shape around this rank's rows, on ``mesh``. Local operation."""
+        return _torch.dtensor(rows, self.spec(rows))
 
 
 def _own_placements(parameter: torch.Tensor) -> tuple[Placement, ...]:
@@ -159,7 +146,7 @@ def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
 
 
 def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
-    """The first dim that all its axes and that of the holders cut evenly, else 0; the same on all ranks.
+    """The first dim that all its axes and that of the replicas cut evenly, else 0; the same on all ranks.
 
     Of a quantized weight the first one that they cut into whole blocks, if there is one.
     """
@@ -185,8 +172,8 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
     return dim, low, high
 
 
-def copies_of(parameter: torch.Tensor) -> Copies | None:
-    """Who holds a parameter alike, such that its optimizer state is to be cut; ``None`` where it is not.
+def chunk_of(parameter: torch.Tensor) -> Chunk | None:
+    """What this rank keeps state for, if replicas share a parameter's optimizer state; ``None`` where they do not.
 
     Local operation. Scalars are never cut.
     """
@@ -202,10 +189,12 @@ def copies_of(parameter: torch.Tensor) -> Copies | None:
     if plan.storage.is_whole:
         # Made when the model was sharded, for the reductions of gradients.
         name = "data" if root is meshes.device_mesh else "expert_data"
-        holders = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
-        return Copies(holders if own is None else _torch.concatenated_meshes(holders, own), reduced=True)
+        mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
+        mesh = mesh if own is None else _torch.concatenated_meshes(mesh, own)
+        return Chunk(parameter, mesh, reduced=True, sums=False)
     assert own is not None and own.mesh_dim_names is not None
-    return Copies(root[(*axes, *own.mesh_dim_names)], reduced=False, sums=not state.average_gradients)
+    mesh = root[(*axes, *own.mesh_dim_names)]
+    return Chunk(parameter, mesh, reduced=False, sums=not state.average_gradients)
 
 
 T = TypeVar("T")
@@ -214,16 +203,16 @@ T = TypeVar("T")
 _ALIGNED = 16
 
 
-def _by_kind(members: Iterable[T], kind_of: Callable[[T], Any]) -> list[list[T]]:
-    """What travels together: members of one kind, the kinds in the order in which they first come."""
-    found: dict[Any, list[T]] = {}
-    for member in members:
-        found.setdefault(kind_of(member), []).append(member)
+def _by_kind(members: Iterable[T], kinds: Iterable[Hashable]) -> list[list[T]]:
+    """What is sent together: members of one kind, the kinds in the order in which they first come."""
+    found: dict[Hashable, list[T]] = {}
+    for member, kind in zip(members, kinds, strict=True):
+        found.setdefault(kind, []).append(member)
     return list(found.values())
 
 
-def _travels_alone(rows: Rows) -> bool:
-    """Whether a tensor is worth a collective of its own; the same on all holders."""
+def _is_large(rows: Rows) -> bool:
+    """Whether a tensor is worth a collective of its own; the same on all replicas."""
     return rows.is_even and rows.dim == 0 and rows.numel * rows.ranks >= LARGE
 
 
@@ -231,177 +220,204 @@ def _travels_alone(rows: Rows) -> bool:
 
 
 class Average(NamedTuple):
-    """This rank's rows of a gradient, averaged over the holders.
+    """This rank's rows of a gradient, averaged over the replicas.
 
     Attributes:
-        rows: Of shape ``chunk.shape``.
-        holders: How many holders have a gradient, on the device and not as a whole number; ``None`` where this rank is
-            one of them.
+        rows: Of the shape of the :class:`Chunk`.
+        replicas: How many replicas have a gradient, on the device and not as a whole number; ``None`` where this rank
+            is one of them.
     """
 
     rows: torch.Tensor
-    holders: torch.Tensor | None = None
+    replicas: torch.Tensor | None = None
 
     def result(self) -> torch.Tensor | None:
-        """The rows; ``None`` where no holder has a gradient.
+        """The rows; ``None`` where no replica has a gradient.
 
         Only a rank without a gradient has to ask, which on a GPU waits for the device.
         """
-        return self.rows if self.holders is None or bool(self.holders > 0) else None
+        return self.rows if self.replicas is None or bool(self.replicas > 0) else None
 
 
 def comm_for(chunk: Chunk) -> GradComm | None:
-    """How the model that a parameter belongs to wants gradients to travel. Local operation."""
+    """How the model that a parameter belongs to wants gradients to be sent. Local operation."""
     state = state_of(chunk.parameter)
     return comm_of(state.model) if state is not None else None
 
 
-#: A parameter's place among those given, its chunk, and this rank's local gradient.
-_Given = tuple[int, Chunk, torch.Tensor | None]
+class Averaging:
+    """How gradients of some parameters are averaged over the replicas, or summed if the user wants sums.
 
+    What never changes from step to step is looked at once: which of them are sent together, and where each lies.
 
-def start_average(
-    chunks: Sequence[Chunk],
-    gradients: Sequence[torch.Tensor | None],
-    *,
-    comm: Callable[[Chunk], GradComm | None] = comm_for,
-    group: dist.ProcessGroup | None = None,
-    flags: bool = True,
-    async_op: bool = False,
-) -> Pending[list[Average]]:
-    """Begin to average gradients over the holders, or to sum them if the user wants sums.
-
-    Collective over the holders, all the same: per group and dtype a reduce-scatter, and one more for each large tensor;
-    in ``chunk.dtype`` or what ``comm`` says. Temporary memory: what is packed, and what has another dtype, once in
-    ``chunk.dtype``.
-
-    Args:
-        chunks: The parameters, in the same order on all holders.
-        gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
-        comm: How gradients of the model that a parameter belongs to travel.
-        group: The holders of all of them; ``None``: of each its own.
-        flags: Whether holders tell each other which gradients they have. Otherwise averages are there in any case, zero
-            where no holder has a gradient.
-        async_op: Whether nothing waits for it before the result is asked for; the gradients must not change until then.
-
-    Returns:
-        This rank's rows, in the order of ``chunks``.
+    Attributes:
+        chunks: The parameters, in the same order on all replicas.
     """
-    given = zip(range(len(chunks)), chunks, gradients, strict=True)
-    kinds = [
-        _start_kind(members, group or members[0][1].copies.group, comm(members[0][1]), flags, async_op)
-        for members in _by_kind(given, lambda one: (one[1].ranks, one[1].dtype))
-    ]
 
-    def finish() -> list[Average]:
-        found = {place: average for kind in kinds for place, average in kind.wait()}
-        return [found[place] for place in range(len(chunks))]
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple(chunks)
+        kinds = [(chunk.ranks, chunk.dtype) for chunk in chunks]
+        self._kinds = [_Kind(places, chunks) for places in _by_kind(range(len(chunks)), kinds)]
 
-    return Pending(finish)
+    def start(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        comm: GradComm | None = None,
+        group: dist.ProcessGroup | None = None,
+        flags: bool = True,
+        async_op: bool = False,
+    ) -> Pending[list[Average]]:
+        """Begin.
 
+        Collective over the replicas, all the same: per group and dtype a reduce-scatter, and one more for each large
+        tensor; in the chunks' dtype or what the model's :class:`GradComm` says. Temporary memory: what is packed, and
+        what has another dtype, once in the chunks' dtype.
 
-def _start_kind(
-    given: Sequence[_Given], group: dist.ProcessGroup, comm: GradComm | None, flags: bool, async_op: bool
-) -> Pending[list[tuple[int, Average]]]:
-    """:func:`start_average` of parameters with the same holders and dtype: place and average of each."""
-    first = given[0][1]
-    device = _torch.local_of(first.parameter).device
-    alone = [_travels_alone(chunk.rows) for _, chunk, _ in given]
-    small = [one[1:] for one, large in zip(given, alone, strict=True) if not large]
-    has = [gradient is not None for _, _, gradient in given] if flags else []
-    buffer = Buffer(tuple(chunk.rows.numel for chunk, _ in small), _ALIGNED, more=len(has))
-    moves: list[Pending[torch.Tensor]] = []
+        Args:
+            gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
+            comm: How gradients are sent; ``None``: as the models that the parameters belong to say.
+            group: The replicas of all of them; ``None``: of each its own.
+            flags: Whether replicas tell each other which gradients they have. Otherwise averages are there in any case,
+                zero where no replica has a gradient.
+            async_op: Whether nothing waits for it before the result is asked for; the gradients must not change until
+                then.
 
-    def send(source: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        into = torch.empty(shape, dtype=first.dtype, device=device)
-        if into.numel():
-            partial, flat = first.copies.partial, into.view(-1)
-            moves.append(start(source, partial, Shard(0), group, comm, into=flat, async_op=async_op))
-        return into
+        Returns:
+            This rank's rows, in the order of the chunks.
+        """
+        found: list[Any] = [None] * len(self.chunks)
+        moves: list[Pending[Any]] = []
+        for kind in self._kinds:
+            moves += kind.start(
+                gradients, found, comm or comm_for(kind.first), group or kind.first.group, flags, async_op
+            )
 
-    result = send(_packed(buffer, small, has, first), (buffer.numel,))
-    pieces, holders = buffer.pieces(result), result[buffer.numel - len(has) :]
-    found = []
-    for at, (place, chunk, gradient) in enumerate(given):
-        # A rank that has a gradient need not ask whether there is one.
-        asked = holders[at] if flags and gradient is None else None
-        if not alone[at]:
-            rows = next(pieces)[: math.prod(chunk.shape)].view(chunk.shape)
-        else:
-            if gradient is None:
-                gradient = torch.zeros(chunk.rows.shape, dtype=first.dtype, device=device)
-            rows = send(gradient.to(first.dtype).contiguous().view(-1), chunk.shape)
-        found.append((place, Average(rows, asked)))
+        def finish() -> list[Average]:
+            for move in moves:
+                move.wait()
+            return found
 
-    def finish() -> list[tuple[int, Average]]:
-        for move in moves:
-            move.wait()
-        return found
-
-    return Pending(finish)
+        return Pending(finish)
 
 
-def _packed(
-    buffer: Buffer, small: Sequence[tuple[Chunk, torch.Tensor | None]], has: list[bool], first: Chunk
-) -> torch.Tensor:
-    """What all holders get of each gradient, holder after holder, each time with the flags behind."""
-    device = _torch.local_of(first.parameter).device
-    memory = torch.empty(first.size, buffer.numel, dtype=first.dtype, device=device)
-    memory[:, buffer.numel - len(has) :] = 1
-    for at, flag in enumerate(has, buffer.numel - len(has)):
-        if not flag:
-            memory[:, at] = 0
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (chunk, gradient), piece in zip(small, buffer.pieces(memory), strict=True):
-        if gradient is None or not chunk.rows.is_even:
-            piece.zero_()
-        if gradient is not None:
-            copies += chunk.rows.pairs(gradient, piece)
-    _torch.copy_all_([piece for _, piece in copies], [rows for rows, _ in copies])
-    return memory.view(-1)
+class _Kind:
+    """Parameters with the same replicas and dtype.
+
+    Attributes:
+        places: Of them among those given.
+        chunks: They themselves.
+        alone: For each whether it is sent by itself.
+        small: Those that are not.
+        buffer: Where these lie together.
+    """
+
+    def __init__(self, places: list[int], chunks: Sequence[Chunk]) -> None:
+        self.places, self.chunks = places, [chunks[place] for place in places]
+        self.first = self.chunks[0]
+        self.alone = [_is_large(chunk.rows) for chunk in self.chunks]
+        self.small = [chunk for chunk, alone in zip(self.chunks, self.alone, strict=True) if not alone]
+        self.buffer = Buffer(tuple(chunk.rows.numel for chunk in self.small), _ALIGNED)
+        self.numels = [math.prod(chunk.shape) for chunk in self.chunks]
+        self.device = _torch.local_of(self.first.parameter).device
+
+    def start(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        found: list[Any],
+        comm: GradComm | None,
+        group: dist.ProcessGroup,
+        flags: bool,
+        async_op: bool,
+    ) -> list[Pending[torch.Tensor]]:
+        """:meth:`Averaging.start`; ``found`` gets the averages, complete once what is returned has been waited for."""
+        dtype, end, moves = self.first.dtype, self.buffer.numel, []
+
+        def send(source: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+            into = torch.empty(shape, dtype=dtype, device=self.device)
+            if into.numel():
+                flat = into.view(-1)
+                move = start(source, self.first.partial, Shard(0), group, comm, into=flat, async_op=async_op)
+                moves.append(move)
+            return into
+
+        mine = [gradients[place] for place in self.places]
+        packed = self._packed(mine, flags)
+        result = send(packed.view(-1), packed.shape[1:])
+        pieces = iter(self.buffer.pieces(result))
+        for at, (place, chunk, gradient) in enumerate(zip(self.places, self.chunks, mine, strict=True)):
+            # A rank that has a gradient need not ask whether there is one.
+            asked = result[end + at] if flags and gradient is None else None
+            if not self.alone[at]:
+                rows = next(pieces)[: self.numels[at]].view(chunk.shape)
+            else:
+                if gradient is None:
+                    gradient = torch.zeros(chunk.rows.shape, dtype=dtype, device=self.device)
+                rows = send(gradient.to(dtype).contiguous().view(-1), chunk.shape)
+            found[place] = Average(rows, asked)
+        return moves
+
+    def _packed(self, mine: Sequence[torch.Tensor | None], flags: bool) -> torch.Tensor:
+        """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
+        end, more = self.buffer.numel, len(mine) if flags else 0
+        memory = torch.empty(self.first.size, end + more, dtype=self.first.dtype, device=self.device)
+        memory[:, end:] = 1
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        pieces = iter(self.buffer.pieces(memory))
+        for at, (chunk, gradient) in enumerate(zip(self.chunks, mine, strict=True)):
+            if flags and gradient is None:
+                memory[:, end + at] = 0
+            if self.alone[at]:
+                continue
+            piece = next(pieces)
+            if gradient is None or not chunk.rows.is_even:
+                piece.zero_()
+            if gradient is not None:
+                for rows, there in chunk.rows.pairs(gradient, piece):
+                    targets.append(there)
+                    sources.append(rows)
+        _torch.copy_all_(targets, sources)
+        return memory
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One tensor of which each holder has rows.
+class Part(NamedTuple):
+    """One tensor of which each replica has rows.
 
     Attributes:
-        chunk: Of the parameter: names the holders, and the dim.
-        mine: This rank's rows, along ``chunk.dim``.
-        whole: Where the rows of all holders go, of the same dtype; this rank's may lie there already.
+        chunk: Of the parameter: names the replicas, and the dim.
+        mine: This rank's rows, along that dim.
+        whole: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a
+            quantized weight may have another shape than the weight.
     """
 
     chunk: Chunk
     mine: torch.Tensor
     whole: torch.Tensor
 
-    @functools.cached_property
-    def rows(self) -> Rows:
-        """How the whole is cut: a buffer of a quantized weight may have another shape than the weight."""
-        return Rows(self.whole.shape, self.chunk.dim, self.chunk.size)
-
 
 def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: bool = False) -> Pending[None]:
-    """Begin to give each holder the rows of all holders.
+    """Begin to give each replica the rows of all replicas.
 
-    Collective over the holders, all the same: one all-gather per group and dtype, and one more for each large tensor.
+    Collective over the replicas, all the same: one all-gather per group and dtype, and one more for each large tensor.
     Temporary memory: what is packed, once.
 
     Args:
-        parts: In the same order on all holders.
+        parts: In the same order on all replicas.
         as_bytes: Pack tensors of all dtypes together.
         async_op: Whether nothing waits for it, and nothing that is packed is written, before the result is waited for;
             the parts must not change until then.
     """
     moves: list[Pending[Any]] = []
-    for kind in _by_kind(parts, lambda p: (p.chunk.ranks, torch.uint8 if as_bytes else p.mine.dtype)):
+    kinds = [(part.chunk.ranks, torch.uint8 if as_bytes else part.mine.dtype) for part in parts]
+    for kind in _by_kind(parts, kinds):
         packed = []
         for part in kind:
             in_place = part.whole.is_contiguous() and part.mine.is_contiguous()
-            if in_place and _travels_alone(part.rows):
+            if in_place and _is_large(part.chunk.rows_like(part.whole)):
                 moves.append(_gathered(part.mine.view(-1), part.whole.view(-1), part.chunk, async_op))
             else:
                 packed.append(part)
@@ -420,15 +436,18 @@ def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: boo
 
 
 def _gathered(mine: torch.Tensor, whole: torch.Tensor, chunk: Chunk, async_op: bool) -> Pending[torch.Tensor]:
-    return start(mine, Shard(0), Replicate(), chunk.copies.group, into=whole, async_op=async_op)
+    return start(mine, Shard(0), Replicate(), chunk.group, into=whole, async_op=async_op)
 
 
 def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bool) -> Pending[None]:
     """One all-gather, in ``dtype``, which is that of the parts, or bytes; the wholes are written by the wait."""
     chunk, device = parts[0].chunk, parts[0].mine.device
-    buffer = Buffer(
-        tuple(part.rows.numel * part.mine.element_size() // dtype.itemsize for part in parts), _ALIGNED
-    )
+    rows = [part.chunk.rows_like(part.whole) for part in parts]
+    sizes = [
+        each.numel * part.mine.element_size() // dtype.itemsize
+        for each, part in zip(rows, parts, strict=True)
+    ]
+    buffer = Buffer(tuple(sizes), _ALIGNED)
     # Not view(-1), which leaves a single element the stride of the rows that it was cut from: bytes want 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part in parts]
     mine = buffer.pack([each.view(dtype) for each in flat], dtype, device)
@@ -436,9 +455,12 @@ def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bo
     gathered = torch.empty(chunk.size, mine.numel(), dtype=dtype, device=device)
 
     def unpack(unused: torch.Tensor) -> None:
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for part, piece in zip(parts, buffer.pieces(gathered), strict=True):
-            copies += part.rows.pairs(part.whole, piece.view(part.mine.dtype))
-        _torch.copy_all_([rows for rows, _ in copies], [piece for _, piece in copies])
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for part, each, piece in zip(parts, rows, buffer.pieces(gathered), strict=True):
+            for there, came in each.pairs(part.whole, piece.view(part.mine.dtype)):
+                targets.append(there)
+                sources.append(came)
+        _torch.copy_all_(targets, sources)
 
     return _gathered(mine, gathered.view(-1), chunk, async_op).then(unpack)

@@ -36,7 +36,7 @@ from te_fsdp.move.pending import Pending, UnitGather
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.sharding.outer_collectives import Chunk, Part, copies_of, start_gather
+from te_fsdp.sharding.outer_collectives import Chunk, Part, chunk_of, start_gather
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def amax_group(chunk: Chunk) -> dist.ProcessGroup | None:
     Collective over the world where this is neither one axis nor the world, at the first call for such a mesh: a process
     group is made.
     """
-    mesh = chunk.copies.mesh
+    mesh = chunk.mesh
     large = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(large) == 1:
         return mesh.get_group(large[0])
@@ -226,7 +226,7 @@ def _share_newest_amax(chunks: Iterable[Chunk]) -> None:
             found.setdefault(chunk.ranks, []).append(chunk)
     for members in found.values():
         amaxes = [_te.quantizer_of(_torch.local_of(chunk.parameter)).amax for chunk in members]
-        largest_of(amaxes, members[0].copies.group)
+        largest_of(amaxes, members[0].group)
 
 
 #: Chunk, and this rank's rows of the main weight.
@@ -277,9 +277,9 @@ def check_overlap(optimizer: Optimizer, known: StandIns | None, held: Sequence[t
             got="one that was sharded without it",
             fix="give overlap_gather=True to the first call, on all ranks",
         )
-    chunks = [Chunk(p, copies) for p in held if known is None and (copies := copies_of(p)) is not None]
+    chunks = [chunk for p in held if known is None and (chunk := chunk_of(p)) is not None]
     # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
-    if known is None and not any(not c.copies.reduced and _may_travel_later(c) for c in chunks):
+    if known is None and not any(not c.reduced and _may_travel_later(c) for c in chunks):
         raise OrderError(
             f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
             expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',

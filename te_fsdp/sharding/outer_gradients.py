@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -88,17 +88,22 @@ class Seen(NamedTuple):
     version: int
 
     @classmethod
-    def now(cls, gradient: torch.Tensor) -> Seen:
-        """As it is now. Local operation."""
-        return cls(weakref.ref(gradient), _torch.version_of(gradient))
+    def now(cls, gradients: Sequence[torch.Tensor | None]) -> list[Seen | None]:
+        """Several as they are now. Local operation."""
+        together = zip(gradients, _torch.versions_of(gradients), strict=True)
+        return [
+            None if gradient is None else cls(weakref.ref(gradient), version)
+            for gradient, version in together
+        ]
 
-    def is_same(self, gradient: torch.Tensor | None) -> bool:
-        """Whether a gradient is that one, unchanged. Local operation."""
-        return (
-            gradient is not None
-            and self.gradient() is gradient
-            and self.version == _torch.version_of(gradient)
-        )
+    @staticmethod
+    def are_same(seen: Sequence[Seen | None], gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Whether gradients are those that were seen, unchanged; where none was seen, whether there is none. Local."""
+        together = zip(seen, gradients, _torch.versions_of(gradients), strict=True)
+        return [
+            gradient is None if one is None else one.gradient() is gradient and one.version == version
+            for one, gradient, version in together
+        ]
 
 
 # ------------------------------------------------------------------------------------------ gradients of one copy alone

@@ -25,7 +25,7 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError
 from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_collectives import Chunk, copies_of
+from te_fsdp.sharding.outer_collectives import Chunk, chunk_of
 from te_fsdp.sharding.outer_gather import SINGLE, amax_group, check_overlap, watch_state_dicts, why_not_bytes
 from te_fsdp.sharding.outer_overlap_reduce import watch_units
 from te_fsdp.sharding.outer_state import MAIN, StandIns
@@ -101,7 +101,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     known = stand_ins_of(optimizer)
     if overlap_gather:
         check_overlap(optimizer, known, held)
-    if known is not None or not any(copies_of(p) for p in held):
+    if known is not None or not any(chunk_of(p) is not None for p in held):
         return optimizer
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
@@ -170,7 +170,7 @@ def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
             for c in mine
         ]
         device = _torch.local_of(mine[0].parameter).device
-        if not are_equal([digest(repr((described, overlap_gather)))], mine[0].copies.group, device=device):
+        if not are_equal([digest(repr((described, overlap_gather)))], mine[0].group, device=device):
             raise MeshError(
                 f"shard_optimizer: ranks {list(ranks)} hold copies of the same model",
                 expected="optimizers over the same parameters in the same order, and the same overlap_gather",
@@ -338,7 +338,7 @@ class _StateDicts:
 
 
 def _cutting(chunk: Chunk) -> list[int]:
-    """The axes of ``copies.mesh`` that cut dim 0, in their order there; the last one cuts first."""
+    """The axes of ``chunk.mesh`` that cut dim 0, in their order there; the last one cuts first."""
     return [axis for axis, p in enumerate(chunk.placements) if _torch.shard_dim_of(p) == 0]
 
 
@@ -346,7 +346,7 @@ def _is_exact(chunk: Chunk) -> bool:
     """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
     if chunk.dim:
         return True  # chosen because it is even
-    sizes = [chunk.copies.mesh.size(axis) for axis in reversed(_cutting(chunk))]
+    sizes = [chunk.mesh.size(axis) for axis in reversed(_cutting(chunk))]
     return sum(size > 1 for size in sizes) <= 1 or chunk.parameter.shape[0] % math.prod(sizes) == 0
 
 
@@ -354,7 +354,7 @@ def _padded(chunk: Chunk, value: Any) -> Any:
     """A state of unevenly cut rows with one leading dim for each axis that cuts them, and padded rows after these."""
     if not isinstance(value, DTensor) or value.shape != chunk.parameter.shape:
         return value
-    mesh, axes, rows = chunk.copies.mesh, _cutting(chunk), value.shape[0]
+    mesh, axes, rows = chunk.mesh, _cutting(chunk), value.shape[0]
     for axis in reversed(axes):
         rows = -(-rows // mesh.size(axis))
     local = _torch.local_of(value)

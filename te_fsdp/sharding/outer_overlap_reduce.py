@@ -35,7 +35,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, GradComm
-from te_fsdp.sharding.outer_collectives import OUTER, Average, Chunk, comm_for, start_average
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, Chunk, comm_for
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
@@ -60,7 +60,7 @@ class _Plan:
     """
 
     state: ShardingState
-    units: dict[str, list[Chunk]]
+    units: dict[str, Averaging]
     groups: list[str]
     order: UnitOrder
     steps: int = 0
@@ -150,25 +150,21 @@ class EarlyAverages:
 
     def _begin(self, now: _Round, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
-        chunks = plan.units[unit]
+        chunks = plan.units[unit].chunks
         given = [None] * len(chunks) if empty else gradients_of([chunk.parameter for chunk in chunks])
         local = [None if g is None else _torch.local_of(g) for g in given]
         if now.comm is None:
             now.comm = replace(comm_for(chunks[0]) or GradComm())
         assert self._groups is not None
-        averages = functools.partial(
-            *(start_average, chunks, local),
-            comm=lambda chunk: now.comm,
-            group=self._groups[0],
-            flags=False,
+        start = functools.partial(
+            plan.units[unit].start, local, comm=now.comm, group=self._groups[0], flags=False
         )
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
             self._side.after_current(plan.state.meshes.device, now.events.pop(unit, [])),
         ):
-            pending = self._side.begun(lambda async_op: averages(async_op=async_op), local)
-        sources = [None if g is None else Seen.now(g) for g in given]
-        now.begun.append(_Begun(unit, sources, pending))
+            pending = self._side.begun(lambda async_op: start(async_op=async_op), local)
+        now.begun.append(_Begun(unit, Seen.now(given), pending))
 
     # --- between backward and step
 
@@ -221,13 +217,10 @@ class EarlyAverages:
 
     def _complete(self, now: _Round, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
-        chunks = [chunk for unit in agreed for chunk in plan.units[unit]]
+        chunks = [chunk for unit in agreed for chunk in plan.units[unit].chunks]
         for begun in now.begun:
-            found = gradients_of([chunk.parameter for chunk in plan.units[begun.unit]])
-            same = (
-                g is None if s is None else s.is_same(g) for s, g in zip(begun.sources, found, strict=True)
-            )
-            now.spoilt |= not all(same)
+            found = gradients_of([chunk.parameter for chunk in plan.units[begun.unit].chunks])
+            now.spoilt |= not all(Seen.are_same(begun.sources, found))
         wire = 0 if now.comm is None else 1 + _WIRES.index(now.comm.dtype)
         has = [gradient is not None for gradient in gradients_of([chunk.parameter for chunk in chunks])]
         asked = torch.tensor([len(now.begun), now.spoilt, wire, *has], dtype=torch.int32)
@@ -296,13 +289,13 @@ def _planned(chunks: list[Chunk]) -> _Plan | None:
     if len(states) != 1 or len({chunk.ranks for chunk in chunks}) != 1:
         return None
     (state,) = states.values()
-    units: dict[str, list[Chunk]] = {}
+    units: dict[str, Averaging] = {}
     groups: list[str] = []
     for name, unit in state.modules.items():
         own = [set(map(id, group)) for group in _fsdp2.sharded_by_group(unit)]
         mine = [chunk for chunk in chunks if any(id(chunk.parameter) in ids for ids in own)]
         if mine:
-            units[name] = mine
+            units[name] = Averaging(mine)
             groups += [name for ids in own if any(id(chunk.parameter) in ids for chunk in mine)]
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
 

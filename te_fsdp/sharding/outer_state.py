@@ -23,7 +23,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
 from te_fsdp.sharding.outer_averages import OuterAverages
-from te_fsdp.sharding.outer_collectives import Chunk, copies_of, rows_of_state
+from te_fsdp.sharding.outer_collectives import Chunk, chunk_of, rows_of_state
 from te_fsdp.sharding.outer_gather import install_by_unit, start_install, write
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
 from te_fsdp.sharding.state import state_of
@@ -106,10 +106,10 @@ class StandIns:
             return None
         known = self._chunks.get(id(parameter))
         if known is None or known.parameter is not parameter:
-            copies = copies_of(parameter)
-            if copies is None:
+            known = chunk_of(parameter)
+            if known is None:
                 return None
-            known = self._chunks[id(parameter)] = Chunk(parameter, copies)
+            self._chunks[id(parameter)] = known
             noted(parameter).stand_ins = weakref.ref(self)
         return known
 
