@@ -45,8 +45,10 @@ from rich.table import Table
 
 REPLICAS = 2
 #: Settings: te_fsdp's strategy, its outer strategy (None: one data-parallel axis). tp cuts weights over two ranks.
+#: Weights are gathered by NCCL, or by the copy engines where the name says so.
 SETTINGS: dict[str, tuple[str, str | None]] = {
     "zero3": ("optim_grads_params", None),
+    "zero3 copy_engine": ("optim_grads_params", None),
     "no_shard": ("no_shard", None),
     "optim": ("optim", None),
     "optim_grads": ("optim_grads", None),
@@ -99,10 +101,11 @@ class Variant:
 
 def variants(libraries: list[str], weights: list[str], settings: list[str]) -> list[Variant]:
     """Rows, those to be compared one after the other; without what a library does not have."""
+    ours = {name for name in SETTINGS if name.endswith((" copy_engine", " reduce", " gather", " no overlap"))}
     missing = {
-        "FSDP2": {"optim", "tp", *(name for name in SETTINGS if "hfsdp" in name)},
-        "megatron-fsdp": {"tp", "hfsdp reduce", "hfsdp gather", "hfsdp no overlap"},
-        "limit": {"tp", "hfsdp reduce", "hfsdp gather", "hfsdp no overlap"},
+        "FSDP2": {"optim", "tp", "hfsdp", *ours},
+        "megatron-fsdp": {"tp", *ours},
+        "limit": {"tp", *ours},
     }
     return [
         Variant(library, kind, setting)
@@ -318,7 +321,7 @@ def table(rows: list[dict[str, Any]], kind: str) -> Table:
         if "reason" in row:
             shown.add_row(row["setting"], row["library"], "-")
             continue
-        setting = row["setting"].removesuffix(" graph")
+        setting = row["setting"].removesuffix(" graph").removesuffix(" copy_engine")
         ratios = []
         for other in ("FSDP2", "limit"):
             base = times.get((other, setting))

@@ -99,6 +99,7 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         strategy=strategy,
         outer_strategy=outer or "no_shard",
         precision=precision,
+        transport="copy_engine" if variant.setting.endswith(" copy_engine") else "nccl",
     )
     te_fsdp.materialize(model, seed=0)
     optimizer: torch.optim.Optimizer

@@ -106,6 +106,8 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
     gc.disable()
     times, hosts = timed(step, options.steps, device), issued(step, device)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if device.type == "cuda" else 0.0
+    if variant.library.startswith("te_fsdp"):  # torch does not count what other ranks read
+        peak += te_fsdp.report(trained.model).shared_bytes / 2**30
     worst = torch.tensor([*times, statistics.median(hosts), peak], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     *times, host, peak = worst.tolist()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp._fsdp2_copies import forget_copies
 from te_fsdp._fsdp2_patches import fill_unused
 from te_fsdp._torch import (
     dtensor,
@@ -302,6 +303,7 @@ def forget_events(root: nn.Module) -> None:
     for group in (g for state in _states(root) for g in fsdp_parameter_groups(state._modules[0])):
         group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
         group._reshard_after_forward_event = None
+        forget_copies(group)
     comm.all_gather_state = None
     _forget_reductions(comm)
     if hasattr(comm, "_last_post_reduce_events"):

@@ -36,6 +36,8 @@ __all__ = [
     "around_apply",
     "around_reductions",
     "fill_unused",
+    "gather_with",
+    "gathers_itself",
     "gradients_in",
     "keep_no_flat_shard",
     "keep_no_flat_shards",
@@ -93,6 +95,18 @@ PATCHES = (
     ),
     Patch(
         "`FSDPParamGroup`",
+        "unshard, wait_for_unshard, _to_sharded",
+        "gathers by copies into the memory that kernels read, where `transport` is `copy_engine` (`_fsdp2_copies.py`)",
+        "test_copy_engine.py::test_bits",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "free_unsharded_param",
+        "leaves it to `_to_sharded` there when gathered weights are freed",
+        "test_copy_engine.py::test_bits",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
         "mesh_info",
         "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
         "test_precision.py::test_values_and_bytes",
@@ -108,7 +122,7 @@ PATCHES = (
 
 # --- FSDPParamGroup.post_backward
 
-#: Attribute of a parameter group: what is called before and after it reduces.
+#: Of a parameter group: what is called before and after it reduces.
 _LISTENERS = "_te_fsdp_listeners"
 
 
@@ -434,6 +448,23 @@ def _lends(managed: Any) -> bool:
 
 #: Instead of ``FSDPParam.free_unsharded_param``, at the end of every forward and backward: nothing, without a call.
 _keep: Callable[[], Any] = tuple
+
+
+# --- gathers
+
+
+def gather_with(
+    group: Any,
+    unshard: Callable[..., None],
+    wait_for_unshard: Callable[..., None],
+    to_sharded: Callable[..., None],
+) -> None:
+    """Replace how a parameter group gathers and releases; each gets the group and the stock method. Local operation."""
+    group.unshard = functools.partial(unshard, group, group.unshard)
+    group.wait_for_unshard = functools.partial(wait_for_unshard, group, group.wait_for_unshard)
+    group._to_sharded = functools.partial(to_sharded, group, group._to_sharded)
+    for record in group.fsdp_params:
+        record.free_unsharded_param = _keep
 
 
 # --- process groups, and methods of modules

@@ -36,7 +36,7 @@ from te_fsdp.errors import CollectiveError, message
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["collective_call", "is_simulated", "set_collective_timeout"]
+__all__ = ["collective_call", "collective_timeout", "is_simulated", "set_collective_timeout"]
 
 _log = logging.getLogger("te_fsdp")
 
@@ -75,8 +75,9 @@ def set_collective_timeout(seconds: float) -> None:
     """How long the ranks of a collective call wait for each other before all of them raise ``CollectiveError``.
 
     It holds for the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``, ``materialize``,
-    ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...), in this process, from now on. The
-    shortest timeout among the ranks decides. Local operation.
+    ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...), in this process, from now on; the
+    shortest timeout among the ranks decides. Gathers by ``transport="copy_engine"`` wait as long too, each rank by its
+    own. Local operation.
 
     Args:
         seconds: More than 0; 1800 (half an hour) by default. A rank may come so much later than the first: make it
@@ -90,6 +91,11 @@ def set_collective_timeout(seconds: float) -> None:
             "set_collective_timeout", expected="a positive number of seconds", got=repr(seconds)
         )
     _process().timeout = float(seconds)
+
+
+def collective_timeout() -> float:
+    """Seconds that ranks wait for each other (:func:`set_collective_timeout`)."""
+    return _process().timeout
 
 
 @contextmanager

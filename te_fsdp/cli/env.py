@@ -120,6 +120,17 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     for name, version in facts.flash_attention.items():
         yield name, version
     yield "symmetric memory", "this torch has it" if facts.symmetric_memory else "not in this torch"
+    yield "transport copy_engine", _copies(facts)
+
+
+def _copies(facts: Facts) -> str:
+    """Between which GPUs weights can be gathered by copies."""
+    if not facts.symmetric_memory or len(facts.gpus) < 2:
+        return "no: needs symmetric memory and two GPUs"
+    apart = [at for at, gpu in enumerate(facts.gpus) if len(gpu.peers) < len(facts.gpus) - 1]
+    if apart:
+        return f"no: GPUs {', '.join(map(str, apart))} cannot address the memory of all others"
+    return f"possible between all {len(facts.gpus)} GPUs"
 
 
 #: Supported versions, (first, first that is not): as in pyproject.toml.

@@ -41,6 +41,7 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
+from te_fsdp.sharding.transport import choose_transports, take_in_shards
 from te_fsdp.sharding.units import Wanted
 from te_fsdp.step_hooks import replacing
 
@@ -72,6 +73,7 @@ def fully_shard(
     experts: Selection = None,
     average_gradients: bool = True,
     check_inputs: bool = True,
+    transport: str = "auto",
 ) -> nn.Module:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
@@ -95,14 +97,14 @@ def fully_shard(
         experts: Names or classes of ``GroupedLinear`` modules (or around some) to deal out over ``ep``; default: all.
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
         check_inputs: Compare what enters the model over ``tp``, whenever it comes in new shapes.
+        transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
 
     Returns:
         ``model``.
 
     Raises:
-        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also a unit that matches nothing or
-            has no forward, a scalar parameter, a model that is sharded already, arguments that contradict each other or
-            are not supported, and quantized weights whose shards would not fit their format.
+        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also units without a module or a
+            forward, scalar parameters, a sharded model, contradicting arguments, shards that do not fit their format.
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not, or hold equal parts of what should differ.
         CollectiveError: Ranks did not make the call.
@@ -110,12 +112,11 @@ def fully_shard(
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
     meshes = as_meshes(meshes, "fully_shard")
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
-        plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients))
+        plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients, transport))
         _check_ranks(plan, fused)
         state = _begin(plan)
         _replace_parameters(plan, state)
-        _finish(plan, state, check_inputs)
-        fuse_wgrad(state, fused)
+        _finish(plan, state, check_inputs, fused)
     _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
     return model
 
@@ -248,8 +249,8 @@ def _drop_flat_shards(plan: ModelPlan, state: ShardingState) -> None:
                 _fsdp2_patches.keep_no_flat_shard(managed)
 
 
-def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
-    """What FSDP2 shall not keep, flat copies of quantized shards; then what watches the model from now on."""
+def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: list[nn.Module]) -> None:
+    """What FSDP2 shall not keep, flat copies of quantized shards; then what watches the model, and gathers it."""
     _drop_flat_shards(plan, state)
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
@@ -277,6 +278,9 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool) -> None:
     watch_inputs(state.model, state.meshes.tp if check_inputs else None)
     watch_forward(state)
     watch_steps()
+    fuse_wgrad(state, fused)
+    choose_transports(state, plan.request.transport)
+    take_in_shards(state)
 
 
 def _told(exempt: Sequence[Exempt]) -> str:

@@ -29,6 +29,7 @@ from te_fsdp.parameters import Place, binding_of, places_of, plan_of
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
+from te_fsdp.sharding.transport import take_in_shards
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
         if unset or left:
             raise InitError(_never_initialised(sorted({*unset, *left})))
     state = sharding_state(model)
-    if state is not None and state.replicated is not None:
-        state.replicated.renewed()
+    if state is not None:
+        if state.replicated is not None:
+            state.replicated.renewed()
+        take_in_shards(state)
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
 

@@ -17,6 +17,7 @@ from te_fsdp.layout.rules import expert_index
 from te_fsdp.parameters import binding_of, is_exempt, places_of, shard_info
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharding.transport import shared_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +61,15 @@ class Report:
     Attributes:
         rows: One per parameter, or per module's experts.
         costs: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
+        transports: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
+        shared_bytes: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for
+            those that are copied there first. On a GPU torch's allocator does not count it.
     """
 
     rows: tuple[Row, ...]
     costs: tuple[tuple[str, int], ...] = ()
+    transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    shared_bytes: int = 0
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -101,11 +107,14 @@ class Report:
         table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
         for words, size in self.costs:
             table.add_row(words, "", "", "", "", "", f"{size:,}")
+        if self.shared_bytes:
+            table.add_row("memory that other ranks read", "", "", "", "", "", f"{self.shared_bytes:,}")
         out = io.StringIO()
         # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
         width = sum(max((len(text) for text in column), default=0) for column in self._unwrapped()) + 150
         Console(file=out, width=width, color_system=None).print(table)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        return "\n".join(lines + [_gathers(words, units) for words, units in self.transports])
 
 
 def report(model: nn.Module) -> Report:
@@ -127,7 +136,18 @@ def report(model: nn.Module) -> Report:
                 else:
                     rows.append(row)
         rows += [_together(label, module, parts) for label, parts in experts.items()]
-    return Report(tuple(rows), _costs_of(model))
+    state = sharding_state(model)
+    units: dict[str, list[str]] = {}
+    for name, transport in state.transports.items() if state is not None else ():
+        units.setdefault(str(transport), []).append(name)
+    transports = tuple((words, tuple(names)) for words, names in units.items())
+    return Report(tuple(rows), _costs_of(model), transports, shared_bytes(model))
+
+
+def _gathers(words: str, units: tuple[str, ...]) -> str:
+    """How some units are gathered, in one line."""
+    first = units[0] or "the root"
+    return f"gathers of {first if len(units) == 1 else f'{len(units)} units ({first}, ...)'}: {words}"
 
 
 def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:

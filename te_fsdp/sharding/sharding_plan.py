@@ -25,6 +25,7 @@ from te_fsdp.sharding.units import (
     check_accepted,
     check_order,
     check_outer,
+    check_transport,
     find_units,
     nearest_strategy,
     unit_by_module,
@@ -55,6 +56,7 @@ class Request:
     offload_policy: OffloadPolicy | None = None
     experts: Selection = None
     average_gradients: bool = True
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class ModelPlan:
         exempt = ", ".join(dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.exempt))
         return (
             f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
-            f"{request.precision or self.mp_policy}; not sharded: {exempt or 'none'}"
+            f"{request.precision or self.mp_policy}; transport={request.transport}; not sharded: {exempt or 'none'}"
         )
 
 
@@ -141,6 +143,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
     """The units that are asked for, and those of experts; a rank may fail alone."""
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
     outer = check_outer(request.outer_strategy)
+    check_transport(request.transport)
     words = _with_expert_units(model, meshes, words, request.experts)
     units = {name: STORAGE[word, outer] for name, word in words.items()}
     if outer == "optim" and all(row.is_whole for row in units.values()):

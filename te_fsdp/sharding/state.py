@@ -133,6 +133,7 @@ class ShardingState:
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
+        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.transport`.
     """
 
     model: nn.Module
@@ -162,6 +163,7 @@ class ShardingState:
     methods: int = 0
     on_meta: bool = True
     recognised: set[str] = field(default_factory=set)
+    transports: dict[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
         raise OrderError(

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT",
+    "TRANSPORTS",
     "check_accepted",
     "check_order",
     "check_outer",
     "check_strategy",
+    "check_transport",
     "find_units",
     "nearest_strategy",
     "unit_by_module",
@@ -31,6 +33,8 @@ __all__ = [
 Wanted = Iterable[type | str] | type | str
 #: What a model gets that names no strategy.
 DEFAULT = "optim_grads_params"
+#: How weights are gathered: :mod:`te_fsdp.sharding.transport`.
+TRANSPORTS = ("auto", "nccl", "copy_engine")
 
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
 _HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
@@ -258,6 +262,19 @@ def check_outer(outer: Any) -> str:
     if not isinstance(outer, str) or outer not in OUTER_STRATEGIES:
         raise _no_such("outer_strategy", outer, OUTER_STRATEGIES, _OUTER_ELSEWHERE)
     return outer
+
+
+def check_transport(word: Any) -> str:
+    """``word`` if it is one of :data:`TRANSPORTS`.
+
+    Raises:
+        PlacementError: It is not.
+    """
+    if not isinstance(word, str) or word not in TRANSPORTS:
+        elsewhere = {"gloo": "nccl", "default": "auto", "none": "auto"}
+        elsewhere |= dict.fromkeys(("ce", "p2p", "symmmem", "symmetricmemory"), "copy_engine")
+        raise _no_such("transport", word, TRANSPORTS, elsewhere)
+    return word
 
 
 def _no_such(option: str, given: Any, words: tuple[str, ...], elsewhere: Mapping[str, str]) -> PlacementError:

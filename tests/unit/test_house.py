@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
-TORCH_DOORS = ("te_fsdp/_torch.py", "te_fsdp/_fsdp2.py", "te_fsdp/_fsdp2_patches.py")
+TORCH_DOORS = tuple(
+    f"te_fsdp/{name}.py" for name in ("_torch", "_torch_symm", "_fsdp2", "_fsdp2_copies", "_fsdp2_patches")
+)
 TE_DOORS = tuple(
     f"te_fsdp/{name}.py"
     for name in (

@@ -1,0 +1,102 @@
+"""Weights gathered by copies from rank to rank are the weights that NCCL (gloo) gathers, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from harness import assert_same_bits
+from strategies import copied
+
+DP2 = {"dp_shard": 2}
+#: Float8-block weights are cut along their columns: dim 0 has no whole blocks for two ranks.
+CASES = {
+    "block": {"recipe": "block", "axes": DP2},
+    "mxfp8": {"recipe": "mxfp8", "axes": DP2, "strategy": "optim_grads"},
+    "current": {"recipe": "current", "axes": DP2, "prefetch": 2},
+    "delayed": {"recipe": "delayed", "axes": DP2},
+    "nvfp4": {"recipe": "nvfp4", "axes": DP2},
+    "optim": {"recipe": "none", "axes": DP2, "strategy": "optim"},
+    "cast": {
+        "recipe": "none",
+        "axes": DP2,
+        "main_params_dtype": torch.float32,
+        "param_dtype": torch.bfloat16,
+    },
+    "dp4": {
+        "recipe": "none",
+        "axes": {"dp_shard": 4},
+        "prefetch": 1,
+    },  # ranks without a row of some parameters
+    "tp2": {"recipe": "mxfp8", "axes": {"dp_shard": 2, "tp": 2}},
+    "hsdp": {"recipe": "current", "axes": {"dp_replicate": 2, "dp_shard": 2}},
+}
+
+
+def _ranks(case: dict) -> int:
+    return math.prod(case["axes"].values())
+
+
+def _same(found: dict) -> None:
+    stock, copies = found["nccl"], found["copy_engine"]
+    assert {name for name, _ in copies["transports"].values()} == {"copy_engine"}
+    assert {name for name, _ in stock["transports"].values()} == {"nccl"}
+    for number, (have, want) in enumerate(zip(copies["losses"], stock["losses"], strict=True)):
+        assert_same_bits(f"loss {number}", have, want)
+    for (name, have), (other, want) in zip(copies["values"], stock["values"], strict=True):
+        assert name == other
+        assert_same_bits(name, have, want)
+
+
+@pytest.mark.ranks(2)
+def test_bits(pool):
+    """Two models in turn; shards lie where the others read, until the test moves them."""
+    for found in pool.run(copied.training, 2, recipe="none", axes=DP2, models=2):
+        _same(found)
+        staged = found["copy_engine"]["staged"]
+        assert staged[:2] == [0, 0] and staged[2] > 0
+
+
+@pytest.mark.covering(always=[{"case": "block"}], strength=0)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.ranks(_ranks(case))) for name, case in CASES.items()]
+)
+def test_kinds(pool, case):
+    for found in pool.run(copied.training, _ranks(CASES[case]), **CASES[case]):
+        _same(found)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("breaks", list(copied.BREAKS))
+def test_what_would_go_wrong(pool, breaks):
+    """Controls of the tests above."""
+    for found in pool.run(copied.training, 2, recipe="none", axes=DP2, breaks=breaks):
+        with pytest.raises(AssertionError):
+            _same(found)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_late_ranks(pool, when):
+    """Ranks read no shard before it is written to, and write to none that another one still reads."""
+    for losses in pool.run(copied.late, 2, when=when):
+        for have, want in zip(losses["copy_engine"], losses["nccl"], strict=True):
+            assert_same_bits("loss", have, want)
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come(pool):
+    """The others give up, and do not wait for ever."""
+    found = pool.run(copied.deserted, 2)
+    assert "went on" not in found[0] and found[0], found
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_no_kernel_gathers(pool, recipe):
+    for names in pool.run(copied.traced, 2, recipe=recipe):
+        assert not [name for name in names if "allgather" in name.lower()], names
+        assert [name for name in names if name.startswith("Memcpy PtoP")], names
