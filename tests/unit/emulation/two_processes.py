@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from te_fsdp import emulation
 
-H, FFN, HEADS, S, B, STEPS = 128, 256, 4, 32, 4, 3
+H, FFN, HEADS, S, B, STEPS = 128, 256, 4, 32, 4, 2
 
 HOPPER = ["none", "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
 RECIPES = {"9.0": HOPPER, "10.0": [*HOPPER, "MXFP8BlockScaling", "NVFP4BlockScaling"]}

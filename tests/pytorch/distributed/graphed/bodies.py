@@ -15,7 +15,7 @@ from torch import nn
 
 from graphed.recorders import recording
 
-STEPS, MICROBATCHES, MAX_NORM = 8, 2, 0.5
+STEPS, MICROBATCHES, MAX_NORM = 6, 2, 0.5
 
 
 class Heard(logging.Handler):
@@ -111,11 +111,11 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Any, in
 
 
 def inputs_of(meshes: Any, step: int, case: dict[str, Any]) -> torch.Tensor:
-    """Microbatches of this rank; steps 5 and 6 have fewer rows."""
+    """Microbatches of this rank; steps 3 and 4 have fewer rows."""
     copies = dist.get_world_size() // meshes.size("tp")
     x = batch(step, copies, MICROBATCHES)[:, dist.get_rank() // meshes.size("tp")]
     x = x.repeat(1, 4, 1) if case.get("quantized") else x  # FP8's products want multiples of 8
-    x = x[:, : x.shape[1] // 2] if step in (5, 6) and case.get("shapes") else x
+    x = x[:, : x.shape[1] // 2] if step in (3, 4) and case.get("shapes") else x
     return x.to(torch.bfloat16 if case.get("bf16") else torch.float32)
 
 
@@ -146,7 +146,7 @@ def _train(meshes: Any, case: dict[str, Any], recorded: bool) -> tuple[dict[str,
         else:
             losses, norm = plain_step(model, optimizer, loop, inputs)
         found |= {f"losses {number}": losses, f"norm {number}": norm}
-        if number == 4:  # an evaluation in between leaves weights gathered under some strategies
+        if number == 3:  # an evaluation in between leaves weights gathered under some strategies
             with torch.no_grad():
                 evaluation["evaluation"] = model(inputs[0])
         for group in optimizer.param_groups:
@@ -280,7 +280,7 @@ def failed_capture() -> dict[str, Any]:
 
     model.blocks[1].register_forward_pre_hook(read_the_device)
     checks, why, draws = harness.Comparisons(), "", []
-    for number in range(STEPS):
+    for number in range(STEPS + 2):
         inputs = inputs_of(meshes, number, {})
         torch.manual_seed(number)
         losses, norm = step(inputs)

@@ -22,6 +22,11 @@ STEPS = 3  # delayed scaling reads a history of two
 HIDDEN = 256
 
 
+def steps_of(recipe: str) -> int:
+    """How many steps show all of a recipe: the second has weights that the first has changed."""
+    return STEPS if recipe.startswith("delayed") else 2
+
+
 def width_of(recipe: str, shards: int) -> int:
     """A small hidden size of which every rank of a mesh gets whole blocks.
 
@@ -95,7 +100,7 @@ def training(
     fsdp: bool = True,
     reshard_after_forward: bool = True,
     strategy: str | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> dict[str, int]:
     """Bytes and scales at init and after each of some FusedAdam steps, against one process.
 
@@ -108,7 +113,7 @@ def training(
         fsdp: Whether FSDP2 takes part.
         reshard_after_forward: FSDP2's option.
         strategy: Of te_fsdp, instead.
-        steps: How many.
+        steps: How many; by default :func:`steps_of` them.
 
     Returns:
         Number of buffers compared at init, after the steps, and of gathered weights.
@@ -130,7 +135,7 @@ def training(
     te_fsdp.main_weights(model, step.optimizer)
     same_beginning(model, step.optimizer, oracle)
     batch = batch_of(hidden)
-    for number in range(steps):
+    for number in range(steps_of(recipe) if steps is None else steps):
         step(*batch)
         values = {
             name: gathered(module, own, step.optimizer.state[parameter]["master_param"])
