@@ -29,21 +29,22 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["EXEMPT", "OUTER_STRATEGIES", "STORAGE", "STRATEGIES", "Pace", "ParameterPlan", "Storage"]
+__all__ = ["EXEMPT", "OUTER_STRATEGIES", "STORAGE", "STRATEGIES", "ParameterPlan", "Storage", "SyncMode"]
 
 
-class Pace(Enum):
+class SyncMode(Enum):
     """How a backward counts.
 
     Attributes:
         LAST: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
-        MORE: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
-        LOCAL: Others follow, and none of this one's gradients is reduced.
+        ACCUMULATE: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps
+            them.
+        NO_SYNC: Others follow, and none of this one's gradients is reduced.
     """
 
     LAST = "last"
-    MORE = "more"
-    LOCAL = "local"
+    ACCUMULATE = "accumulate"
+    NO_SYNC = "no_sync"
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class Storage:
         columns = zip(AXES, self.parameter, self.optimizer, strict=False)
         return tuple(axis for axis, parameter, optimizer in columns if parameter != optimizer)
 
-    def reduces(self, pace: Pace) -> bool:
+    def reduces(self, mode: SyncMode) -> bool:
         """Whether a backward ends with gradients reduced over ``dp_shard``."""
-        return pace is Pace.LAST or (pace is Pace.MORE and self.reduce == "each")
+        return mode is SyncMode.LAST or (mode is SyncMode.ACCUMULATE and self.reduce == "each")
 
-    def releases(self, pace: Pace) -> bool:
+    def releases(self, mode: SyncMode) -> bool:
         """Whether a backward ends with weights released."""
-        return pace is Pace.LAST or self.gather == "pass"
+        return mode is SyncMode.LAST or self.gather == "pass"
 
     def __str__(self) -> str:
         return self.strategy

@@ -120,7 +120,7 @@ class Snapshot:
         comm, report = comm_of(self._state.model), self._state.nan_report
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
-        return [self._state.pace, wire, id(report), None if report is None else report.action, hooks]
+        return [self._state.sync_mode, wire, id(report), None if report is None else report.action, hooks]
 
 
 # ------------------------------------------------------------------------------------------------------ learning rates

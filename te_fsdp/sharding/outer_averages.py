@@ -1,4 +1,4 @@
-"""Averages of gradients over the holders of parameters whose optimizer state is cut.
+"""Averages of gradients over the replicas of parameters whose optimizer state is sharded.
 
 ``parameter.grad`` is this rank's own gradient. The average exists in rows, as the gradient of the stand-in that the
 optimizer will update, once somebody has asked for it: a step, or a norm. It is made once, and holds as long as the
@@ -63,7 +63,7 @@ class OuterAverages:
     """The averages of one optimizer's gradients.
 
     Args:
-        chunks: What the optimizer trains and cuts now, in its order; the same on all holders.
+        chunks: What the optimizer trains and cuts now, in its order; the same on all replicas.
         make_main: Gives the stand-in of a parameter.
 
     Attributes:
@@ -82,9 +82,9 @@ class OuterAverages:
         self._opened = False
 
     def make(self) -> None:
-        """Average the gradients of cut parameters over their holders, unless that is done.
+        """Average the gradients of cut parameters over their replicas, unless that is done.
 
-        Collective over the holders: one reduce-scatter per group of holders and dtype, or what is left to do of those
+        Collective over the replicas: one reduce-scatter per group of replicas and dtype, or what is left to do of those
         that have begun during backward (:mod:`te_fsdp.sharding.outer_overlap_reduce`). The parameters' own gradients
         stay as they are.
 
@@ -173,12 +173,12 @@ class OuterAverages:
     # --- whole averages
 
     def gather(self) -> None:
-        """Average, and give each parameter its whole average for a gradient. Collective over the holders."""
+        """Average, and give each parameter its whole average for a gradient. Collective over the replicas."""
         self.make()
         parts, gradients = [], []
         for chunk in self._chunks():
             gradient, ready = gradient_of(chunk.parameter), self.ready.get(id(chunk.parameter))
-            if gradient is not None and ready is not None:  # the same ones on all holders
+            if gradient is not None and ready is not None:  # the same ones on all replicas
                 whole, rows = _torch.local_of(gradient), ready.main.grad
                 assert rows is not None
                 parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
@@ -191,17 +191,17 @@ class OuterAverages:
         self._opened = True
 
     def _are_whole(self, apart: list[Chunk]) -> bool:
-        """Whether the gradients of all holders are whole averages; otherwise none is any more.
+        """Whether the gradients of all replicas are whole averages; otherwise none is any more.
 
-        Collective over the holders: one all-reduce of three integers for each group of them, which is waited for: one
-        holder alone may have run a backward since, or cleared its gradients.
+        Collective over the replicas: one all-reduce of three integers for each group of them, which is waited for: one
+        replica alone may have run a backward since, or cleared its gradients.
         """
         whole = True
         for ranks, chunk in {chunk.ranks: chunk for chunk in apart}.items():
-            mine = gradients_of([chunk.parameter for chunk in apart if chunk.ranks == ranks])
-            found = [gradient for gradient in mine if gradient is not None]
-            told = [not all(map(is_averaged, found)), len(found), -len(found)]
-            seen = torch.tensor(told, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
+            held = gradients_of([chunk.parameter for chunk in apart if chunk.ranks == ranks])
+            found = [gradient for gradient in held if gradient is not None]
+            mine = [not all(map(is_averaged, found)), len(found), -len(found)]
+            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
             maximum(seen, chunk.group)
             added, most, fewest = seen.tolist()
             whole &= not added and most == -fewest
@@ -218,7 +218,7 @@ class OuterAverages:
 def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors whose ``grad`` is the model's gradient: stand-ins of cut parameters, all others themselves.
 
-    Averages what has not been averaged. Collective over the holders of cut parameters, once per optimizer; in the same
+    Averages what has not been averaged. Collective over the replicas of cut parameters, once per optimizer; in the same
     order on all ranks.
 
     Raises:
@@ -250,7 +250,7 @@ def forget_average(parameter: torch.Tensor) -> None:
 
 
 def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Complete the averages that have begun during backward. Collective over the holders where there may be some.
+    """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
 
     Raises:
         OrderError: Gradients have changed since they were averaged.
@@ -261,9 +261,9 @@ def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``.grad`` of cut parameters the average over their holders, whole.
+    """Make ``.grad`` of cut parameters the average over their replicas, whole.
 
-    Collective over the holders: the averages, unless that is done, and an all-gather of their rows.
+    Collective over the replicas: the averages, unless that is done, and an all-gather of their rows.
 
     Raises:
         OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have

@@ -51,8 +51,8 @@ __all__ = [
     "Averaging",
     "Chunk",
     "Part",
-    "comm_for",
     "chunk_of",
+    "comm_for",
     "rows_of_state",
     "start_gather",
 ]

@@ -1,8 +1,8 @@
 """Gradients where the optimizer looks for them, and those that nobody may read yet.
 
-With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average over this copy of the model, until the holders
-have averaged it (:mod:`te_fsdp.sharding.outer_averages`). Whatever reads it before (torch's clipping, a loss scaler, a
-log) would find another number on each copy, and scale each by another factor. Such a gradient is therefore a DTensor
+With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica, until the replicas have
+averaged it (:mod:`te_fsdp.sharding.outer_averages`). Whatever reads it before (torch's clipping, a loss scaler, a log)
+would find another number on each replica, and scale each by another factor. Such a gradient is therefore a DTensor
 that computes nothing, an :class:`UnaveragedGradient`:
 
     works     shape, dtype and the like; zeros; multiplication or division by one number, the same on all ranks; what
@@ -106,9 +106,9 @@ class Seen(NamedTuple):
         ]
 
 
-# ------------------------------------------------------------------------------------------ gradients of one copy alone
+# --------------------------------------------------------------------------------------- gradients of one replica alone
 
-#: Attribute of a gradient that is the average over all copies.
+#: Attribute of a gradient that is the average over all replicas.
 _AVERAGED = "_te_fsdp_averaged"
 #: Attribute of a gradient: its parameter's label.
 _LABEL = "_te_fsdp_label"
@@ -137,7 +137,7 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
 
 
 class UnaveragedGradient(DTensor):
-    """A gradient that is averaged over one copy of the model alone, see above."""
+    """A gradient that is averaged within one replica of the model alone, see above."""
 
     __slots__ = ()
 
@@ -197,7 +197,7 @@ def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
 
 
 def guard(gradient: torch.Tensor) -> torch.Tensor:
-    """The same gradient, as one that is averaged over one copy alone. Local operation."""
+    """The same gradient, as one that is averaged within one replica alone. Local operation."""
     if type(gradient) is DTensor:
         gradient.__class__ = UnaveragedGradient
     return gradient
@@ -209,20 +209,20 @@ def is_averaged(gradient: torch.Tensor) -> bool:
 
 
 def open_averaged(gradient: torch.Tensor) -> None:
-    """Take note that a gradient is the average over all copies now: everybody may read it. Local operation."""
+    """Take note that a gradient is the average over all replicas now: everybody may read it. Local operation."""
     if type(gradient) is UnaveragedGradient:
         gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
     setattr(gradient, _AVERAGED, True)
 
 
 def reopen(gradient: torch.Tensor, divisor: int) -> None:
-    """Make an averaged gradient this copy's again, so that it can be added to and averaged with what was added.
+    """Make an averaged gradient this replica's again, so that it can be added to and averaged with what was added.
 
     Local operation. The average of equal values is that value; sums must not be added up again.
 
     Args:
         gradient: Of any kind; changed only if it is averaged.
-        divisor: Number of copies if gradients are sums over them, else 1.
+        divisor: Number of replicas if gradients are sums over them, else 1.
     """
     if gradient.__dict__.pop(_AVERAGED, False):
         if divisor != 1:
@@ -232,9 +232,9 @@ def reopen(gradient: torch.Tensor, divisor: int) -> None:
 
 def guard_gradients(state: ShardingState) -> None:
     """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation."""
-    copies = state.meshes.size(OUTER)
-    if state.outer == "optim" and copies > 1:
-        before = functools.partial(_before, 1 if state.average_gradients else copies)
+    replicas = state.meshes.size(OUTER)
+    if state.outer == "optim" and replicas > 1:
+        before = functools.partial(_before, 1 if state.average_gradients else replicas)
         for unit in state.modules.values():
             _fsdp2_patches.around_reductions(unit, before, _after)
 

@@ -217,13 +217,15 @@ def make_stand_ins(optimizer: Optimizer, *, cuts: bool) -> StandIns:
     """The stand-ins of an optimizer, taking part in its steps and its state dicts. Local operation."""
     stand_ins = StandIns(optimizer, cuts=cuts)
     dicts = _StateDicts(stand_ins)
-    optimizer.register_state_dict_pre_hook(dicts.before_save)
-    optimizer.register_state_dict_post_hook(dicts.after_save)
-    optimizer.register_load_state_dict_pre_hook(dicts.before_load)
-    optimizer.register_load_state_dict_post_hook(dicts.after_load)
     if _te.is_fused_adam(optimizer):
+        # Its methods go on after torch's, and look at the groups again: hooks of torch's would be too early.
         install_on(optimizer, "save", dicts.saving(optimizer, optimizer.state_dict))
         install_on(optimizer, "load", dicts.loading(optimizer, optimizer.load_state_dict))
+    else:
+        optimizer.register_state_dict_pre_hook(dicts.before_save)
+        optimizer.register_state_dict_post_hook(dicts.after_save)
+        optimizer.register_load_state_dict_pre_hook(dicts.before_load)
+        optimizer.register_load_state_dict_post_hook(dicts.after_load)
     return stand_ins
 
 
@@ -232,12 +234,10 @@ class _StateDicts:
 
     Attributes:
         stand_ins: Its stand-ins.
-        inside: Whether a method of FusedAdam's is running, which goes on after torch's and looks at the groups again.
     """
 
     def __init__(self, stand_ins: StandIns) -> None:
         self.stand_ins = stand_ins
-        self.inside = False
 
     def saving(
         self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]
@@ -246,11 +246,9 @@ class _StateDicts:
 
         def state_dict() -> dict[str, Any]:
             self.before_save(optimizer)
-            self.inside = True
             try:
                 result = stock()
             finally:
-                self.inside = False
                 self.stand_ins.put_back(optimizer)
             self.after_save(optimizer, result)
             return result
@@ -264,26 +262,20 @@ class _StateDicts:
 
         def load_state_dict(state_dict: dict[str, Any]) -> None:
             fitted = self.before_load(optimizer, state_dict)
-            self.inside = True
             try:
                 stock(fitted)
             finally:
-                self.inside = False
                 self.after_load(optimizer)
 
         return load_state_dict
 
     def before_save(self, optimizer: Optimizer) -> None:
-        if self.inside:
-            return
         if self.stand_ins.cuts:
             self.stand_ins.stand_in(optimizer, keep_main=True)
         else:
             self.stand_ins.put_back(optimizer)
 
     def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if self.inside:
-            return
         self.stand_ins.put_back(optimizer)
         for key, chunk in self._chunks(optimizer, state_dict):
             state = state_dict["state"].get(key)
@@ -292,8 +284,6 @@ class _StateDicts:
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
-        if self.inside:
-            return state_dict
         alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
         if alone:
             raise CheckpointError(
@@ -310,8 +300,6 @@ class _StateDicts:
     @torch.no_grad()
     def after_load(self, optimizer: Optimizer) -> None:
         """Copy loaded main weights into those that are there, and end standing in."""
-        if self.inside:
-            return
         for pair in self.stand_ins.pairs:
             loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
             if loaded is not None and pair.low:

@@ -1,17 +1,17 @@
-"""Averages over the holders of cut parameters that begin while the last backward of a step runs.
+"""Overlapped reductions over the outer axis: averages over replicas that begin while a step's last backward runs.
 
-    a plain loop         nothing begins early: another backward may follow
-    first told backward  nothing begins early; in which order backward leaves units is seen and, at the step, agreed on:
-                         once all ranks have told one
-    later told ones      a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
-                         (:mod:`te_fsdp.move.pending`)
-    the step             (or a norm) the holders tell each other what has begun; what has not begins, in the same order
+    a plain loop                  nothing begins early: another backward may follow
+    first ``microbatch(is_last)`` nothing begins early; in which order backward leaves units is seen and, at the step,
+                                  agreed on: once all ranks have had one
+    later ones                    a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
+                                  (:mod:`te_fsdp.move.pending`)
+    the step                      (or a norm) replicas compare what has begun; what has not begins, in the same order
 
-So every holder calls the same collectives in the same order, whatever it has used. Each begins at most once between two
-steps, and none is waited for before the step.
+So every replica calls the same collectives in the same order, whatever it has used. Each begins at most once between
+two steps, and none is waited for before the step.
 
-What has begun is worthless if a gradient has changed since: after an exception in backward, a further backward,
-``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All holders then
+What has begun is stale if a gradient has changed since: after an exception in backward, a further backward,
+``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All replicas then
 complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
 saved. The question at the step goes over the CPU, and waits for no device.
 
@@ -43,13 +43,13 @@ __all__ = ["EarlyAverages", "watch_units"]
 
 _log = logging.getLogger("te_fsdp")
 
-#: Dtypes that gradients may cross the wire in, ``None`` for their own: their places are told to other ranks.
+#: Dtypes that gradients may cross the wire in, ``None`` for their own: ranks compare their places here.
 _WIRES = (None, *COMM_DTYPES)
 
 
 @dataclass(eq=False)
 class _Plan:
-    """What travels together, as long as the same parameters are trained.
+    """What is sent together, as long as the same parameters are trained.
 
     Attributes:
         state: Of the model.
@@ -81,38 +81,38 @@ class _Begun(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Round:
+class _Window:
     """What begins between two steps.
 
     Attributes:
         plan: Of the parameters that are trained; ``None`` where nothing of theirs can begin early.
-        told: Which of the loop's last backwards it belongs to.
+        backward: Which of the loop's last backwards it belongs to (``ShardingState.last_microbatches``).
         begun: Units whose averages are under way, in the agreed order.
         events: Unit -> after what its gradients are final.
-        comm: How gradients travelled when the first of them began.
-        spoilt: Whether gradients have changed since, so that all is dropped.
+        comm: How gradients were sent when the first of them began.
+        stale: Whether gradients have changed since, so that all is dropped.
     """
 
     plan: _Plan | None
-    told: int = 0
+    backward: int = 0
     begun: list[_Begun] = field(default_factory=list)
     events: dict[str, list[Any]] = field(default_factory=dict)
     comm: GradComm | None = None
-    spoilt: bool = False
+    stale: bool = False
 
 
 class EarlyAverages:
     """The averages of one optimizer's gradients that may begin in backward.
 
     Args:
-        chunks: What the optimizer trains and averages now, in its order; the same on all holders.
+        chunks: What the optimizer trains and averages now, in its order; the same on all replicas.
     """
 
     def __init__(self, chunks: Callable[[], list[Chunk]]) -> None:
         self._chunks = chunks
         self._plans: dict[tuple[int, ...], _Plan | None] = {}
-        self._round: _Round | None = None
-        self._settled = 0  # how many last backwards the loop had told before the last step
+        self._pending: _Window | None = None
+        self._averaged = 0  # ``last_microbatches`` at the last step
         # For the averages, and for the question at the step.
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._side = SideStream()
@@ -123,7 +123,7 @@ class EarlyAverages:
     def reduced(self, state: ShardingState, unit: str, group: int, event: Any) -> None:
         """FSDP2 has enqueued the reduction of a parameter group: begin what may begin.
 
-        Collective over the holders: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
+        Collective over the replicas: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
         waited for.
 
         Args:
@@ -132,13 +132,15 @@ class EarlyAverages:
             group: Number of the parameter group in it.
             event: After which its gradients are final; ``None`` without streams.
         """
-        now = self._round
+        now = self._pending
         if now is not None and now.begun:  # then these gradients are others than those that were sent?
-            now.spoilt |= now.told != state.told or any(begun.unit == unit for begun in now.begun)
-        if not state.told_last or (now is not None and now.spoilt):
+            now.stale |= now.backward != state.last_microbatches or any(
+                begun.unit == unit for begun in now.begun
+            )
+        if not state.last_microbatch or (now is not None and now.stale):
             return
-        if now is None or now.told != state.told:  # the first unit that this backward leaves
-            now = self._round = _Round(self._plan_of(self._chunks()), state.told)
+        if now is None or now.backward != state.last_microbatches:  # the first unit that this backward leaves
+            now = self._pending = _Window(self._plan_of(self._chunks()), state.last_microbatches)
             if now.plan is not None:
                 now.plan.order.begin(now.plan.groups)
         if now.plan is None or unit not in now.plan.units:
@@ -148,8 +150,8 @@ class EarlyAverages:
         while (complete := now.plan.order.next(len(now.begun))) is not None:
             self._begin(now, now.plan, complete)
 
-    def _begin(self, now: _Round, plan: _Plan, unit: str, *, empty: bool = False) -> None:
-        """Begin a unit's averages, with zeros if they are to be dropped. Collective over the holders."""
+    def _begin(self, now: _Window, plan: _Plan, unit: str, *, empty: bool = False) -> None:
+        """Begin a unit's averages, with zeros if they are to be dropped. Collective over the replicas."""
         chunks = plan.units[unit].chunks
         given = [None] * len(chunks) if empty else gradients_of([chunk.parameter for chunk in chunks])
         local = [None if g is None else _torch.local_of(g) for g in given]
@@ -170,66 +172,66 @@ class EarlyAverages:
 
     @property
     def expected(self) -> bool:
-        """Whether averages may be under way on some rank: the loop has told its last backward since the last step.
+        """Whether averages may be under way on some rank: there was a last microbatch since the last step.
 
         The same on all ranks.
         """
         plan = self._plan_of(self._chunks())
-        return plan is not None and bool(plan.order.agreed) and plan.state.told != self._settled
+        return plan is not None and bool(plan.order.agreed) and plan.state.last_microbatches != self._averaged
 
     def forget(self) -> None:
         """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
-        if self._round is not None and self._round.begun:
-            self._round.spoilt = True
+        if self._pending is not None and self._pending.begun:
+            self._pending.stale = True
         else:
-            self._round = None
+            self._pending = None
 
     @torch.no_grad()
     def finish(self, chunks: list[Chunk]) -> dict[int, Average | None]:
-        """Complete what has begun on any of the holders.
+        """Complete what has begun on any of the replicas.
 
-        Collective over the holders: the reductions that have not begun here, and one all-reduce of a few integers and
+        Collective over the replicas: the reductions that have not begun here, and one all-reduce of a few integers and
         one for each parameter, on the CPU, once the ranks have agreed on an order. Before that, over the world: an
-        all-reduce of two integers in the first steps, then in ever fewer, and when all have told their last backward,
+        all-reduce of two integers in the first steps, then in ever fewer, and once all have had a last microbatch,
         process groups are made, and two integers for each unit all-reduced.
 
         Args:
             chunks: What is to be averaged.
 
         Returns:
-            ``id`` of a parameter -> its average, ``None`` where no holder has a gradient; empty if all is yet to be
+            ``id`` of a parameter -> its average, ``None`` where no replica has a gradient; empty if all is yet to be
             averaged. Parameters of units that never begin early are left out.
         """
-        plan, last = self._plan_of(chunks), self._round
-        self._round = None
-        now = last if last is not None and last.begun else _Round(plan)
-        now.spoilt |= now.plan is not plan
+        plan, last = self._plan_of(chunks), self._pending
+        self._pending = None
+        now = last if last is not None and last.begun else _Window(plan)
+        now.stale |= now.plan is not plan
         try:
             found: dict[int, Average | None] = {}
             if now.plan is not None and now.plan.order.agreed:
                 found = self._complete(now, now.plan, now.plan.order.agreed)
-            if plan is not None and plan.order.agreed is None and self._all_have_told(plan):
+            if plan is not None and plan.order.agreed is None and self._all_know_the_last(plan):
                 self._agree(plan)
             return found
         finally:
             if plan is not None:
-                self._settled = plan.state.told
+                self._averaged = plan.state.last_microbatches
 
-    def _complete(self, now: _Round, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
+    def _complete(self, now: _Window, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
         chunks = [chunk for unit in agreed for chunk in plan.units[unit].chunks]
         for begun in now.begun:
             found = gradients_of([chunk.parameter for chunk in plan.units[begun.unit].chunks])
-            now.spoilt |= not all(Seen.are_same(begun.sources, found))
+            now.stale |= not all(Seen.are_same(begun.sources, found))
         wire = 0 if now.comm is None else 1 + _WIRES.index(now.comm.dtype)
         has = [gradient is not None for gradient in gradients_of([chunk.parameter for chunk in chunks])]
-        asked = torch.tensor([len(now.begun), now.spoilt, wire, *has], dtype=torch.int32)
+        asked = torch.tensor([len(now.begun), now.stale, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
         most, dropped, wire, *exist = asked.tolist()
         if most == 0:
             return {}
-        if now.comm is None:  # others have begun, maybe where gradients travelled in another dtype
+        if now.comm is None:  # others have begun, maybe where gradients were sent in another dtype
             now.comm = replace(comm_for(chunks[0]) or GradComm(), dtype=_WIRES[wire - 1])
         for unit in agreed[len(now.begun) : most if dropped else None]:
             self._begin(now, plan, unit, empty=bool(dropped))
@@ -243,25 +245,25 @@ class EarlyAverages:
         there = zip(chunks, averages, exist, strict=True)
         return {id(chunk.parameter): average if exists else None for chunk, average, exists in there}
 
-    def _all_have_told(self, plan: _Plan) -> bool:
-        """Whether the loops of all ranks have told their last backward since the last step; the same on all ranks.
+    def _all_know_the_last(self, plan: _Plan) -> bool:
+        """Whether all ranks have had ``microbatch(is_last=True)`` since the last step; the same on all ranks.
 
-        Ranks that have not told cannot know that others have, so that all ask: in the first steps, and then less and
-        less often, as most loops that have not told by then never will. Collective over all ranks that hold this model.
+        Ranks that have not cannot know that others have, so that all ask: in the first steps, and then less and less
+        often, as most loops that have not used it by then never will. Collective over all ranks that hold this model.
         """
         plan.steps += 1
         if plan.steps > _ASKED_ALWAYS and plan.steps & (plan.steps - 1):
             return False
-        told = int(plan.state.told != self._settled)
-        seen = torch.tensor([told, -told], dtype=torch.int32, device=plan.state.meshes.device)
+        known = int(plan.state.last_microbatches != self._averaged)
+        seen = torch.tensor([known, -known], dtype=torch.int32, device=plan.state.meshes.device)
         maximum(seen, plan.state.meshes.device_mesh)
         some, not_all = bool(seen[0]), bool(seen[1] + 1)
         if some and not_all:
-            _say_told_by_some()
+            _say_known_to_some()
         return some and not not_all
 
     def _agree(self, plan: _Plan) -> None:
-        """Settle the order of units, after the first backward that was told. Collective over the world."""
+        """Settle the order of units, after the first last backward. Collective over the world."""
         if not dist.is_gloo_available():
             plan.order.agreed = ()
             return
@@ -311,7 +313,7 @@ def _say_dropped() -> None:
 
 
 @functools.cache
-def _say_told_by_some() -> None:
+def _say_known_to_some() -> None:
     """Say once that nothing begins early, and why."""
     _log.warning(
         "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the step. "
@@ -319,7 +321,7 @@ def _say_told_by_some() -> None:
     )
 
 
-#: Steps in each of which the ranks ask whether all have told their last backward; after these in the 16th, 32nd, ...
+#: Steps in each of which the ranks ask whether all know their last backward; after these in the 16th, 32nd, ...
 _ASKED_ALWAYS = 8
 #: Sets of trained parameters whose plans are kept.
 _MOST_PLANS = 8

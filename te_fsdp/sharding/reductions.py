@@ -23,7 +23,7 @@ import torch
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError
-from te_fsdp.layout.storage import Pace
+from te_fsdp.layout.storage import SyncMode
 from te_fsdp.sharding.outer_averages import current, finish_averages, forget_average, gather_averages
 from te_fsdp.sharding.state import ShardingState, recover, refuse_in_backward, required_state
 
@@ -38,7 +38,7 @@ __all__ = [
     "require_reduced",
     "scale_gradients",
     "set_auto_sync",
-    "set_pace",
+    "set_sync_mode",
     "start_grad_reduce",
     "sync",
     "wait_for_reductions",
@@ -105,7 +105,7 @@ def wait_for_reductions(state: ShardingState) -> None:
     if state.unfinished:
         for root in state.roots():
             _fsdp2.wait_for_reductions(root)
-        state.unfinished = state.pace is not Pace.LAST
+        state.unfinished = state.sync_mode is not SyncMode.LAST
 
 
 def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tensor] | None = None) -> None:
@@ -237,7 +237,9 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     Raises:
         OrderError: A model without sharding state.
     """
-    return _paced(model, Pace.LAST if is_last else Pace.MORE, "microbatch", told_last=is_last)
+    return _in_sync_mode(
+        model, SyncMode.LAST if is_last else SyncMode.ACCUMULATE, "microbatch", last_microbatch=is_last
+    )
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -252,7 +254,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     Raises:
         OrderError: A model without sharding state.
     """
-    return _paced(model, Pace.LOCAL, "no_sync")
+    return _in_sync_mode(model, SyncMode.NO_SYNC, "no_sync")
 
 
 def sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -264,7 +266,7 @@ def sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     Raises:
         OrderError: A model without sharding state.
     """
-    return _paced(model, Pace.LAST, "sync")
+    return _in_sync_mode(model, SyncMode.LAST, "sync")
 
 
 def set_auto_sync(model: nn.Module, enabled: bool) -> None:
@@ -281,41 +283,43 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
     Raises:
         OrderError: A model without sharding state.
     """
-    set_pace(required_state(model, "set_auto_sync"), Pace.LAST if enabled else Pace.MORE)
+    set_sync_mode(required_state(model, "set_auto_sync"), SyncMode.LAST if enabled else SyncMode.ACCUMULATE)
 
 
 @contextlib.contextmanager
-def _paced(model: nn.Module, pace: Pace, where: str, *, told_last: bool = False) -> Iterator[None]:
+def _in_sync_mode(
+    model: nn.Module, mode: SyncMode, where: str, *, last_microbatch: bool = False
+) -> Iterator[None]:
     state = required_state(model, where)
-    before = state.pace, state.told_last
-    state.told += told_last
-    set_pace(state, pace, told_last=told_last)
+    before = state.sync_mode, state.last_microbatch
+    state.last_microbatches += last_microbatch
+    set_sync_mode(state, mode, last_microbatch=last_microbatch)
     try:
         yield
     finally:
-        set_pace(state, before[0], told_last=before[1])
+        set_sync_mode(state, before[0], last_microbatch=before[1])
 
 
-def set_pace(state: ShardingState, pace: Pace, *, told_last: bool = False) -> None:
+def set_sync_mode(state: ShardingState, mode: SyncMode, *, last_microbatch: bool = False) -> None:
     """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation.
 
     Args:
         state: The model's state.
-        pace: How they count.
-        told_last: Whether no other one follows before the step, which ``Pace.LAST`` alone does not say.
+        mode: How they count.
+        last_microbatch: Whether no other one follows before the step, which ``SyncMode.LAST`` alone does not say.
     """
-    state.told_last = told_last
-    if pace is state.pace:
+    state.last_microbatch = last_microbatch
+    if mode is state.sync_mode:
         return
-    state.pace = pace
-    last = pace is Pace.LAST
+    state.sync_mode = mode
+    last = mode is SyncMode.LAST
     state.unfinished |= not last
     for name, unit in state.modules.items():
         row = state.units[name]
         fsdp: Any = unit
-        fsdp.set_requires_gradient_sync(row.reduces(pace), recurse=False)
+        fsdp.set_requires_gradient_sync(row.reduces(mode), recurse=False)
         fsdp.set_requires_all_reduce(last, recurse=False)  # the other one has set it too
-        fsdp.set_reshard_after_backward(row.releases(pace), recurse=False)
+        fsdp.set_reshard_after_backward(row.releases(mode), recurse=False)
         fsdp.set_is_last_backward(last)  # of the tree; each unit has its own before the first forward
     if state.replicated is not None:
         state.replicated.set_gradient_sync(last)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError
-from te_fsdp.layout.storage import Pace
+from te_fsdp.layout.storage import SyncMode
 from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 
@@ -116,10 +116,10 @@ class ShardingState:
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         plans: Full name -> what is settled about a parameter.
-        pace: How the backwards to come count.
-        told_last: Whether the loop has said that the backward to come is the last one of its step; without that,
+        sync_mode: How the backwards to come count.
+        last_microbatch: Whether the loop has said that the backward to come is the last one of its step; without that,
             others may follow.
-        told: How often it has said so.
+        last_microbatches: How often it has said so.
         unfinished: Whether reductions may be under way that nobody has waited for.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         dropped: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack
@@ -148,9 +148,9 @@ class ShardingState:
     replicated: Replicated | None = None
     outer_optimizer: Any = None
     outer_watched: bool = False
-    pace: Pace = Pace.LAST
-    told_last: bool = False
-    told: int = 0
+    sync_mode: SyncMode = SyncMode.LAST
+    last_microbatch: bool = False
+    last_microbatches: int = 0
     unfinished: bool = False
     failed: bool = False
     dropped: bool = False

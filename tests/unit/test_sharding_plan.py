@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, Pace
+from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import checks
 from te_fsdp.parameters import plan_of
 from te_fsdp.sharding import fully_shard as entry
@@ -61,8 +61,11 @@ def test_what_every_row_must_keep(row):
     for parameter, gradient, optimizer in zip(row.parameter, row.gradient, row.optimizer, strict=True):
         assert parameter == "R" or optimizer == "S"
         assert gradient == parameter or (gradient, optimizer) == ("P", "S")
-    assert row.reduces(Pace.LAST) and row.releases(Pace.LAST) and not row.reduces(Pace.LOCAL)
-    assert (row.reduces(Pace.MORE), row.releases(Pace.MORE)) == (row.reduce == "each", row.gather == "pass")
+    assert row.reduces(SyncMode.LAST) and row.releases(SyncMode.LAST) and not row.reduces(SyncMode.NO_SYNC)
+    assert (row.reduces(SyncMode.ACCUMULATE), row.releases(SyncMode.ACCUMULATE)) == (
+        row.reduce == "each",
+        row.gather == "pass",
+    )
 
 
 class Block(nn.Module):

@@ -348,14 +348,14 @@ def contexts() -> list[bool]:
     model = Pair().model
     state, found = sharding_state(model), []
     with te_fsdp.microbatch(model, is_last=True):
-        found.append(state.told_last)
+        found.append(state.last_microbatch)
         for inner in (te_fsdp.no_sync(model), te_fsdp.sync(model), te_fsdp.microbatch(model, is_last=False)):
             with inner:
-                found.append(state.told_last)
-            found.append(state.told_last)
+                found.append(state.last_microbatch)
+            found.append(state.last_microbatch)
     with contextlib.suppress(RuntimeError), te_fsdp.microbatch(model, is_last=True):
         raise RuntimeError
-    found.append(state.told_last)
+    found.append(state.last_microbatch)
     with te_fsdp.sync(model):
-        found.append(state.told_last)
+        found.append(state.last_microbatch)
     return found
