@@ -60,6 +60,7 @@ FIVE = {
 }
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -103,6 +104,7 @@ def test_columns_where_rows_do_not_fit(pool, recipe, meta):
     assert {outcome["placements"]["first.weight"] for outcome in results} == {"dp_shard:S(1)"}
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "reshard"), [("mxfp8", True), ("mxfp8", False), ("block", True)])
 def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):

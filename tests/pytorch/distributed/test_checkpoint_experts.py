@@ -121,6 +121,7 @@ def test_one_quantized_parameter_for_all_experts(between, recipe, experts, singl
     between(case, [STOCK], [four[0], *others, *four[1:]], single=True)
 
 
+@pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("way", ["into", "out of"])
@@ -167,6 +168,7 @@ def test_eight_ranks(pool, tmp_path, case, single):
     check(pool.run(experts.load_on, 1, pairs=[(source, STOCK)], **where), 1)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("apart", "single"), [(True, False), (False, False), (False, True)])
 def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
