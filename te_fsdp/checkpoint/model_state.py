@@ -42,6 +42,7 @@ __all__ = [
     "Owned",
     "Part",
     "clean_name",
+    "come_to_rest",
     "mesh_sizes",
     "model_state",
     "modules_with_extra_state",
@@ -131,15 +132,17 @@ class Owned:
         return found
 
 
-def owned_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter once, under its first name; FSDP2 units are resharded first. Local operation.
-
-    New weights on their way are waited for.
-    """
+def come_to_rest(model: nn.Module) -> None:
+    """Reshard FSDP2 units, and wait for new weights on their way. Local operation."""
     settle(model)
     for module in model.modules():
         if _torch.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
+
+
+def owned_parameters(model: nn.Module) -> list[Owned]:
+    """Every parameter once, under its first name; :func:`come_to_rest` first. Local operation."""
+    come_to_rest(model)
     found: dict[int, Owned] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():

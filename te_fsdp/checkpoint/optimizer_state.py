@@ -41,6 +41,7 @@ __all__ = [
     "States",
     "check_scaled_state",
     "compare_optimizer",
+    "describe_groups",
     "describe_state",
     "join_ranks_experts",
     "optimizer_state",
@@ -141,13 +142,21 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
                 add_entry(found.entries, label, one.entry(entry))
-    groups = _groups(optimizer, by_id)
+    groups = describe_groups(optimizer, {number: o.key for number, o in by_id.items()})
     found.described = {"class": type(optimizer).__name__, "groups": groups, "state": states}
     return found
 
 
-def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any]]:
-    """Names and options of the groups; the experts of a layer are one name."""
+def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
+    """Names and options of the groups; the experts of a layer are one name. Local operation.
+
+    Args:
+        optimizer: Its groups are read.
+        names: Of the files' tensors, by the parameters' ``id``.
+
+    Raises:
+        CheckpointError: Options that cannot be stored, or experts of one layer in several groups.
+    """
     groups: list[dict[str, Any]] = []
     where: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -156,8 +165,8 @@ def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any
             if isinstance(value, torch.Tensor) and value.numel() == 1:  # lr of capturable optimizers
                 options[key] = value.item()
         encoded, _ = encode(options, f"optimizer.param_groups[{index}]")
-        names = list(dict.fromkeys(by_id[id(p)].key for p in group["params"]))
-        torn = [name for name in names if where.setdefault(name, index) != index]
+        own = list(dict.fromkeys(names[id(p)] for p in group["params"]))
+        torn = [name for name in own if where.setdefault(name, index) != index]
         if torn:
             raise CheckpointError(
                 f"optimizer: experts of {torn[0]} in the groups {where[torn[0]]} and {index}",
@@ -165,7 +174,7 @@ def _groups(optimizer: Optimizer, by_id: dict[int, Owned]) -> list[dict[str, Any
                 why="A checkpoint holds the weights of all experts as one tensor",
                 fix="give them one group",
             )
-        groups.append({"parameters": names, "options": encoded})
+        groups.append({"parameters": own, "options": encoded})
     return groups
 
 

@@ -42,6 +42,8 @@ __all__ = [
     "check_replicas",
     "checksums",
     "plan_writing",
+    "signature_of",
+    "write_again",
     "write_tensors",
 ]
 
@@ -49,6 +51,8 @@ __all__ = [
 _IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
 #: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
 _BLOCK = 1 << 22
+#: Bytes up to which tensors are summed up together.
+_SMALL = 1 << 10
 
 
 def plan_items(entries: Mapping[str, Entry]) -> list[WriteItem]:
@@ -87,7 +91,7 @@ class Plan:
         token: Drawn by rank 0 for this plan.
         signature: What this rank had to write; no tensors.
         part: This rank's part, for DCP.
-        order: Where each item of the part was among all that this rank holds.
+        blocks: Items of the part that are written together, and where each was among all that this rank holds.
         shared: The same of what other ranks hold as well, by the number that it has on all ranks.
         names: Of what is shared, by number; rank 0 alone has them, as all that follows.
         metadata: DCP's description of all tensors, until it is written.
@@ -98,7 +102,7 @@ class Plan:
     token: str
     signature: Any
     part: SavePlan
-    order: list[int]
+    blocks: list[tuple[list[WriteItem], list[int]]]
     shared: dict[int, int]
     names: list[str]
     metadata: Metadata | None = None
@@ -218,28 +222,51 @@ def plan_writing(
     """
     entries = {key: entry for key, entry in entries.items() if not entry.is_empty}
     tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
-    signature = ranks.rank, ranks.size, _signature(entries)
+    signature = ranks.rank, ranks.size, signature_of(entries)
     writer = SummingWriter(path, save_id)
 
     def known() -> str | None:
         writer.set_up_storage_writer(ranks.rank == 0)
-        usable = before is not None and before.signature == signature
-        if not usable or (ranks.rank == 0 and before.written is None):  # type: ignore[union-attr]
-            return None
-        return before.token  # type: ignore[union-attr]
+        return before.token if before is not None and before.signature == signature else None
 
     def all_know(seen: list[str | None]) -> list[bool]:
         return [seen[0] is not None and len(set(seen)) == 1] * len(seen)
 
     is_known = ranks.round(known, all_know)
     plan = before if is_known and before is not None else _plan(ranks, writer, entries, signature)
+    return _writing(ranks, plan, is_known, tensors, writer)
+
+
+def write_again(ranks: Ranks, path: Path, tensors: list[torch.Tensor], save_id: str, plan: Plan) -> Writing:
+    """:func:`plan_writing` where all ranks know that they hold what was planned before.
+
+    Collective over the ranks: one round of small messages.
+
+    Args:
+        ranks: The world.
+        path: An empty directory.
+        tensors: This rank's, one for each piece of its entries.
+        save_id: Of this save, the same on all ranks.
+        plan: The last one of this model.
+
+    Raises:
+        CheckpointError: Replicas differ. All ranks raise it.
+    """
+    writer = SummingWriter(path, save_id)
+    writer.set_up_storage_writer(ranks.rank == 0)
+    return _writing(ranks, plan, True, tensors, writer)
+
+
+def _writing(
+    ranks: Ranks, plan: Plan, is_known: bool, tensors: list[torch.Tensor], writer: SummingWriter
+) -> Writing:
     check_replicas(ranks, {number: tensors[at] for number, at in plan.shared.items()}, plan.names)
-    mine = blocks_of((item, tensors[at]) for item, at in zip(plan.part.items, plan.order, strict=True))
-    return Writing(ranks, path, plan, is_known, mine, writer)
+    mine = [Block(items, [tensors[at] for at in places]) for items, places in plan.blocks]
+    return Writing(ranks, Path(writer.path), plan, is_known, mine, writer)
 
 
-def _signature(entries: dict[str, Entry]) -> list[Any]:
-    """All that a plan depends on."""
+def signature_of(entries: dict[str, Entry]) -> list[Any]:
+    """All that a plan depends on. Local operation."""
     return [
         (key, entry.shape, entry.dtype, *((p.offsets, p.tensor.shape, p.tensor.device) for p in entry.pieces))
         for key, entry in entries.items()
@@ -267,8 +294,10 @@ def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signat
 
     token, part, shared = ranks.round(lambda: writer.prepare_local_plan(SavePlan(items)), all_of)
     place = {item.index: at for at, item in enumerate(items)}
-    order = [place[item.index] for item in part.items]
-    return Plan(token, signature, part, order, dict(shared), names, metadata[0] if metadata else None)
+    tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
+    together = blocks_of((item, tensors[place[item.index]]) for item in part.items)
+    blocks = [(block.keys, [place[item.index] for item in block.keys]) for block in together]
+    return Plan(token, signature, part, blocks, dict(shared), names, metadata[0] if metadata else None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -393,12 +422,12 @@ def _pairs(pairs: set[tuple[int, int]]) -> str:
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksum of each tensor's bytes: CRC-32 on the host, a weighted sum elsewhere, fetched all at once."""
+    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
     sums: dict[int, int] = {}
     elsewhere: list[tuple[list[int], torch.Tensor]] = []
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
-        if rows.device.type == "cpu":
+        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
             crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
             sums.update(zip(block.keys, crcs, strict=True))
         else:
@@ -412,9 +441,13 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 def _weighted(rows: torch.Tensor) -> torch.Tensor:
     """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
     words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
-    width = max(1, min(_BLOCK // len(rows), words.shape[1]))
+    # Of a row alone: which tensors are summed up together may differ between ranks.
+    width = max(1, min(_BLOCK, words.shape[1]))
     weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
-    total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    for block in words.split(width, dim=1):
-        total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
-    return total
+    totals = []
+    for some in words.split(max(1, _BLOCK // width)):
+        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
+        for block in some.split(width, dim=1):
+            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
+        totals.append(total)
+    return torch.cat(totals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import sums, writing
+from te_fsdp.checkpoint import saving, sums, writing
 from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.portable import dcp as portable_dcp
 from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
 from te_fsdp.checkpoint.portable.torch_files import Window
@@ -181,6 +183,92 @@ def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(plans) == 6
 
 
+def _other_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 2
+    model.bn.running_mean.add_(1)
+
+
+def _another_dtype(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.p["p0"].data = model.p["p0"].data.double()
+
+
+def _other_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.p["p0"].data = torch.randn(4, 6).t().contiguous().t()
+    state = optimizer.state[model.p["p1"]]
+    state["exp_avg"] = torch.full_like(state["exp_avg"], 5.0)
+
+
+def _another_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.p["p1"]]["more"] = torch.randn_like(model.p["p1"])
+    optimizer.state[model.p["p2"]]["number"] = 3
+    del optimizer.state[model.p["p3"]]
+
+
+def _another_number(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    _another_state(model, optimizer)
+    checkpoint.save(_another_number.path, model, optimizer)  # type: ignore[attr-defined]
+    optimizer.state[model.p["p2"]]["number"] = 4
+
+
+def _another_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    old, new = model.p["p4"], nn.Parameter(torch.randn(2, 5))
+    optimizer.state.pop(old)
+    model.p["p4"] = new
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def _other_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.bn._parameters["tied"] = model.p["p0"]
+    model.bn._non_persistent_buffers_set.add("running_var")
+    model.other = model.p
+    del model.p
+
+
+def _a_setting(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.bn.eps = 0.5
+
+
+def _two_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.append({**group, "lr": 3.0, "params": group["params"][20:]})
+    group["params"] = group["params"][:20]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_known"),
+    [(_other_values, True), (_a_setting, True)]
+    + [(change, False) for change in (_another_dtype, _other_memory, _another_state, _another_number)]
+    + [(change, False) for change in (_another_parameter, _other_names, _two_groups)],
+)
+def test_what_is_known_of_a_model_is_what_would_be_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, is_known: bool
+) -> None:
+    """A save after another one holds, whatever has changed, what a save of a process that knows nothing holds."""
+    described = counted(monkeypatch, saving, "model_state")
+    parameters, _ = small_model()
+    model = nn.ModuleDict({"p": parameters, "bn": nn.BatchNorm1d(3)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    extra = {"t": torch.ones(3)}
+    checkpoint.save(tmp_path / "before", model, optimizer, extra=extra)
+    _another_number.path = tmp_path / "between"  # type: ignore[attr-defined]
+    with torch.no_grad():
+        change(model, optimizer)
+    count = len(described)
+    checkpoint.save(tmp_path / "known", model, optimizer, extra=extra, asynchronous=True).result()
+    assert len(described) == count + (not is_known)
+    background().plans.pop(model)
+    checkpoint.save(tmp_path / "anew", model, optimizer, extra=extra)
+    one, other = (read_manifest(tmp_path / name) for name in ("known", "anew"))
+    of_each_save = {"files": {}, "number": 0, "saved_at": 0, "save_id": ""}
+    assert replace(one, **of_each_save) == replace(other, **of_each_save)
+    assert_equal(read_plainly(tmp_path / "known"), read_plainly(tmp_path / "anew"))
+    checkpoint.verify(tmp_path / "known")
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_slow_checksums_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, slow: bool
@@ -232,7 +320,7 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
 
 def test_a_model_on_another_device_is_planned_anew() -> None:
     entry = [
-        writing._signature({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
+        writing.signature_of({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
         for device in ("cpu", "meta")
     ]
     assert entry[0] != entry[1]
@@ -261,7 +349,13 @@ def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", model)
     weight, plans = weakref.ref(model.weight), background().plans
     assert model in plans
-    count = len(plans)
+    array = torch.ones(2, 2).numpy()
+    memory, model.weight.data = weakref.ref(array), torch.from_numpy(array)
+    del array
+    checkpoint.save(tmp_path / "b", model)
+    assert memory() is not None
+    model.weight.data, count = torch.zeros(2, 2), len(plans)
+    assert memory() is None, "what has taken its place needs the memory"
     del model
     gc.collect()
     assert weight() is None and len(plans) == count - 1
