@@ -59,7 +59,8 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
     for name, size in zip(have, mesh.shape, strict=True):
         own = given.get(name, name)
         # One rank touches no weight, whatever the axis is for.
-        if name not in given and name not in ALL_AXES and (size == 1 or _is_stage(name)):
+        is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
+        if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
             own = None
         if own is not None and own not in ALL_AXES:
             raise MeshError(_unknown_axis(name, size, have))
@@ -72,10 +73,6 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
             )
         found.append(own)
     return found
-
-
-def _is_stage(name: str) -> bool:
-    return "".join(c for c in name.lower() if c.isalnum()) in _STAGES
 
 
 def _unknown_axis(name: str, size: int, have: tuple[str, ...]) -> str:

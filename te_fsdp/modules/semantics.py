@@ -233,7 +233,8 @@ class _Known:
 def _known(cls: type) -> _Known | None:
     """The stock class behind a module's: bound, sharded and users' classes stand in front of it."""
     for base in cls.__mro__:
-        library = _library(base)
+        packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
+        library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
         if library is None:
             continue
         kind = base.__name__
@@ -246,11 +247,6 @@ def _known(cls: type) -> _Known | None:
         names = [a for a in arguments if (a in SETTINGS if library == "te" else a not in _NOT_RECORDED)]
         return _Known(next((one for part, one in _SAME if part in kind), kind), library, tuple(names))
     return None
-
-
-def _library(cls: type) -> str | None:
-    packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
-    return next((library for library, name in packages.items() if cls.__module__.startswith(name)), None)
 
 
 def _plain_values(names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, Any]]:

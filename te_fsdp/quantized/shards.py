@@ -211,7 +211,7 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
         return  # every expert lies whole on one rank
     if binding.weight_mesh_agreed or not (_is_shared(local) or _will_be_shared(local, module, name)):
         return
-    if binding.weight_mesh is None and _tp_size(binding) == 1:
+    if binding.weight_mesh is None and (binding.tp_mesh is None or binding.tp_mesh.size() == 1):
         binding.weight_mesh = _shard_axis(binding, name, parameter)
     _agree(binding, name, parameter)
 
@@ -263,10 +263,6 @@ def _is_shared(local: torch.Tensor) -> bool:
 def _will_be_shared(local: torch.Tensor, module: nn.Module, name: str) -> bool:
     quantizer = _te.weight_quantizer(module, name) if local.is_meta else None
     return quantizer is not None and bool(_te.one_scale_quantizers(quantizer))
-
-
-def _tp_size(binding: Binding) -> int:
-    return binding.tp_mesh.size() if binding.tp_mesh is not None else 1
 
 
 def _axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:

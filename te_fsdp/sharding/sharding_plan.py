@@ -121,8 +121,10 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
         check_accepted(model, units)
         cut = {name: row for name, row in units.items() if name not in whole}
-        precision = _plan_precision(model, meshes, request, cut, placed)
-        if precision is not None:
+        precision = None
+        if request.precision is not None:
+            all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
+            precision = plan_precision(model, placed, cut, request.precision, all_reduces=all_reduces)
             for place in places_of(model):
                 key = id(place.owner), place.name
                 dtype = precision.gradient_of(place.parameter, placed[key])
@@ -303,20 +305,6 @@ def exempt_of(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[Exemp
         if row.storage.is_whole and row.label == row.owners[0]
     }
     return list(found.values())
-
-
-def _plan_precision(
-    model: nn.Module,
-    meshes: Meshes,
-    request: Request,
-    units: Mapping[str, Storage],
-    rows: Mapping[Key, ParameterPlan],
-) -> PrecisionPlan | None:
-    """What the precision policy means for the units that FSDP2 cuts. Changes nothing; a rank may fail alone."""
-    if request.precision is None:
-        return None
-    all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
-    return plan_precision(model, rows, units, request.precision, all_reduces=all_reduces)
 
 
 def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish:

@@ -136,7 +136,12 @@ def find_units(
         PlacementError: A class or name without a module; two classes that want different strategies for a module.
     """
     names = dict(model.named_modules())
-    chosen = _default_units(names) if units is None else _find_all(names, units)
+    if units is None:
+        layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
+        chosen = {name for name, module in names.items() if isinstance(module, layer)}
+    else:
+        wanted = [units] if isinstance(units, type | str) else units
+        chosen = {name for want in wanted for name in _find(names, want)}
     given: dict[str, str] = {}
     if isinstance(strategy, Mapping):
         given = _strategies_by_name(names, strategy)
@@ -145,16 +150,6 @@ def find_units(
         given[""] = check_strategy(strategy)
     inner = [name for name in names if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
-
-
-def _default_units(names: dict[str, nn.Module]) -> set[str]:
-    layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
-    return {name for name, module in names.items() if isinstance(module, layer)}
-
-
-def _find_all(names: dict[str, nn.Module], units: Wanted) -> set[str]:
-    wanted = [units] if isinstance(units, type | str) else list(units)
-    return {name for want in wanted for name in _find(names, want)}
 
 
 def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
