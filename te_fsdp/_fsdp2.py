@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
 from te_fsdp._fsdp2_copies import forget_copies
@@ -455,3 +457,35 @@ def gather_again(group: Any, module: nn.Module, names: Collection[str]) -> None:
             group.wait_for_unshard()
     finally:
         group.fsdp_params = everything
+
+
+@contextlib.contextmanager
+def cutting_few_pieces() -> Iterator[None]:
+    """In the context FSDP2 makes no tensors for the pieces that other ranks get of a parameter. Local operation."""
+    module: Any = _fsdp_param  # wants lists, but takes pieces by their number alone
+    stock = module._chunk_with_empty
+    plain = (torch.Tensor, torch.nn.Parameter)  # others are cut in ways of their own
+    module._chunk_with_empty = lambda tensor, count, dim: (
+        _Pieces(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
+    )
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = stock
+
+
+@dataclass
+class _Pieces:
+    """What ``torch.chunk`` gives, and empty tensors for the ranks that it leaves without; made when asked for."""
+
+    tensor: torch.Tensor
+    count: int
+    dim: int
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        size = self.tensor.shape[self.dim]
+        rows = -(-size // self.count)
+        left = size - index * rows
+        if left <= 0 < size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, index * rows, min(rows, left))

@@ -1,7 +1,9 @@
-"""Everything that te_fsdp replaces on objects of FSDP2 and torch: :data:`PATCHES`, and the only place that does so.
+"""Everything that te_fsdp replaces on objects of FSDP2 and torch, and the only place that does so.
 
-Objects of models that ``te_fsdp.fully_shard`` was called on, never classes: other models see no change. Private names
-of torch, checked on 2.11 to 2.15.
+:data:`te_fsdp._patches.FSDP2` has a row for each replacement, with its reason.
+
+Objects of models that ``te_fsdp.fully_shard`` was called on, never classes: other models see no change. Only while the
+call lasts a function of FSDP2 is replaced too, in ``_fsdp2.py``. Private names of torch, checked on 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp._patches import Patch
 from te_fsdp._torch import (
     dtensor,
     find_managed,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "PATCHES",
     "after_reductions",
     "alias_whole_shards",
     "around_apply",
@@ -45,79 +45,6 @@ __all__ = [
     "remember_shard_meshes",
     "replace_outer_group",
 ]
-
-
-PATCHES = (
-    Patch(
-        "`FSDPParamGroup`",
-        "post_backward",
-        "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13),"
-        " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
-        "gradients of HFSDP",
-        "test_no_shard.py::test_parameters_that_other_ranks_use",
-        '- FSDP2 asserts "uniform gradient dtype"',
-    ),
-    Patch(
-        "`FSDPParamGroup`",
-        "_init_mp_dtypes",
-        "keeps sharded gradients in a dtype of their own",
-        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
-        versions="torch 2.11 to 2.14",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "to_sharded_dtensor",
-        "gives such gradients a spec that says their dtype",
-        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
-        "- Sharded gradients of another dtype",
-        versions="torch 2.11 to 2.14",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "reset_sharded_param",
-        "makes no flat, dequantized copy of a quantized shard",
-        "test_quantized_memory.py::test_what_is_kept_without_the_savings",
-        "- `view(-1)` of block formats dequantizes",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "shard_mesh",
-        "is kept, and not sliced anew from the mesh of HSDP at every gather",
-        "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
-        "- `FSDPParam.shard_mesh` is a property",
-        versions="torch 2.11 and 2.12",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "init_all_gather_outputs, free_unsharded_param",
-        "uses the memory of a shard that is whole for the gathered parameter, over a shard axis of size 1",
-        "test_whole_shards.py::test_no_copy",
-    ),
-    Patch(
-        "`FSDPParamGroup`",
-        "unshard, wait_for_unshard, _to_sharded",
-        "gathers by copies into the memory that kernels read, where `transport` is `copy_engine` (`_fsdp2_copies.py`)",
-        "test_copy_engine.py::test_bits",
-    ),
-    Patch(
-        "`FSDPParam`",
-        "free_unsharded_param",
-        "leaves it to `_to_sharded` there when gathered weights are freed",
-        "test_copy_engine.py::test_bits",
-    ),
-    Patch(
-        "`FSDPParamGroup`",
-        "mesh_info",
-        "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
-        "test_precision.py::test_values_and_bytes",
-    ),
-    Patch(
-        "model",
-        "_apply",
-        "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
-        "test_patches.py::test_apply_loses_attributes",
-    ),
-)
 
 
 # --- FSDPParamGroup.post_backward

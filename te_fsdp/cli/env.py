@@ -58,11 +58,11 @@ def _env(
 
 def _patches() -> Iterable[dict[str, Any]]:
     """Rows of the two tables of patches, each with the library that it belongs to."""
-    from te_fsdp import _fsdp2_patches, _te_patches
+    from te_fsdp import _patches, _te_patches
 
     for library, rows in (
         ("TransformerEngine", _te_patches.PATCHES.values()),
-        ("torch", _fsdp2_patches.PATCHES),
+        ("torch", _patches.FSDP2),
     ):
         for row in rows:
             yield {"library": library, **dataclasses.asdict(row)}

@@ -153,7 +153,7 @@ def _begin(plan: ModelPlan) -> ShardingState:
 
 def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
     """Bind the model and apply FSDP2 to it."""
-    with replacing(plan.model, "fully_shard"):
+    with replacing(plan.model, "fully_shard"), _fsdp2.cutting_few_pieces():
         bind(plan.model, plan.modules)
         for binding in filter(None, map(binding_of, plan.model.modules())):
             binding.weight_mesh_agreed = True  # one object gives both meshes

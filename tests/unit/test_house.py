@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp import _fsdp2_patches, _te_patches
+from te_fsdp import _patches, _te_patches
 from te_fsdp._te_formats import FORMATS, SCALE_SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,8 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = tuple(
-    f"te_fsdp/{name}.py" for name in ("_torch", "_torch_symm", "_fsdp2", "_fsdp2_copies", "_fsdp2_patches")
+    f"te_fsdp/{name}.py"
+    for name in ("_patches", "_torch", "_torch_symm", "_fsdp2", "_fsdp2_copies", "_fsdp2_patches")
 )
 TE_DOORS = tuple(
     f"te_fsdp/{name}.py"
@@ -181,7 +182,7 @@ TE_NAMES = """
 """
 TE_CLASSES = {row.tensor for row in FORMATS.values()} | set(SCALE_SOURCES)
 # Attributes that te_fsdp replaces: the tables of patches have all of them.
-PATCHED_NAMES = {row.attribute for row in (*_te_patches.PATCHES.values(), *_fsdp2_patches.PATCHES)}
+PATCHED_NAMES = {row.attribute for row in (*_te_patches.PATCHES.values(), *_patches.FSDP2)}
 # Those that optimizers and Hugging Face's models have, too.
 PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import _fsdp2_patches, _te, _te_patches
-from te_fsdp._patches import markdown
+from te_fsdp import _fsdp2, _te, _te_patches
+from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized.all_gather import mend_hooks
 from te_fsdp.quantized.amax_mark import make_marks_stick
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/upstream.md").read_text()
-TABLES = {"TransformerEngine": tuple(_te_patches.PATCHES.values()), "FSDP2": _fsdp2_patches.PATCHES}
+TABLES = {"TransformerEngine": tuple(_te_patches.PATCHES.values()), "FSDP2": FSDP2}
 ROWS = [row for rows in TABLES.values() for row in rows]
 
 
@@ -41,8 +41,8 @@ def test_a_row_names_what_there_is(row):
 
 def test_the_tables_are_read_without_a_change(python):
     program = (
-        "import sys; from te_fsdp import _te_patches, _fsdp2_patches\n"
-        "assert len(_te_patches.PATCHES) > 9 and len(_fsdp2_patches.PATCHES) > 5\n"
+        "import sys; from te_fsdp import _te_patches, _patches\n"
+        "assert len(_te_patches.PATCHES) > 9 and len(_patches.FSDP2) > 5\n"
         "assert not any(name.startswith('transformer_engine') for name in sys.modules)"
     )
     assert subprocess.run([python, "-c", program], cwd=ROOT, check=False).returncode == 0
@@ -106,3 +106,28 @@ def test_apply_loses_attributes(te, fake_world):
     assert model[0].weight.mark and model[0].weight.dtype == torch.float32
     model._apply.args[-1](lambda tensor: tensor.to(torch.bfloat16))  # what stood there before
     assert not hasattr(model[0].weight, "mark")
+
+
+class _Quantized(torch.Tensor):
+    """Stands for tensors that are cut in a way of their own."""
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_of_all_ranks(rows, dim):
+    """FSDP2 makes a tensor for each rank's piece; ours are the same, and made when they are asked for."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
+    stock = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
+    assert isinstance(stock, list) and len(stock) == 8, "FSDP2 no longer cuts for all ranks: drop the patch"
+    with _fsdp2.cutting_few_pieces():
+        pieces = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
+        assert not isinstance(pieces, list)
+        quantized = whole.as_subclass(_Quantized)
+        assert isinstance(_fsdp_param._chunk_with_empty(quantized, 8, dim=dim), list)
+    assert isinstance(_fsdp_param._chunk_with_empty(whole, 8, dim=dim), list)
+    for rank, piece in enumerate(stock):
+        ours = pieces[rank]
+        assert ours.shape == piece.shape and ours.stride() == piece.stride() and torch.equal(ours, piece)
+        assert not piece.numel() or ours.data_ptr() == piece.data_ptr()

@@ -1,0 +1,134 @@
+"""What te_fsdp itself costs a rank as ranks grow: one process, torch's fake process group, no GPU.
+
+    python benchmarks/scale.py --out benchmarks/results/scale-cpu.json --plot docs/scale.png
+
+Set-up of a 405B-shaped and a 671B-MoE-shaped model on meta; materialize of as many modules and parameters, but narrow
+ones, since values are drawn by the device and this is the host's time; and a step of a small model whose work per rank
+is the same on every mesh: CPU seconds, peak memory, process groups, and collectives with their bytes by axis, all of
+rank 0. Every row is measured in a process of its own (scale_worker.py). The other ranks do not exist: collectives
+return at once, so these are the costs of the host, never of a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+
+MODELS = ("405b", "671b-moe", "step")
+RANKS = (8, 64, 512, 4096, 16384)
+WORKER = Path(__file__).with_name("scale_worker.py")
+
+
+def run(model: str, ranks: int, library: str = "te_fsdp") -> dict[str, Any]:
+    """What a process of its own measures."""
+    command = [sys.executable, str(WORKER), model, str(ranks), library]
+    environment = {"TE_FSDP_EMULATION": "9.0", "OMP_NUM_THREADS": "1", **os.environ}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if ended.returncode:
+        raise RuntimeError(f"{model} on {ranks} ranks: {ended.stderr[-3000:]}")
+    row: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return row
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds and memory of set-up, and a step's own calls, over ranks."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    for model in MODELS[:2]:
+        mine = [row for row in rows if row["model"] == model]
+        ranks = [row["ranks"] for row in mine]
+        left.plot(ranks, [row["set_up_seconds"] for row in mine], "o-", label=f"{model}: te_fsdp")
+        left.plot(ranks, [row["fsdp2_seconds"] for row in mine], "x--", label=f"{model}: of it FSDP2's")
+        middle.plot(ranks, [max(row["peak_gib"].values()) for row in mine], "o-", label=model)
+    steps = [row for row in rows if row["model"] == "step"]
+    right.plot([row["ranks"] for row in steps], [row["calls"] for row in steps], "o-")
+    for axes, title in (
+        (left, "set-up, CPU s"),
+        (middle, "peak of the process, GiB"),
+        (right, "te_fsdp's calls in a step"),
+    ):
+        axes.set(xscale="log", xlabel="ranks", title=title, ylim=(0, None))
+        if axes is not right:
+            axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """What is seen at a glance."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title="a rank's own cost (fake process group)")
+    for name in (
+        "model",
+        "ranks",
+        "set-up s",
+        "of it FSDP2 s",
+        "of it materialize s",
+        "peak GiB",
+        "groups",
+        "calls a step",
+    ):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        if row["model"] == "step":
+            shown.add_row("step", str(row["ranks"]), "", "", "", "", "", str(row["calls"]))
+            continue
+        cells = (
+            row["model"],
+            str(row["ranks"]),
+            f"{row['set_up_seconds']:.2f}",
+            f"{row['fsdp2_seconds']:.2f}",
+            f"{row['seconds']['materialize']:.2f}",
+            f"{max(row['peak_gib'].values()):.2f}",
+            str(row["groups"]),
+            "",
+        )
+        shown.add_row(*cells)
+    Console(width=110).print(shown)
+
+
+def main() -> None:
+    """Measure all rows, one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        for ranks in options.ranks:
+            row = run(model, ranks)
+            if model != "step":
+                materialize = run(model, ranks, "materialize")
+                row["seconds"]["materialize"] = materialize["seconds"]
+                row["traffic"]["materialize"] = materialize["traffic"]
+                row["set_up_seconds"] = sum(row["seconds"].values())
+                row["fsdp2_seconds"] = run(model, ranks, "fsdp2")["fsdp2_seconds"]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    table(rows)
+    if options.out:
+        whole = {"machine": machine(torch.device("cpu")), "rows": rows}
+        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
