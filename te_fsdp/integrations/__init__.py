@@ -2,6 +2,7 @@
 
     fabric         Lightning Fabric: a strategy
     accelerate     Hugging Face accelerate: an Accelerator
+    peft           Hugging Face PEFT: LoRA on TransformerEngine's layers
 
 What works and what does not is a table for each in docs/integrations.md.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader
 
 import te_fsdp
 
-pytest.importorskip("accelerate", reason="make test-integrations installs it")
+pytestmark = pytest.mark.skipif(
+    not find_spec("accelerate"), reason="make test-integrations installs accelerate"
+)
 
 
 def build(device: str = "cpu", **parallel: Any) -> nn.Module:

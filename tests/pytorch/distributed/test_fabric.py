@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("lightning_fabric", reason="make test-integrations installs it")
+pytestmark = pytest.mark.skipif(
+    not find_spec("lightning_fabric"), reason="make test-integrations installs lightning_fabric"
+)
 
 
 def build(device: str = "meta", **kwargs: Any) -> nn.Module:

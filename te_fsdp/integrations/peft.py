@@ -1,0 +1,379 @@
+"""LoRA of Hugging Face PEFT on TransformerEngine's layers, sharded, also over tp, with frozen and quantized bases.
+
+    add_adapters(model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "proj"]))    # before fully_shard
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model)
+    with base_of(model):                                               # names as without adapters
+        te_fsdp.checkpoint.load("pretrained", model)
+    ...                                                                # train what requires gradients
+    te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer)
+    merge(model)
+
+PEFT's own layer for TransformerEngine (0.21) knows no tp, cannot be merged, gives the adapter of a ``LayerNormLinear``
+what comes before the norm, and fails where a layer returns its bias, as in ``te.TransformerLayer``. Here:
+
+    layer           A, (r, in)                      B, (out, r)
+    column          whole on each tp rank           rows cut over tp: te.Linear
+    row             columns cut over tp: te.Linear  whole on each tp rank
+    no mode, tp=1   whole                           whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.parameters import binding_of, shard_info
+from te_fsdp.quantized.amax import quantize_whole
+from te_fsdp.quantized.components import finish_writing
+from te_fsdp.sharding.state import required_state
+
+__all__ = ["adapters_of", "add_adapters", "base_of", "merge"]
+
+_LoraLayer: Any = LoraLayer
+#: Options of ``LoraConfig`` that need more than two matrices beside a frozen layer, and their value without effect.
+_PLAIN = {
+    "bias": "none",
+    "init_lora_weights": True,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+}
+
+
+def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default") -> nn.Module:
+    """Put LoRA adapters beside a model's layers, in place, and freeze all else. Local operation.
+
+    As ``peft.inject_adapter_in_model``, for ``te.Linear``, ``te.LayerNormLinear`` and ``nn.Linear``. Adapters are fp32
+    and compute outside of recipes. On meta they get their values from :func:`te_fsdp.materialize`: A as ``nn.Linear``
+    has them, B zeros.
+
+    Args:
+        model: The model, on meta or on the device; not yet bound or sharded.
+        config: A ``peft.LoraConfig``.
+        adapter_name: PEFT's name.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        OrderError: The model is bound or sharded already.
+        PlacementError: Layers or options that cannot be done right; nothing was changed.
+    """
+    chosen = {
+        name: module for name, module in model.named_modules() if check_target_module_exists(config, name)
+    }
+    _check(model, chosen, config)
+    kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)
+    # PEFT's guide for models of one's own names this method.
+    config._register_custom_module(dict.fromkeys(kinds, LoraLinear))  # noqa: SLF001
+    return peft.inject_adapter_in_model(config, model, adapter_name)
+
+
+def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
+    """Everything that :func:`add_adapters` refuses."""
+    bound = [name for name, module in model.named_modules() if binding_of(module) is not None]
+    if bound or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise OrderError(
+            "add_adapters after fully_shard or set_device_mesh",
+            why="Adapters are sharded with their layers",
+            fix="add them to the model as it was built",
+        )
+    odd = [
+        f"{name}={getattr(config, name)!r}"
+        for name, plain in _PLAIN.items()
+        if (getattr(config, name, plain) or plain) != plain
+    ]
+    cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
+    odd += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
+    if odd or type(config) is not peft.LoraConfig:
+        raise PlacementError(
+            f"add_adapters: {', '.join(odd) or type(config).__name__}",
+            expected="a LoraConfig of two matrices beside each frozen layer",
+            why="Ranks of tp would draw different masks, or parts of the base would be trained",
+            fix=", ".join(f"{name}={plain!r}" for name, plain in (_PLAIN | {"lora_dropout": 0.0}).items()),
+        )
+    module: Any
+    for name, module in chosen.items():
+        if _te.kind_of(module) not in ("Linear", "LayerNormLinear") and not isinstance(module, nn.Linear):
+            raise PlacementError(
+                f"add_adapters: {name}",
+                expected="Linear or LayerNormLinear of TransformerEngine, or torch's Linear",
+                got=type(module).__name__,
+                why="What lies between its matrices is out of an adapter's reach",
+                fix="leave it out of target_modules, or build the model of te.LayerNormLinear and te.Linear",
+            )
+        gathered = getattr(module, "return_layernorm_output_gathered", False)
+        weights = list(getattr(module, "weight_names", ["weight"]))
+        if gathered or len(weights) > 1:
+            raise PlacementError(
+                f"add_adapters: {name}",
+                expected="one weight, beside which the adapter's input is at hand",
+                got="return_layernorm_output_gathered=True" if gathered else f"weights {shorten(weights)}",
+                fix="fuse_qkv_params=True, and return_layernorm_output_gathered=False",
+            )
+    attentions: list[Any] = [m for m in model.modules() if _te.kind_of(m) == "MultiheadAttention"]
+    stacked = [m for m in attentions if not m.qkv_weight_interleaved]
+    fused = {id(child) for m in stacked for child in m.children() if child is not m.proj}
+    if fused & set(map(id, chosen.values())):
+        raise PlacementError(
+            "add_adapters: fused projections with qkv_weight_interleaved=False",
+            why="Rows of the adapter would not follow those of the weight onto another tensor-parallel size",
+            fix="qkv_weight_interleaved=True",
+        )
+
+
+class _Zeros(nn.Linear):
+    """A linear layer that begins at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def _uniform(weight: torch.Tensor) -> None:
+    """As ``nn.Linear`` begins, and with it LoRA's A."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def _of_base(name: str) -> property:
+    """An attribute that is the layer's."""
+
+    def read(layer: Any) -> Any:
+        return getattr(layer.base_layer, name)
+
+    def write(layer: Any, value: Any) -> None:
+        setattr(layer.base_layer, name, value)
+
+    return property(read, write)
+
+
+class LoraLinear(nn.Module, _LoraLayer):
+    """One layer and its adapters; takes and returns what the layer does.
+
+    Args:
+        base_layer: ``te.Linear``, ``te.LayerNormLinear`` or ``nn.Linear``.
+        adapter_name: The first adapter's name.
+        config: A ``peft.LoraConfig``.
+        r: Its rank.
+        lora_alpha: Its scale times ``r``.
+        **kwargs: Of ``LoraLayer``.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: Any,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _LoraLayer.__init__(self, base_layer, **kwargs)
+        self._active_adapter = adapter_name
+        self.returns_norm = getattr(base_layer, "return_layernorm_output", None)
+        if self.returns_norm is False:
+            base_layer.return_layernorm_output = True  # type: ignore[assignment]  # the adapter's input
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+
+    # What attention asks its projections for, or tells them.
+    parallel_mode = _of_base("parallel_mode")
+    name = _of_base("name")
+    output_quantizer_role = _of_base("output_quantizer_role")
+    grad_input_quantizer_role = _of_base("grad_input_quantizer_role")
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Make an adapter, as PEFT's layers do."""
+        base: Any = self.base_layer
+        mode = base.parallel_mode if getattr(base, "tp_size", 1) > 1 else None
+        split = bool(getattr(base if mode else base.weight, "sequence_parallel", False))
+        common = {"bias": False, "device": base.weight.device}
+        whole = {**common, "dtype": torch.float32}
+        a: Any = nn.Linear(base.in_features, r, **whole) if mode != "row" else None
+        b: Any = _Zeros(r, base.out_features, **whole) if mode != "column" else None
+        for half in filter(None, (a, b)):
+            if split:  # it sees a part of each sequence: te_fsdp adds its gradient up over tp
+                half.weight.sequence_parallel = True
+        if mode is not None:
+            cut = {**common, "params_dtype": torch.float32, "parallel_mode": mode, "sequence_parallel": split}
+            cut |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
+            linear: Any = _te.module_class("Linear")
+            # TE counts what tp leaves of a layer, and is told of the whole one.
+            a = a or linear(base.in_features * base.tp_size, r, init_method=_uniform, **cut)
+            b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **cut)
+        self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
+        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
+        self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
+        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
+        self.lora_bias[adapter_name] = False
+        self.lora_dropout[adapter_name] = (
+            nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        )
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output, with those of the active adapters added."""
+        result = self.base_layer(x, *args, **kwargs)
+        if self.returns_norm is not None:
+            *result, x = result
+            result = result[0] if len(result) == 1 else tuple(result)
+        output, *rest = result if isinstance(result, tuple) else (result,)
+        if not self.disable_adapters:
+            with _te.te().autocast(enabled=False):
+                for name in (name for name in self.active_adapters if name in self.lora_A):
+                    hidden = self.lora_A[name](self.lora_dropout[name](x.float()))
+                    output = output + (self.lora_B[name](hidden) * self.scaling[name]).to(output.dtype)
+        rest += [x] if self.returns_norm else []
+        return (output, *rest) if rest else output
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused for a single layer.
+
+        Raises:
+            OrderError: Always.
+        """
+        raise OrderError("LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
+
+    def unmerge(self) -> None:
+        """Refused: what quantization has rounded away cannot come back.
+
+        Raises:
+            OrderError: Always.
+        """
+        raise OrderError(
+            "LoraLinear.unmerge", fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)"
+        )
+
+
+def _layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)]
+
+
+def adapters_of(model: nn.Module) -> nn.Module:
+    """The adapters alone, as a tree of modules for :func:`te_fsdp.checkpoint.save` and ``load``. Local operation.
+
+    Its modules are those of the model, under the same names; so are its parameters. An optimizer over the parameters
+    that require gradients may be saved with it.
+
+    Args:
+        model: A model that :func:`add_adapters` was called on.
+
+    Returns:
+        The tree. It has no forward.
+
+    Raises:
+        OrderError: The model has no adapters.
+    """
+    tree = nn.Module()
+    for name, layer in _layers(model):
+        for part in ("lora_A", "lora_B"):
+            place = tree
+            for word in name.split(".") if name else ():
+                if word not in place._modules:
+                    place.add_module(word, nn.Module())
+                place = place.get_submodule(word)
+            place.add_module(part, getattr(layer, part))
+    if not tree._modules:
+        raise OrderError(
+            "adapters_of(model)",
+            expected="a model with adapters",
+            got="none",
+            fix="add_adapters(model, config)",
+        )
+    return tree
+
+
+@contextlib.contextmanager
+def base_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Context in which a model has the names, and computes the function, that it had before :func:`add_adapters`.
+
+    For :func:`te_fsdp.checkpoint.load` and ``save`` of the base, ``load_huggingface`` and ``save_huggingface``. Local
+    operation.
+
+    Args:
+        model: A model that :func:`add_adapters` was called on.
+    """
+    layers = _layers(model)
+    for name, layer in layers:
+        _set(model, name, layer.base_layer)
+        if layer.returns_norm is False:
+            layer.base_layer.return_layernorm_output = False
+    try:
+        yield model
+    finally:
+        for name, layer in layers:
+            _set(model, name, layer)
+            if layer.returns_norm is False:
+                layer.base_layer.return_layernorm_output = True
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    model.get_submodule(parent)._modules[last] = module
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Add the active adapters to the weights of their layers, and set them to zero: the model computes the same.
+
+    Each weight is rounded once, or quantized once, with the scale of the whole weight. Save adapters that are still
+    needed before. Collective over the model's mesh: the adapters are gathered, layer by layer.
+
+    Args:
+        model: A model with adapters after :func:`te_fsdp.fully_shard`.
+
+    Raises:
+        OrderError: The model is not sharded, has no adapters, or trains such a weight; nothing was changed.
+    """
+    state = required_state(model, "merge")
+    layers = _layers(model)
+    trained = [name for name, layer in layers if layer.base_layer.weight.requires_grad]
+    if trained or not layers:
+        raise OrderError(
+            f"merge: {shorten(trained) or 'no adapters'}",
+            expected="adapters beside frozen layers",
+            why="An optimizer's main weight of such a layer would undo it",
+            fix="add_adapters(model, config), which freezes the layers",
+        )
+    for _, unit in state.gathered():
+        unit.reshard()  # type: ignore[operator]
+    for _, layer in layers:
+        _merge(layer)
+
+
+def _merge(layer: LoraLinear) -> None:
+    """One layer's. Collective."""
+    base: Any = layer.base_layer
+    local: Any = _torch.local_of(base.weight)
+    boxes = shard_info(base, "weight", base.weight).boxes
+    quantized = _te.is_quantized(local)
+    value = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32, copy=True)
+    for name in (name for name in layer.active_adapters if name in layer.lora_A):
+        a, b = _whole(layer.lora_A[name].weight), _whole(layer.lora_B[name].weight)
+        for box in boxes:
+            rows, columns = box.original_slices()
+            value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
+        _torch.local_of(layer.lora_B[name].weight).zero_()
+    if quantized:
+        quantize_whole(base, "weight", local, value)
+        finish_writing(local)
+    else:
+        local.copy_(value)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A half of an adapter, on all ranks. Collective. Its rows lie in one block: shards follow each other."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float()
