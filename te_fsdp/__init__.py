@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
     from te_fsdp.move.start import grad_comm as grad_comm
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
-    from te_fsdp.sharding.gathers import finish_param_gather as finish_param_gather
-    from te_fsdp.sharding.gathers import register_forward_method as register_forward_method
-    from te_fsdp.sharding.gathers import release_params as release_params
-    from te_fsdp.sharding.gathers import start_param_gather as start_param_gather
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.graphed import graphed_step as graphed_step
     from te_fsdp.sharding.main_weights import check_optimizer as check_optimizer
@@ -42,14 +38,18 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
+    from te_fsdp.sharding.reductions import finish_param_gather as finish_param_gather
     from te_fsdp.sharding.reductions import microbatch as microbatch
     from te_fsdp.sharding.reductions import no_sync as no_sync
+    from te_fsdp.sharding.reductions import release_params as release_params
     from te_fsdp.sharding.reductions import scale_gradients as scale_gradients
     from te_fsdp.sharding.reductions import set_auto_sync as set_auto_sync
     from te_fsdp.sharding.reductions import start_grad_reduce as start_grad_reduce
+    from te_fsdp.sharding.reductions import start_param_gather as start_param_gather
     from te_fsdp.sharding.reductions import sync as sync
     from te_fsdp.sharding.reductions import zero_grad as zero_grad
     from te_fsdp.sharding.report import report as report
+    from te_fsdp.sharding.steps import register_forward_method as register_forward_method
 
 # Where each public name lives, by role.
 _HOMES = {
@@ -59,7 +59,7 @@ _HOMES = {
     "set_device_mesh": "te_fsdp.modules.apply",
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "fsdp_no_shard": "te_fsdp.sharding.no_shard",
-    "register_forward_method": "te_fsdp.sharding.gathers",
+    "register_forward_method": "te_fsdp.sharding.steps",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",
@@ -76,9 +76,9 @@ _HOMES = {
     "finish_grad_reduce": "te_fsdp.sharding.reductions",
     "scale_gradients": "te_fsdp.sharding.reductions",
     "zero_grad": "te_fsdp.sharding.reductions",
-    "start_param_gather": "te_fsdp.sharding.gathers",
-    "finish_param_gather": "te_fsdp.sharding.gathers",
-    "release_params": "te_fsdp.sharding.gathers",
+    "start_param_gather": "te_fsdp.sharding.reductions",
+    "finish_param_gather": "te_fsdp.sharding.reductions",
+    "release_params": "te_fsdp.sharding.reductions",
     "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
     "grad_comm": "te_fsdp.move.start",
     "report_nan": "te_fsdp.sharding.nan_report",

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError, message
-from te_fsdp.layout.boxes import Box, Coordinates, shard_boxes
-from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.layout.rules import Box, Coordinates, ParameterRule, shard_boxes
 
 if TYPE_CHECKING:
     import weakref

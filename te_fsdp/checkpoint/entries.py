@@ -26,7 +26,7 @@ from te_fsdp import _te
 from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from te_fsdp.layout.boxes import Box
+    from te_fsdp.layout.rules import Box
 
 __all__ = [
     "GROUPED",

@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
-from te_fsdp.layout.boxes import cut_boxes
+from te_fsdp.layout.rules import cut_boxes
 from te_fsdp.sharding.main_weights import initialize_fused_adam
 from te_fsdp.sharding.outer_collectives import Chunk, rows_of_state
 from te_fsdp.sharding.outer_optimizer import chunk_in

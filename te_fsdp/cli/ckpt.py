@@ -1,25 +1,309 @@
-"""``te-fsdp ckpt``: its commands, and what goes wrong as text and exit code."""
+"""``te-fsdp ckpt``: its commands, and what goes wrong as text and exit code.
+
+Here are those that write another checkpoint, ``convert`` and ``export``.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import torch
 import tyro
+from tyro.conf import Positional, arg
 
-from te_fsdp.cli import ckpt_convert, ckpt_show
-from te_fsdp.cli.main import print_json
+from te_fsdp.checkpoint.background import bytes_bar
+from te_fsdp.checkpoint.portable.contents import Contents
+from te_fsdp.checkpoint.portable.convert import (
+    Transform,
+    check_apart,
+    open_any,
+    transformed,
+    weights_only,
+    write_checkpoint,
+    write_pt,
+    write_safetensors,
+)
+from te_fsdp.checkpoint.portable.huggingface import (
+    TeBlocks,
+    TeNames,
+    open_huggingface,
+    values_for_huggingface,
+    write_huggingface,
+)
+from te_fsdp.checkpoint.portable.state_dicts import Choices
+from te_fsdp.cli import ckpt_show
+from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
+from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import TeFsdpError
 
-__all__ = ["main"]
+__all__ = ["UsageError", "convert", "export", "main"]
+
+_Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
+_Size = Annotated[
+    str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
+]
+_Optimizer = Annotated[
+    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not tell it.")
+]
+_ExtraState = Annotated[
+    Literal["read", "drop"],
+    arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
+]
+_DType = Literal["float32", "bfloat16", "float16"]
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+class UsageError(Exception):
+    """The command line is wrong; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The TransformerEngine model whose weights a Hugging Face model's are, or become."""
+
+    layers: TeBlocks = field(default_factory=TeBlocks)
+    names: TeNames = field(default_factory=TeNames)
+    untie: bool = False
+    """Give a head that the Hugging Face model ties to the embedding values of its own."""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether anything was said about it."""
+        return self != Model()
+
+
+_AS_USUAL = Model()
+
+
+@dataclass
+class Target:
+    """Where to write.
+
+    Attributes:
+        path: The file or directory.
+        kind: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix.
+        shard_bytes: Largest safetensors file.
+        force: Replace what lies there.
+        like: A Hugging Face model's folder that the target shall be like.
+    """
+
+    path: Path
+    kind: str | None
+    shard_bytes: int
+    force: bool
+    like: Path | None = None
+
+    def settle(self, default: str | None) -> str:
+        """The kind, by the suffix where it was not given, else ``default``.
+
+        Raises:
+            UsageError: Neither tells, or the two contradict each other.
+        """
+        suffix = self.path.suffix
+        told = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
+        if self.like is not None and told is not None:
+            raise UsageError(f"{self.path}: --like makes a folder, not a file {suffix}")
+        if self.kind is not None and told is not None and self.kind != told:
+            raise UsageError(f"{self.path}: --to {self.kind} contradicts the suffix {suffix}")
+        self.kind = self.kind or told or default
+        if self.kind is None:
+            raise UsageError(f"{self.path}: say what it shall be with --to checkpoint, safetensors or torch")
+        return self.kind
+
+
+def convert(
+    source: Positional[Path],
+    target: Positional[Path],
+    /,
+    *,
+    to: Annotated[
+        Literal["checkpoint", "safetensors", "torch"] | None,
+        arg(help="Kind of the target; told by .safetensors, .pt, .pth, .bin or .ckpt."),
+    ] = None,
+    everything: Annotated[
+        bool,
+        arg(help="Optimizer, extra and delayed-scaling state into safetensors and torch.save files too."),
+    ] = False,
+    dtype: Annotated[_DType | None, arg(help="Of floating-point parameters in high precision.")] = None,
+    quantized: Annotated[
+        Literal["keep", "dequantize"] | None,
+        arg(help="Quantized weights: keep their components (default into a checkpoint) or dequantize."),
+    ] = None,
+    max_shard_size: _Size = "5GB",
+    key: Key = None,
+    optimizer_class: _Optimizer = None,
+    extra_state: _ExtraState = "read",
+    check: Annotated[
+        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+    ] = "checksums",
+    from_: Annotated[
+        Literal["huggingface"] | None,
+        arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
+    ] = None,
+    te: Model = _AS_USUAL,
+    force: _Force = False,
+    as_json: Json = False,
+) -> int:
+    """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
+
+    Canonical names and rows: what the unsharded module's state_dict() holds. --from huggingface: the weights of a
+    Hugging Face model onto the names of one built of te.TransformerLayer.
+    """
+    if from_ is None and te.is_described:
+        raise UsageError("--te... describes the model for --from huggingface, which is not given")
+    place = Target(target, to, _bytes(max_shard_size), force)
+    kind = place.settle(None)
+    if from_ is None:
+        contents = open_any(source, Choices(key, optimizer_class, extra_state))
+    else:
+        contents = open_huggingface(source, te.layers, te.names, untie=te.untie)
+    _check(contents, place, check, as_json)
+    dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
+    into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
+    if kind != "checkpoint" and not everything:
+        into = weights_only(into)
+    files = _write(place, into, everything=everything, as_json=as_json)
+    _report(contents, into, place, files, sources, as_json=as_json, table=False)
+    return 0
+
+
+def export(
+    source: Positional[Path],
+    target: Positional[Path],
+    /,
+    *,
+    dtype: Annotated[
+        _DType, arg(help="Of floating-point parameters; buffers stay as they are.")
+    ] = "bfloat16",
+    weights: Annotated[
+        Literal["auto", "main", "compute"],
+        arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
+    ] = "auto",
+    max_shard_size: _Size = "5GB",
+    check: Annotated[
+        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+    ] = "checksums",
+    like: Annotated[
+        Path | None,
+        arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
+    ] = None,
+    te: Model = _AS_USUAL,
+    force: _Force = False,
+    as_json: Json = False,
+) -> int:
+    """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
+
+    A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt). --like: a Hugging
+    Face model.
+    """
+    if like is None and te.is_described:
+        raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
+    place = Target(target, None, _bytes(max_shard_size), force, like)
+    place.settle("safetensors")
+    contents = open_any(source)
+    _check(contents, place, check, as_json)
+    into, sources = transformed(contents, Transform(_dtype(dtype), True, weights))
+    into = weights_only(into)
+    files = _write(place, into, everything=False, as_json=as_json, model=te)
+    _report(contents, into, place, files, sources, as_json=as_json, table=True)
+    return 0
+
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if found is None or found.group(2) not in _UNITS or not float(found.group(1)):
+        raise UsageError(f"--max-shard-size {text}: expected a size such as 5GB or 500MiB")
+    return int(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _check(contents: Contents, target: Target, check: str, as_json: bool) -> None:
+    """The target lies apart from what is read, and a checkpoint's files are good, lest a copy give damage new sums."""
+    for source in (contents.source, target.like):
+        if source is not None:
+            check_apart(source, target.path)
+    if check == "checksums":
+        check_good(contents, as_json)
+
+
+def _write(
+    target: Target, contents: Contents, *, everything: bool, as_json: bool, model: Model | None = None
+) -> list[str]:
+    text = f"writing {target.path.name}"
+    with bytes_bar(text, contents.bytes, show_bar(as_json)) as tick:
+        if target.like is not None:
+            size, place = target.shard_bytes, target.path
+            te = model or Model()
+            values = values_for_huggingface(contents, target.like, te.layers, te.names)
+            return write_huggingface(place, values, target.like, tick, shard_bytes=size, force=target.force)
+        if target.kind == "checkpoint":
+            return write_checkpoint(target.path, contents, tick, force=target.force)
+        if target.kind == "safetensors":
+            return write_safetensors(
+                target.path, contents, tick, shard_bytes=target.shard_bytes, force=target.force
+            )
+        return write_pt(target.path, contents, tick, everything=everything, force=target.force)
+
+
+def _report(
+    source: Contents,
+    written: Contents,
+    target: Target,
+    files: list[str],
+    sources: dict[str, str],
+    *,
+    as_json: bool,
+    table: bool,
+) -> None:
+    dtypes = {
+        n: (written.manifest.parameters.get(n) or written.manifest.buffers[n])["dtype"] for n in sources
+    }
+    counts = Counter(sources.values())
+    if as_json:
+        tensors: list[dict[str, Any]] = [
+            {"name": name, "from": origin, "dtype": dtypes[name]} for name, origin in sources.items()
+        ]
+        answer = {"ok": True, "source": str(source.source), "target": str(target.path), "kind": target.kind}
+        answer |= {"files": files, "bytes": written.bytes, "tensors": tensors, "notes": written.notes}
+        print_json(answer)
+        return
+    if table:
+        rows = [(name, origin, dtypes[name]) for name, origin in sources.items()]
+        print_table("weights", ("name", "from", "dtype"), rows)
+    print_lines([f"{source.source} ({source.kind}) -> {target.path} ({target.kind})"])
+    print_lines([f"weights and buffers: {', '.join(f'{n} {origin}' for origin, n in counts.items())}"])
+    print_lines(f"note: {note}" for note in written.notes)
+    print_lines([f"{len(files)} files, {human_bytes(written.bytes)}"])
+
 
 _COMMANDS: dict[str, Callable[..., int]] = {
     "inspect": ckpt_show.inspect,
     "verify": ckpt_show.verify,
     "diff": ckpt_show.diff,
-    "convert": ckpt_convert.convert,
-    "export": ckpt_convert.export,
+    "convert": convert,
+    "export": export,
 }
 
 
@@ -35,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     except SystemExit as stop:  # --help, or what tyro has already said
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except ckpt_convert.UsageError as error:
+    except UsageError as error:
         return _fail(arguments, str(error), 2)
     except (TeFsdpError, OSError) as error:  # also a full disk, or a path that is no directory
         return _fail(arguments, str(error), 1)

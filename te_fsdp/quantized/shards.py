@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import MeshError, message
-from te_fsdp.layout.boxes import Box, chunk_range
+from te_fsdp.layout.rules import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_exempt, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard, remember_shard

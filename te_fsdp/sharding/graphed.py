@@ -31,7 +31,6 @@ from torch.autograd.graph import increment_version
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.sharding.gathers import release_params
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
 from te_fsdp.sharding.graph_checks import (
     Inputs,
@@ -46,7 +45,7 @@ from te_fsdp.sharding.graph_checks import (
 )
 from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_averages import finish_averages
-from te_fsdp.sharding.reductions import require_reduced, zero_grad
+from te_fsdp.sharding.reductions import release_params, require_reduced, zero_grad
 from te_fsdp.sharding.state import refuse_in_backward, required_state
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_fsdp import _torch
-from te_fsdp.layout.boxes import chunk_range
+from te_fsdp.layout.rules import chunk_range
 from te_fsdp.move.pending import Pending
 from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, start
 from te_fsdp.parameters import plan_of

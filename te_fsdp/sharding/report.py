@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
-from te_fsdp.layout.boxes import chunk_range
-from te_fsdp.layout.rules import expert_index
+from te_fsdp.layout.rules import chunk_range, expert_index
 from te_fsdp.parameters import binding_of, is_exempt, places_of, shard_info
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.state import sharding_state

@@ -1,4 +1,4 @@
-"""What happens by itself around forward and ``optimizer.step()``, for models of ``fully_shard``.
+"""What happens by itself around forward, other methods that gather, and ``optimizer.step()`` of sharded models.
 
 before a forward   what an exception has left half done is mended; new weights on their way are waited for, stale
                    gathered ones refused
@@ -14,14 +14,15 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
-from te_fsdp.errors import OrderError
+from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.rank_checks import check_inputs
-from te_fsdp.parameters import attributes_of, carry_over, facts_of, plan_of
+from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_exempt, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.main_weights import remember
 from te_fsdp.sharding.outer_averages import check_step
@@ -35,6 +36,7 @@ from te_fsdp.sharding.state import (
     mark_gathered,
     recover,
     shard_of,
+    sharding_state,
     state_of,
     versions_of,
 )
@@ -46,7 +48,14 @@ if TYPE_CHECKING:
 
     from te_fsdp.step_hooks import Step
 
-__all__ = ["AFTER_STEP", "BEFORE_STEP", "watch_forward", "watch_method", "watch_steps"]
+__all__ = [
+    "AFTER_STEP",
+    "BEFORE_STEP",
+    "register_forward_method",
+    "watch_forward",
+    "watch_method",
+    "watch_steps",
+]
 
 
 def watch_steps() -> None:
@@ -196,6 +205,51 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
         if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
             mark_gathered(unit)
             state.recognised.add(name)
+
+
+def register_forward_method(module: nn.Module, method: str) -> None:
+    """Let a method of a unit gather the unit's weights as ``forward`` does, for example ``generate`` or ``encode``.
+
+    FSDP2 gathers in the hooks of ``forward``; a method that is called on its own sees shards and fails. Local
+    operation; the method itself becomes collective, as ``forward`` is. Nothing is gathered for modules that are not
+    sharded (:func:`te_fsdp.fsdp_no_shard`), whose weights are always whole; if the whole model is one, its gradients
+    are watched.
+
+    Args:
+        module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
+        method: Name of the method.
+
+    Raises:
+        OrderError: The module is no unit.
+        PlacementError: It has no such method.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which does nothing for other modules.
+    """
+    if not callable(getattr(module, method, None)):
+        raise PlacementError(
+            f"register_forward_method: {type(module).__name__} has no method {method!r}",
+            expected="the name of a method",
+        )
+    if _torch.is_fsdp_module(module):
+        register_fsdp_forward_method(module, method)
+        watch_method(module, method)
+    elif sharding_state(module) is not None:
+        watch_method(module, method)
+    elif not _is_whole(module):
+        raise OrderError(
+            f"register_forward_method({type(module).__name__}, {method!r})",
+            expected="a unit, after te_fsdp.fully_shard",
+            got="a module that gathers nothing by itself",
+            why="Its weights are gathered by the unit around it, so the method would see shards",
+            fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
+            "a method of the unit",
+        )
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether all parameters in a module are exempt from sharding, and there are some."""
+    own = [is_exempt(place.owner, place.name) for place in places_of(module)]
+    return bool(own) and all(own)
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from te_fsdp.layout.boxes import Box, Coordinates
-from te_fsdp.layout.rules import PLAIN, Layout, ParameterRule
+from te_fsdp.layout.rules import PLAIN, Box, Coordinates, Layout, ParameterRule
 
 GATED = Layout("stacked", (1, 1))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.cli import ckpt_convert
+from te_fsdp.cli import ckpt
 from te_fsdp.cli.main import main
 from tests.unit.commands import ROOT, start
 
@@ -330,4 +330,4 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_units_of_sizes(text: str, count: int) -> None:
-    assert ckpt_convert._bytes(text) == count
+    assert ckpt._bytes(text) == count

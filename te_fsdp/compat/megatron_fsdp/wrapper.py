@@ -23,15 +23,17 @@ from te_fsdp.errors import InitError
 from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
-from te_fsdp.sharding.gathers import finish_param_gather, release_params, start_param_gather
 from te_fsdp.sharding.materialize import broadcast_params, materialize
 from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.reductions import (
     finish_grad_reduce,
+    finish_param_gather,
     microbatch,
+    release_params,
     scale_gradients,
     set_auto_sync,
     start_grad_reduce,
+    start_param_gather,
     sync,
     zero_grad,
 )
