@@ -1,6 +1,6 @@
 """Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.11 to 2.15.
 
-FSDP2's public all-gather hooks choose what of a shard travels, but not when, and must bring the same buffers each time.
+FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and must bring the same buffers each time.
 FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
 2.13 to recover from an exception, and none before 2.15 to reduce outside of a backward.
 """

@@ -88,7 +88,7 @@ class Format:
         unsaid_options: Options that change the values without a trace in the buffers, each with the value that is not
             the usual one: no checkpoint says that they were on.
         halves: Whether both directions are quantized independently: neither can be made from the other, and a gather
-            brings one of them. Other formats travel in row-wise bytes alone.
+            brings one of them. Other formats are sent in row-wise bytes alone.
         dropped: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a
             backward (``fsdp_post_all_gather``).
         short_blocks: Whether a weight may end in a part of a block.

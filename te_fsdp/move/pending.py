@@ -138,7 +138,7 @@ class SideStream:
 
 
 class UnitGather(NamedTuple):
-    """How new weights of a unit begin to travel.
+    """How the gather of new weights of a unit begins.
 
     Attributes:
         name: The unit's.

@@ -165,7 +165,7 @@ class Rows:
         return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in cut]
 
 
-#: Dtypes that gradients may travel in; every transport adds these.
+#: Dtypes that gradients may be sent in; every transport adds these.
 COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Key in the ``__dict__`` of a sharded model.
@@ -203,7 +203,7 @@ def comm_of(model: nn.Module) -> GradComm | None:
 
 @contextlib.contextmanager
 def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let gradients travel in another dtype for a while, for example in bf16 for all but the last steps.
+    """Let gradients be sent in another dtype for a while, for example in bf16 for all but the last steps.
 
     Holds for every reduction that runs inside: of a backward, of parameters that are not sharded, of the outer axis
     at an optimizer step. Contexts nest; leaving one, also by an exception, restores what held before. What gradients
@@ -262,7 +262,7 @@ def start(
         source: What the ranks hold: ``Partial("sum")`` or ``Partial("avg")``, or ``Shard``.
         target: What they shall hold: ``Replicate``, or ``Shard``: the rank's part of as many as there are ranks.
         group: The ranks.
-        comm: How the model's gradients travel; ``None``: in the buffer's dtype.
+        comm: How the model's gradients are sent; ``None``: in the buffer's dtype.
         into: 1-D, where the result goes; not for an all-reduce. Gradients may be of another dtype than ``buffer``.
         async_op: Whether nothing waits before :meth:`Pending.wait`; otherwise the current stream does right away.
 

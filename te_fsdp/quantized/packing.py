@@ -3,13 +3,13 @@
 FSDP2 gathers any number of buffers and concatenates them along the dim that it cuts, with three exceptions (torch 2.11
 to 2.15, ``foreach_all_gather_copy_out``):
 
-- Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then travel as one flat
+- Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then are sent as one flat
   tensor; others are not sent at all (:mod:`te_fsdp.quantized.all_gather`).
 - Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
   two values each, have not.
 - For uneven shards, too.
 
-In the last two cases the bytes of all buffers travel in one or more *stand-ins*: uint8 tensors of exactly the shard's
+In the last two cases the bytes of all buffers are sent in one or more *stand-ins*: uint8 tensors of exactly the shard's
 shape. After the gather each rank's bytes are picked out of the stand-ins again, and each buffer is put together.
 
 The price: a weight of N values sends whole multiples of N bytes (two of them for MXFP8 and float8-block in one
@@ -197,7 +197,7 @@ def join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[to
 
 
 class GroupedGather(NamedTuple):
-    """Metadata of a gather: names of the buffers that travel, experts of the whole weight, and how they are packed.
+    """Metadata of a gather: names of the buffers that are sent, experts of the whole weight, and how they are packed.
 
     ``pieces``: all in one, for a shard axis of size 1. ``stand_ins``: where the buffers lie in stand-ins of the shard's
     own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
@@ -212,7 +212,7 @@ class GroupedGather(NamedTuple):
 
 
 def sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
-    """The buffers of a shard of experts that travel, each with the component that it is. Local operation.
+    """The buffers of a shard of experts that are sent, each with the component that it is. Local operation.
 
     Args:
         grouped: ``GroupedTensor`` of the shard.

@@ -95,7 +95,7 @@ def sum_outer_in_fp32(unit: nn.Module, comm: GradComm) -> None:
 
 
 class OuterGroup(dist.ProcessGroup):
-    """The ranks of a process group, with an all-reduce that adds in fp32 what travels in another dtype.
+    """The ranks of a process group, with an all-reduce that adds in fp32 what is sent in another dtype.
 
     The sum is rounded to the wire's dtype once more on its way back, by an all-gather.
 
@@ -162,8 +162,8 @@ class UnitReduceScatter(_torch.ReduceScatter):
             given = wire if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            travels = shards > 1 and _fsdp2.gradients_copy_into(wire, device.type)
-            given = wire if travels else dtype
+            crosses = shards > 1 and _fsdp2.gradients_copy_into(wire, device.type)
+            given = wire if crosses else dtype
         buffer = torch.empty(*size, dtype=given, device=device)
         if self._input is not None and self.comm.look is not None:
             self._buffer = buffer

@@ -116,7 +116,7 @@ class Exempt:
         return self.module._parameters[self.plan.name]  # type: ignore[return-value]
 
 
-#: Elements of one all-reduce; larger tensors travel alone. A copy of all gradients could be as large as the model.
+#: Elements of one all-reduce; larger tensors are sent alone. A copy of all gradients could be as large as the model.
 CAPACITY = 1 << 25
 # Gradients are views of a bucket: each begins where kernels may read it in vectors.
 _ALIGNED = 64
@@ -198,7 +198,7 @@ class Slot:
         exempt: The parameter by its owner.
         ranks: Over whom its gradient is added up.
         partial: Whether each tp rank computes a part of its gradient.
-        unit: The unit that it travels with; ``None``: at the end of backward, with all others of its kind.
+        unit: The unit that it is sent with; ``None``: at the end of backward, with all others of its kind.
         grads_dtype: Dtype in which its gradient is accumulated; ``None``: its own.
         hooked: The parameter whose gradients are watched.
         handles: Its hooks.
@@ -256,7 +256,7 @@ def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients of one kind that travel together.
+    """Gradients of one kind that are sent together.
 
     Attributes:
         members: Each parameter with its local shape; those to add up over tp first, then the others.
@@ -287,7 +287,7 @@ class Bucket:
         it is collective over data parallel with fp32 sums of another wire dtype alone (an all-gather).
 
         Args:
-            comm: How gradients travel; ``None``: in their own dtype.
+            comm: How gradients are sent; ``None``: in their own dtype.
             take: Gives the gradients.
         """
         gradients = [take(slot) for slot, _ in self.members]
@@ -296,7 +296,7 @@ class Bucket:
         if not all(mine):
             flags = flags.new_tensor([float(flag) for flag in mine])
         flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
-        del gradients  # their memory is free for what travels
+        del gradients  # their memory is free for what is sent
         return self._send(flat, mine, comm)
 
     def start_spoilt(self, comm: GradComm | None) -> Pending[Reduced]:
@@ -334,7 +334,7 @@ class Reduction:
     Attributes:
         early: Buckets that may begin during backward, each with its unit.
         rest: Those that are reduced at the end, one after the other.
-        comm: How gradients travel.
+        comm: How gradients are sent.
         take: Gives the gradients.
     """
 

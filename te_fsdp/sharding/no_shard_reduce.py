@@ -7,10 +7,10 @@
 So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, and a plain loop over microbatches adds up
 reduced gradients: what was reduced is never reduced again.
 
-Gradients of one unit with strategy ``no_shard`` travel together as soon as backward has left the unit
+Gradients of one unit with strategy ``no_shard`` are sent together as soon as backward has left the unit
 (:mod:`te_fsdp.move.pending`), those of a unit that may not begin early at the end of backward; all others at the end,
 together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
-this rank travels as zeros, with a flag, since another rank may have one.
+this rank is sent as zeros, with a flag, since another rank may have one.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class ReplicatedGradients:
         self._inside: dict[Slot, None] = {}
         self._away: set[Slot] = set()
         self._running = False
-        travel = {slot.unit for slot in self._slots}
-        self._units = [unit for unit in units if unit in travel]
+        sent = {slot.unit for slot in self._slots}
+        self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[Slot, ...]()
         self._orders = {self._trained: self._order}
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
@@ -175,8 +175,8 @@ class ReplicatedGradients:
         """Add up over the ranks what is waiting, and add it to ``.grad``.
 
         Collective over data parallel: an all-reduce for each unit, dtype and group of ranks, and one for all that
-        travels with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each tensor
-        larger than a bucket; at first all travel with no unit. All ranks must call it.
+        is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each tensor
+        larger than a bucket; at first all are sent with no unit. All ranks must call it.
         """
         self._owes = False
         self._finish(self._new_reduction())

@@ -246,7 +246,7 @@ class MegatronFSDP(torch.nn.Module):
         """Take over ``grad_comm_dtype`` of a policy for the reductions to come; the other dtypes cannot change.
 
         Raises:
-            PrecisionError: A dtype that gradients cannot travel in.
+            PrecisionError: A dtype that gradients cannot be sent in.
         """
         native = mixed_precision_policy.native()  # checks the dtypes
         comm = comm_of(self.module)
