@@ -107,7 +107,7 @@ _MODULES = (
     "MultiheadAttention",
     "TransformerLayer",
 )
-_SUBPACKAGES = ("checkpoint",)
+_SUBPACKAGES = ("checkpoint", "planning")
 
 __all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]
 

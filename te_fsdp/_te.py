@@ -52,6 +52,7 @@ __all__ = [
     "is_quantized",
     "kind_of",
     "module_class",
+    "multiplies_any_order",
     "needs_shared_amax",
     "one_scale_quantizers",
     "parts_of",
@@ -126,6 +127,14 @@ def recipes_in_use(model: nn.Module) -> list[str]:
 def module_class(kind: str) -> type[nn.Module]:
     """TE's own class of one of :data:`KINDS`."""
     return getattr(te(), kind)
+
+
+def multiplies_any_order() -> bool:
+    """Whether the device's float8 products take operands in any order (``is_non_tn_fp8_gemm_supported``).
+
+    Hopper's do not: what forward and backward read differently is kept twice there.
+    """
+    return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
 
 
 def delays_weight_gradients(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,7 @@ __all__ = [
     "owners_of",
     "place_class",
     "plain_results",
+    "pretended_world",
     "reduction_of",
     "shard_dim_of",
     "spec_of",
@@ -392,6 +394,18 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
 def default_store() -> torch.distributed.Store:
     """The key-value store in which the ranks of the default process group found each other (``_get_default_store``)."""
     return _get_default_store()
+
+
+@contextlib.contextmanager
+def pretended_world(size: int) -> Iterator[None]:
+    """Be the first of so many ranks, without the others, which answer with its own values (``FakeStore``)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 #: The process group with torch's own name of it (``_resolve_process_group``). Every write into a weight asks.

@@ -42,7 +42,7 @@ from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
 from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import TeFsdpError
 
-__all__ = ["UsageError", "convert", "export", "main"]
+__all__ = ["COMMANDS", "UsageError", "convert", "export", "main"]
 
 _Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
 _Size = Annotated[
@@ -298,7 +298,7 @@ def _report(
     print_lines([f"{len(files)} files, {human_bytes(written.bytes)}"])
 
 
-_COMMANDS: dict[str, Callable[..., int]] = {
+COMMANDS: dict[str, Callable[..., int]] = {
     "inspect": ckpt_show.inspect,
     "verify": ckpt_show.verify,
     "diff": ckpt_show.diff,
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``te-fsdp ckpt`` with the arguments after it; returns the exit code."""
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            _COMMANDS,
+            COMMANDS,
             prog="te-fsdp ckpt",
             description="Checkpoints in one process: no model, no GPU, a block of a tensor at a time.",
             args=list(arguments),

@@ -18,7 +18,7 @@ import tyro
 from te_fsdp.cli.env_facts import Facts, gather
 from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 
-__all__ = ["PYTHONS", "TES", "TORCHES", "Fault", "faults", "main"]
+__all__ = ["PYTHONS", "TES", "TORCHES", "Fault", "faults", "main", "show"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         return tyro.cli(
-            _env, prog="te-fsdp env", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,)
+            show, prog="te-fsdp env", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,)
         )
     except SystemExit as stop:  # --help, or what tyro has already said
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
 
 
-def _env(
+def show(
     *,
     as_json: Annotated[
         bool, tyro.conf.arg(name="json", help="One JSON document on stdout instead of text.")

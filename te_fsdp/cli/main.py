@@ -16,10 +16,22 @@ from typing import Any
 
 __all__ = ["human_bytes", "main", "print_json", "print_lines", "print_table"]
 
-#: Command, or group of commands -> its module (with ``main(arguments) -> exit code``) and what it is for.
+#: Command, or group of commands -> its function, ``(arguments) -> exit code``, and what it is for.
 _GROUPS = {
-    "ckpt": ("te_fsdp.cli.ckpt", "checkpoints: inspect, verify, diff, convert, export"),
-    "env": ("te_fsdp.cli.env", "this environment: versions, GPUs, patches in force, faults and their cures"),
+    "ckpt": ("te_fsdp.cli.ckpt:main", "checkpoints: inspect, verify, diff, convert, export"),
+    "env": (
+        "te_fsdp.cli.env:main",
+        "this environment: versions, GPUs, patches in force, faults and their cures",
+    ),
+    "plan": (
+        "te_fsdp.cli.plan:main",
+        "a job on any number of GPUs: memory, traffic, meshes that fit; needs no GPU",
+    ),
+    "report": (
+        "te_fsdp.cli.plan:main_of_report",
+        "what a plan or a checkpoint holds, parameter by parameter",
+    ),
+    "completion": ("te_fsdp.cli.completion:main", "what a shell needs to complete all of this: bash or zsh"),
 }
 
 
@@ -36,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _give_freed_memory_back()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _GROUPS:
-        return importlib.import_module(_GROUPS[words[0]][0]).main(words[1:])
+        module, _, function = _GROUPS[words[0]][0].partition(":")
+        return getattr(importlib.import_module(module), function)(words[1:])
     if words[:1] == ["--version"]:
         import te_fsdp
 

@@ -33,6 +33,7 @@ __all__ = [
     "covering",
     "dequantize_box",
     "describe_format",
+    "empty_on_meta",
     "finish_writing",
     "needed_components",
 ]
@@ -138,6 +139,24 @@ def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
         else:
             found.append(Component("high precision", values.detach(), (1,) * values.ndim))
     return found
+
+
+def empty_on_meta(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *, backward: bool | None = None
+) -> torch.Tensor:
+    """The quantized tensor that a quantizer would make of a value, its buffers on meta. Local operation.
+
+    Args:
+        quantizer: Any; it stays as it is.
+        shape: Of the value; of one weight for all experts of a layer in 3-D.
+        dtype: Of the value.
+        backward: Only what backward reads of it, or only what forward reads; ``None``: all that the quantizer makes.
+    """
+    own = quantizer.copy()
+    if backward is not None:
+        own.set_usage(rowwise=not backward, columnwise=backward)
+    rows, columns = math.prod(shape[:-1]), shape[-1]  # experts lie one under the other
+    return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
 
 
 def block_of(local: torch.Tensor) -> int | None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
+from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import OrderError
 from te_fsdp.layout.storage import EXEMPT
 from te_fsdp.move.pending import UnitOrder, current_stream
@@ -92,7 +93,8 @@ class ReplicatedGradients:
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
         self._streams: list[torch.Stream] = []
-        self._words = _words(meshes) if self._units and dist.is_gloo_available() else None
+        told = bool(self._units) and dist.is_gloo_available() and not is_simulated()
+        self._words = _words(meshes) if told else None
         self._said: tuple[Any, torch.Tensor] | None = None
         self._gave_up = False
         self.attach()

@@ -14,6 +14,7 @@ from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
 from te_fsdp.layout.rules import chunk_range, expert_index
 from te_fsdp.parameters import binding_of, is_exempt, places_of, shard_info
+from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.state import sharding_state
 from te_fsdp.sharding.transport import shared_bytes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Report", "Row", "report"]
+__all__ = ["Report", "Row", "Cost", "bytes_of", "cost_of", "describe", "report"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,16 @@ def report(model: nn.Module) -> Report:
     Args:
         model: Any model, at any stage.
     """
+    return describe(model)
+
+
+def describe(model: nn.Module, *, materialized: bool = False) -> Report:
+    """The report of a model. Local operation; reads no values.
+
+    Args:
+        model: Any model, at any stage.
+        materialized: Describe parameters on meta as ``te_fsdp.materialize`` will leave them: quantized, with bytes.
+    """
     rows, seen = [], set()
     for prefix, module in model.named_modules():
         experts: dict[str, list[Row]] = {}
@@ -129,7 +140,7 @@ def report(model: nn.Module) -> Report:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 label = f"{prefix}.{name}" if prefix else name
-                row = _row(label, module, name, parameter)
+                row = _row(label, module, name, parameter, materialized)
                 if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
                     experts.setdefault(label.rstrip("0123456789"), []).append(row)
                 else:
@@ -169,8 +180,10 @@ def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:
     )
 
 
-def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> Row:
+def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, materialized: bool) -> Row:
     local = _torch.local_of(parameter)
+    if materialized and local.is_meta:
+        local = _as_materialized(module, name, parameter)
     binding = binding_of(module)
     layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
     dtype = str(parameter.dtype).removeprefix("torch.")
@@ -180,7 +193,7 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
     elif (quantizer := _te.weight_quantizer(module, name)) is not None:
         fmt = _te.format_of_quantizer(quantizer)
         dtype = f"{dtype}, will be {fmt}"
-    if local.is_meta:
+    if local.is_meta and not materialized:
         dtype += ", on meta"
     return Row(
         label,
@@ -189,9 +202,15 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor) -> R
         _placements(parameter),
         tuple(local.shape),
         dtype,
-        _bytes(local),
+        0 if local.is_meta and not materialized else bytes_of(local),
         _note(module, name, parameter, fmt),
     )
+
+
+def _as_materialized(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor, on meta still, that initialising a parameter on meta makes of it."""
+    local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
+    return local if quantizer is None else empty_on_meta(quantizer, local.shape, parameter.dtype)
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:
@@ -241,9 +260,8 @@ def _shifted(placement: Placement, dims: int) -> Placement:
     return Shard(dim + dims) if factor is None else _torch.strided_shard(dim + dims, factor)
 
 
-def _bytes(local: torch.Tensor) -> int:
-    if local.is_meta:
-        return 0
+def bytes_of(local: torch.Tensor) -> int:
+    """Bytes of a local tensor, all buffers of a quantized one. Local operation."""
     if _te.is_quantized(local):
         return sum(b.numel() * b.element_size() for b in _te.buffers_of(local))
     return local.numel() * local.element_size()
@@ -260,7 +278,7 @@ _CUT_BY_FSDP2 = "dp_shard"
 
 
 @dataclass(frozen=True)
-class _Cost:
+class Cost:
     """Bytes on this rank that come on top of a parameter's own while it is trained; 0 for a frozen one.
 
     Attributes:
@@ -287,7 +305,7 @@ def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
         if id(place.parameter) in seen:
             continue
         seen.add(id(place.parameter))
-        cost = _cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
+        cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
         found[f"gradients, {dtype}"] += cost.gradient
         found[f"gradients while they add up unreduced, {dtype}"] += cost.unreduced
@@ -295,7 +313,7 @@ def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     return tuple((words, size) for words, size in sorted(found.items()) if size)
 
 
-def _cost_of(parameter: torch.Tensor, quantized: bool) -> _Cost:
+def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
     """What training one parameter of a model with a precision policy costs. Local operation.
 
     Args:
@@ -303,7 +321,7 @@ def _cost_of(parameter: torch.Tensor, quantized: bool) -> _Cost:
         quantized: Whether it is or will be quantized.
     """
     if not (parameter.requires_grad and parameter.is_floating_point()):
-        return _Cost()
+        return Cost()
     dtype, elements = gradient_dtype(parameter), _torch.local_of(parameter).numel()
     whole = elements
     if isinstance(parameter, DTensor):
@@ -312,7 +330,7 @@ def _cost_of(parameter: torch.Tensor, quantized: bool) -> _Cost:
             if _torch.shard_dim_of(placement) is not None and _axis(mesh, axis) != _CUT_BY_FSDP2:
                 whole //= mesh.size(axis)
     main = elements * 4 if quantized or _te.is_quantized(_torch.local_of(parameter)) else 0
-    return _Cost(elements * dtype.itemsize, whole * dtype.itemsize, main, dtype)
+    return Cost(elements * dtype.itemsize, whole * dtype.itemsize, main, dtype)
 
 
 def _axis(mesh: object, axis: int) -> str:

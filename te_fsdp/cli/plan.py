@@ -1,0 +1,318 @@
+"""``te-fsdp plan`` and ``te-fsdp report``: what ranks of a job will hold and send; what a plan or checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from tyro.conf import Positional, arg
+
+from te_fsdp.cli.main import print_json, print_lines, print_table
+from te_fsdp.errors import PlacementError, TeFsdpError
+from te_fsdp.planning import LINK_RATIO, Candidate, Job, Plan, Sizes, plan, search
+from te_fsdp.sharding.precision import MixedPrecisionPolicy
+
+__all__ = ["COMMANDS", "bytes_of", "main", "main_of_report"]
+
+_Dtype = Literal["model", "float32", "bfloat16", "float16"]
+_ARCHITECTURE = "9.0"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``te-fsdp plan``.
+
+    Args:
+        arguments: Those after it.
+
+    Returns:
+        0: the job can be run (of a search: a mesh fits); 1: not; 2: the command line is wrong.
+    """
+    return _run(_plan, "plan", arguments)
+
+
+def main_of_report(arguments: Sequence[str]) -> int:
+    """Run ``te-fsdp report``; as :func:`main`."""
+    return _run(_report, "report", arguments)
+
+
+def _run(command: Callable[..., int], name: str, arguments: Sequence[str]) -> int:
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+    try:
+        return tyro.cli(command, prog=f"te-fsdp {name}", args=list(arguments), config=config)
+    except SystemExit as stop:  # --help, or what tyro has already said
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except (TeFsdpError, OSError, ImportError) as error:
+        print(f"te-fsdp: error: {error}", file=sys.stderr)
+        if "--json" in arguments:
+            print_json({"ok": False, "error": str(error)})
+        return 1
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """Where the job runs."""
+
+    gpus: Annotated[int | None, arg(help="GPUs of the job; dp_shard takes what the other axes leave.")] = None
+    dp_replicate: int = 1
+    dp_shard: Annotated[int, arg(help="-1: what is left of --gpus.")] = -1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    arch: Annotated[
+        Literal["9.0", "10.0"] | None, arg(help="Hopper or Blackwell; default: this machine's GPU, else 9.0.")
+    ] = None
+    memory: Annotated[str, arg(help="Of a GPU, such as 80GiB.")] = "80GiB"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of all axes.
+
+        Raises:
+            PlacementError: Their product is not the number of GPUs.
+        """
+        others = self.dp_replicate * self.cp * self.ep * self.tp
+        shard = self.dp_shard if self.dp_shard > 0 else max((self.gpus or others) // others, 1)
+        sizes = Sizes(self.dp_replicate, shard, self.cp, self.ep, self.tp)
+        if self.gpus is not None and sizes.ranks != self.gpus:
+            expected = f"a product of --gpus {self.gpus}"
+            raise PlacementError("plan: sizes of the mesh", expected=expected, got=str(sizes))
+        return sizes
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How the model is sharded and trained."""
+
+    recipe: Annotated[
+        Literal["none", "delayed", "current", "block", "mxfp8", "nvfp4"],
+        arg(help="What products are computed in (te.autocast); none: bf16."),
+    ] = "none"
+    quantized_weights: Annotated[bool, arg(help="Weights are quantized too (te.quantized_model_init).")] = (
+        False
+    )
+    strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    outer_strategy: Literal["no_shard", "optim"] = "no_shard"
+    units: Annotated[
+        tuple[str, ...], arg(help="Names of units, such as 'layers.*'; default: layers and head.")
+    ] = ()
+    main_params: Annotated[_Dtype | None, arg(help="main_params_dtype of a precision policy.")] = None
+    main_grads: Annotated[_Dtype | None, arg(help="main_grads_dtype of a precision policy.")] = None
+    grad_comm: Annotated[_Dtype | None, arg(help="grad_comm_dtype of a precision policy.")] = None
+    optimizer: Literal["adamw", "fused-adam", "sgd"] = "adamw"
+    sequence: Annotated[int, arg(help="Tokens of a sequence.")] = 4096
+    batch: Annotated[int, arg(help="Sequences of a microbatch on each data-parallel rank.")] = 1
+    microbatches: Annotated[int, arg(help="Backwards of an optimizer step.")] = 1
+    recompute: Annotated[bool, arg(help="Run each unit's forward again in backward.")] = False
+    no_sequence_parallel: Annotated[bool, arg(help="tp without sequence parallelism.")] = False
+    vocabulary: Annotated[int | None, arg(help="Logits of a token; of a Hugging Face model its own.")] = None
+    experts_per_token: int | None = None
+
+    def job(self, model: str) -> Job:
+        """The job of a model."""
+        policy, default = None, MixedPrecisionPolicy()
+        if self.main_params or self.main_grads or self.grad_comm:
+            policy = MixedPrecisionPolicy(
+                main_params_dtype=_dtype(self.main_params, default.main_params_dtype),
+                main_grads_dtype=_dtype(self.main_grads, default.main_grads_dtype),
+                grad_comm_dtype=_dtype(self.grad_comm, default.grad_comm_dtype),
+            )
+        shared = {item.name for item in fields(Job)} & {item.name for item in fields(self)} - {"units"}
+        return Job(
+            model,
+            units=self.units or None,
+            precision=policy,
+            sequence_parallel=not self.no_sequence_parallel,
+            **{name: getattr(self, name) for name in shared},
+        )
+
+
+def _plan(
+    model: Positional[str],
+    /,
+    mesh: Annotated[_Mesh, arg(name="")] = _Mesh(),
+    work: Annotated[_Work, arg(name="")] = _Work(),
+    *,
+    search: Annotated[bool, arg(help="Try all meshes of --gpus.")] = False,
+    node: Annotated[int, arg(help="GPUs of a node, for --search.")] = 8,
+    global_batch: Annotated[int | None, arg(help="Sequences of a step on all GPUs, for --search.")] = None,
+    parameters: Annotated[bool, arg(help="Show each parameter too.")] = False,
+    as_json: Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")] = False,
+) -> int:
+    """What each rank of a job will hold and send, on one CPU and without the job's GPUs.
+
+    The model is a folder with Hugging Face's config.json, that file, or module:function, a function that takes
+    te_fsdp.Meshes, or nothing, and returns the model on meta.
+    """
+    job, limit = work.job(model), bytes_of(mesh.memory)
+    if search and mesh.gpus is None:
+        raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
+    sizes = mesh.sizes if not search else Sizes()
+    _find_te(mesh.arch)
+    if search and mesh.gpus is not None:
+        return _search(job, mesh.gpus, limit, node, mesh.cp, global_batch, as_json)
+    found = plan(job, sizes)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        _show(found, limit, parameters)
+    return 0 if found.peak.bytes <= limit else 1
+
+
+def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:
+    """What a word of the command line stands for; ``absent`` if it was not given."""
+    if word is None:
+        return absent
+    return None if word == "model" else getattr(torch, word)
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes that a size such as ``80GiB`` stands for.
+
+    Raises:
+        PlacementError: No size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
+        raise PlacementError(f"plan: memory {text!r}", expected="a size such as 80GiB or 141GB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+
+def _find_te(arch: str | None) -> None:
+    """Use the machine's TransformerEngine where there is a GPU, else the emulated one, of an architecture."""
+    if torch.cuda.is_available():
+        here = "{}.{}".format(*torch.cuda.get_device_capability())
+        if arch not in (None, here):
+            raise PlacementError(
+                f"plan: arch {arch}", expected=here, why="TransformerEngine asks this machine's GPU"
+            )
+        return
+    import te_fsdp.emulation
+
+    # A model on meta overlaps nothing, so that this variable need not be set.
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    if te_fsdp.emulation.active():
+        te_fsdp.emulation.switch_arch(arch or _ARCHITECTURE)
+    else:
+        te_fsdp.emulation.install(arch or _ARCHITECTURE)
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _show(found: Plan, limit: int | None, parameters: bool) -> None:
+    """A plan as tables."""
+    job, sizes = found.job, found.sizes
+    print_lines(
+        [f"{job['model']}: {found.parameters / 1e9:.2f} billion parameters on {sizes.ranks} ranks, {sizes}"]
+    )
+    if parameters:
+        print_lines([str(found.report)])
+    rows = [(words, _gib(size)) for words, size in found.held.items()]
+    rows += [("between two steps", _gib(found.held_bytes)), ("gradients, reduced", _gib(found.gradients))]
+    rows += [
+        ("the largest unit, gathered", _gib(found.largest_unit)),
+        ("activations", _gib(found.activations)),
+    ]
+    print_table("Largest rank, GiB", ("what", "GiB"), rows, right=("GiB",))
+    peak = [(words, _gib(size)) for words, size in found.peak.parts.items()]
+    print_table(
+        f"At the peak, {found.peak.when}",
+        ("what", "GiB"),
+        [*peak, ("peak", _gib(found.peak.bytes))],
+        right=("GiB",),
+    )
+    rows_of_traffic = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in found.traffic]
+    print_table(
+        "Received by a rank in a step",
+        ("axis", "what", "collective", "ranks", "GiB"),
+        rows_of_traffic,
+        right=("ranks", "GiB"),
+    )
+    model, optimizer = found.checkpoint["model"], found.checkpoint["optimizer"]
+    print_lines([f"checkpoint: {_gib(model + optimizer)} GiB, of which the model {_gib(model)}"])
+    print_lines(f"note: {note}" for note in found.notes)
+    if limit is not None:
+        fits = "fits into" if found.peak.bytes <= limit else "does NOT fit into"
+        print_lines([f"{_gib(found.peak.bytes)} GiB {fits} {_gib(limit)} GiB"])
+
+
+def _search(
+    job: Job, gpus: int, limit: int, node: int, cp: int, global_batch: int | None, as_json: bool
+) -> int:
+    """All meshes of so many GPUs, as a table or as JSON."""
+    found = search(job, gpus=gpus, memory=limit, node=node, cp=cp, global_batch=global_batch)
+    if as_json:
+        print_json({"memory": limit, "gpus": gpus, "candidates": list(map(_as_json, found))})
+    else:
+        columns = ("mesh", "peak", "left", "in a node", "between nodes", "tokens", "bytes a token", "remark")
+        print_table(
+            f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB",
+            columns,
+            [_cells(one, limit) for one in found],
+            right=columns[1:-1],
+        )
+        print_lines(
+            [
+                f"bytes a token: (in a node / {LINK_RATIO} + between nodes) / tokens that a GPU works on in a step; a "
+                f"node has {node} GPUs, whose links are taken to be {LINK_RATIO} times as fast as those between nodes"
+            ]
+        )
+    return 0 if any(not one.reason for one in found) else 1
+
+
+def _cells(one: Candidate, limit: int) -> tuple[str, ...]:
+    """The columns of a candidate."""
+    if one.plan is None:
+        return (str(one.sizes), *[""] * 6, one.reason)
+    peak = one.plan.peak.bytes
+    numbers = map(_gib, (peak, limit - peak, one.within, one.between))
+    return (str(one.sizes), *numbers, f"{one.tokens:,.0f}", f"{one.cost:,.0f}", one.reason)
+
+
+def _as_json(one: Candidate) -> dict[str, Any]:
+    sizes = {axis: getattr(one.sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp", "ep", "tp")}
+    numbers = {"within": one.within, "between": one.between, "tokens": one.tokens, "cost": one.cost}
+    plan_of_it = (
+        {} if one.plan is None else {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes, **numbers}
+    )
+    return {"sizes": sizes, "fits": not one.reason, "reason": one.reason, **plan_of_it}
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def _report(
+    path: Positional[Path],
+    /,
+    *,
+    as_json: Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")] = False,
+) -> int:
+    """Show what a plan (a file of te-fsdp plan --json) or a checkpoint holds, parameter by parameter.
+
+    Of a running job call te_fsdp.report(model). Checkpoints: as te-fsdp ckpt inspect, which has more options.
+    """
+    if path.is_file() and path.suffix == ".json":
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict) and "te_fsdp_plan" in value:
+            found = Plan.from_json(value, str(path))
+            print_json(found.as_json()) if as_json else _show(found, None, True)
+            return 0
+    from te_fsdp.cli import ckpt_show
+
+    return ckpt_show.inspect(path, as_json=as_json)
+
+
+#: Name -> function of tyro's, for completion.
+COMMANDS: dict[str, Callable[..., int]] = {"plan": _plan, "report": _report}

@@ -1,0 +1,345 @@
+"""``Job``: what is to be planned, and the model that a plan is made of: on meta, cut for one mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from te_fsdp import _te
+from te_fsdp.axes import ALL_AXES
+from te_fsdp.checkpoint.portable.huggingface_config import config_contents, read_config
+from te_fsdp.errors import OrderError, PlacementError, TeFsdpError
+from te_fsdp.sharding.precision import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from te_fsdp.checkpoint.portable.huggingface_config import Architecture
+    from te_fsdp.mesh import Meshes
+
+__all__ = ["OPTIMIZERS", "RECIPES", "Job", "Sizes", "Workload", "build_model", "is_function", "workload_of"]
+
+#: Names of recipes -> TE's class of them, in ``transformer_engine.common.recipe``.
+RECIPES = {
+    "none": "",
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+#: Optimizers, each with the number of states of a parameter's shape that it keeps beside main weights.
+OPTIMIZERS = {"adamw": 2, "fused-adam": 2, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the axes of a job's mesh; ``dp_shard`` without ``cp`` and ``ep``, as ``Meshes.build`` takes them."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Their product."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.ep * self.tp
+
+    def __str__(self) -> str:
+        found = [f"{axis}={getattr(self, axis)}" for axis in ALL_AXES if getattr(self, axis) > 1]
+        return " x ".join(found) or "one rank"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, how it is sharded, and how it is trained.
+
+    Attributes:
+        model: A Hugging Face folder, ``config.json`` or its contents; ``"module:function"``; or a function. A function
+            gets the ``te_fsdp.Meshes`` if it takes an argument, and returns the model on meta.
+        recipe: What GEMMs run in, one of :data:`RECIPES`: the recipe of ``te.autocast``.
+        quantized_weights: Whether the weights are quantized too (``te.quantized_model_init`` with that recipe).
+        strategy: Of ``te_fsdp.fully_shard``.
+        outer_strategy: Likewise; with ``"optim"`` the optimizer is given to ``te_fsdp.shard_optimizer``.
+        units: Likewise; ``None``: TransformerLayers, of a Hugging Face model its layers and its head.
+        precision: Likewise.
+        optimizer: One of :data:`OPTIMIZERS`: torch's AdamW or SGD with ``te_fsdp.main_weights``, or TE's FusedAdam with
+            ``master_weights=True`` where a weight is quantized or below fp32.
+        sequence: Tokens of a sequence.
+        batch: Sequences of a microbatch on each data-parallel rank.
+        microbatches: Backwards of an optimizer step; the loop tells which is the last (``te_fsdp.microbatch``).
+        recompute: Whether each unit's forward is run again in backward (activation checkpointing).
+        sequence_parallel: Whether a Hugging Face model is sequence parallel over ``tp``.
+        vocabulary: Logits of a token, over which the loss is taken in fp32; 0: no such loss. ``None``: those of the
+            Hugging Face model, or no such loss.
+        experts_per_token: Experts that a token is sent to; ``None``: the Hugging Face model's, or 2.
+    """
+
+    model: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., nn.Module]
+    recipe: str = "none"
+    quantized_weights: bool = False
+    strategy: str = "optim_grads_params"
+    outer_strategy: str = "no_shard"
+    units: tuple[str, ...] | None = None
+    precision: MixedPrecisionPolicy | None = None
+    optimizer: str = "adamw"
+    sequence: int = 4096
+    batch: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+    sequence_parallel: bool = True
+    vocabulary: int | None = None
+    experts_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("recipe", tuple(RECIPES)), ("optimizer", tuple(OPTIMIZERS))):
+            if getattr(self, name) not in known:
+                got = repr(getattr(self, name))
+                raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(known)}", got=got)
+        for name in ("sequence", "batch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise PlacementError(f"plan: {name}", expected="1 or more", got=getattr(self, name))
+        if self.quantized_weights and self.recipe == "none":
+            raise PlacementError(
+                "plan: quantized weights", expected="a recipe", got="recipe 'none'", fix="recipe='current'"
+            )
+
+    def described(self) -> dict[str, Any]:
+        """Its fields as plain values, for tables and files."""
+        found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        model = self.model
+        if isinstance(model, Mapping):
+            found["model"] = model.get("model_type", "configuration")
+        elif not isinstance(model, str):
+            found["model"] = getattr(model, "__qualname__", None) or str(model)
+        if self.precision is not None:
+            policy = {item.name: getattr(self.precision, item.name) for item in fields(self.precision)}
+            found["precision"] = {
+                k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
+                for k, v in policy.items()
+            }
+        return found | {"units": list(self.units) if self.units is not None else None}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a microbatch brings to one rank.
+
+    Attributes:
+        tokens: Of the rank's sequences; with ``cp`` its part of them.
+        vocabulary: Logits of a token; 0: no loss over logits.
+        experts_per_token: Experts that a token is sent to.
+        sequence_parallel: Whether a tp rank has its own part of the tokens where nothing is cut by tp.
+    """
+
+    tokens: int
+    vocabulary: int
+    experts_per_token: int
+    sequence_parallel: bool
+
+    def part(self, tp: int) -> int:
+        """Tokens of a rank where nothing is cut by tp."""
+        return -(-self.tokens // tp) if self.sequence_parallel else self.tokens
+
+    def expert_rows(self, own_tp: int, tp: int) -> int:
+        """Rows that the experts of a rank get, if all experts get equally many.
+
+        Args:
+            own_tp: By how many ranks tp cuts the experts: these share all tokens.
+            tp: Size of that axis.
+        """
+        return (self.tokens if own_tp > 1 else self.part(tp)) * self.experts_per_token
+
+
+def workload_of(job: Job, sizes: Sizes) -> Workload:
+    """What a microbatch of a job brings to each rank. Local operation."""
+    vocabulary, experts = job.vocabulary, job.experts_per_token
+    if not is_function(job.model):
+        config = config_contents(job.model)
+        vocabulary = read_config(config).vocabulary if vocabulary is None else vocabulary
+        experts = config.get("num_experts_per_tok") if experts is None else experts
+    tokens = -(-job.sequence // sizes.cp) * job.batch
+    return Workload(tokens, vocabulary or 0, experts or 2, job.sequence_parallel)
+
+
+def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | None]:
+    """The model on meta as one rank builds it, and the names of its units; ``None``: the default. Local operation.
+
+    Raises:
+        PlacementError: No such function, or one that returns no model on meta.
+        CheckpointError: A Hugging Face configuration that is not supported.
+    """
+    with _quantized(job):
+        if not is_function(job.model):
+            about = read_config(job.model)
+            try:
+                model: nn.Module = Decoder(about, meshes, job.sequence_parallel)
+            except (AssertionError, ValueError) as error:
+                if isinstance(error, TeFsdpError):
+                    raise
+                raise PlacementError(
+                    f"plan: {about.model_type} model over tp={meshes.size('tp')}",
+                    expected="sizes that tp divides",
+                    got=f"TransformerEngine's {type(error).__name__}: {error}",
+                    fix="another tp",
+                ) from error
+            units = ("layers.*",) if about.tied else ("layers.*", "head")
+            return model, job.units or units
+        function = _function(job.model) if isinstance(job.model, str) else job.model
+        model = function(meshes) if inspect.signature(function).parameters else function()  # type: ignore[operator]
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if real:
+        raise PlacementError(
+            f"plan: {job.described()['model']}",
+            expected="a model on meta",
+            got=f"{len(real)} parameters on a device, such as {real[0]}",
+            why="A plan must not need the memory of the model",
+            fix='build it with device="meta", or under torch.device("meta")',
+        )
+    return model, job.units
+
+
+def is_function(model: object) -> bool:
+    """Whether it is a function that builds a model, or the name of one, and no configuration."""
+    if isinstance(model, str):
+        return ":" in model and not Path(model).exists()
+    return callable(model)
+
+
+def _function(name: str) -> Callable[..., nn.Module]:
+    module, _, attribute = name.partition(":")
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))  # type: ignore[return-value]
+    except (ImportError, AttributeError) as error:
+        raise PlacementError(
+            f"plan: model {name!r}",
+            expected="module:function, or a folder with config.json",
+            got=f"{type(error).__name__}: {error}",
+            fix="run it where python -c 'import module' works, or set PYTHONPATH",
+        ) from error
+
+
+@contextlib.contextmanager
+def _quantized(job: Job) -> Iterator[None]:
+    """``te.quantized_model_init`` for a job with quantized weights."""
+    if not job.quantized_weights:
+        yield
+        return
+    recipe = getattr(_te.recipes(), RECIPES[job.recipe])()
+    with _te.te().quantized_model_init(enabled=True, recipe=recipe):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face models
+
+
+class _Shapes(nn.Module):
+    """A module that a plan is made of, and that never runs."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """FSDP2 takes no module without a forward.
+
+        Raises:
+            OrderError: Always.
+        """
+        raise OrderError(
+            "forward of a planned model", why="It has shapes, and no values", fix="build your own"
+        )
+
+
+class Decoder(_Shapes):
+    """A Hugging Face model as docs/huggingface.md builds it: embedding, layers, norm and head, over ``tp`` where cut.
+
+    Embedding and head are torch's own, whole on each ``tp`` rank, which has a part of the tokens.
+    """
+
+    def __init__(self, about: Architecture, meshes: Meshes, sequence_parallel: bool) -> None:
+        super().__init__()
+        te, tp = _te.te(), meshes.size("tp")
+        split = sequence_parallel and tp > 1
+        options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "meta"}
+        own: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+        self.embedding = nn.Embedding(about.vocabulary, about.hidden, **own)
+        if about.positions:
+            self.positions = nn.Embedding(about.positions, about.hidden, **own)
+        cut = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
+        layers: list[nn.Module] = []
+        for number in range(about.layers):
+            if about.branch_norms or (about.experts is not None and number in about.experts.layers):
+                layers.append(Layer(about, number, meshes, cut, options))
+            else:
+                kwargs = about.te_kwargs(number)
+                hidden, ffn, heads = (
+                    kwargs.pop(name) for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")
+                )
+                layers.append(
+                    te.TransformerLayer(hidden, ffn, heads, fuse_qkv_params=True, **kwargs, **cut, **options)
+                )
+        self.layers = nn.ModuleList(layers)
+        self.norm = _norm(about, split)
+        if not about.tied:
+            self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **own)
+        for module in (self.embedding, getattr(self, "positions", None), getattr(self, "head", None)):
+            if module is not None and split:
+                # te_fsdp then adds the tp ranks' gradients up: each sees a part of the tokens.
+                module.weight.sequence_parallel = True  # type: ignore[union-attr]
+
+
+class Layer(_Shapes):
+    """A decoder layer that is no ``te.TransformerLayer``: with experts, or with norms after its branches."""
+
+    def __init__(
+        self,
+        about: Architecture,
+        number: int,
+        meshes: Meshes,
+        cut: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        te, split = _te.te(), bool(cut["sequence_parallel"])
+        kwargs = about.te_attention_kwargs(number)
+        sizes = kwargs.pop("hidden_size"), kwargs.pop("num_attention_heads")
+        self.attention = te.MultiheadAttention(*sizes, fuse_qkv_params=True, **kwargs, **cut, **options)
+        if about.branch_norms:
+            self.attention_out_norm = _norm(about, split)
+        if about.experts is None or number not in about.experts.layers:
+            mlp = {
+                "activation": about.activation,
+                "normalization": kwargs["normalization"],
+                "bias": kwargs["bias"],
+            }
+            self.mlp = te.LayerNormMLP(about.hidden, about.ffn, eps=about.norm_eps, **mlp, **cut, **options)
+        else:
+            experts, plain = about.experts, {"bias": False, **options}
+            mine = len(meshes.experts(experts.count))
+            self.mlp_norm = _norm(about, split)
+            self.router = nn.Linear(
+                about.hidden, experts.count, bias=False, dtype=torch.bfloat16, device="meta"
+            )
+            self.router.weight.sequence_parallel = split  # type: ignore[assignment]
+            # Gate above up: tp must not cut the rows. Its ranks have a part of the tokens, and all of these experts.
+            self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
+            self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)
+            if experts.shared_ffn:
+                self.shared_fc1 = te.Linear(about.hidden, 2 * experts.shared_ffn, **plain)
+                self.shared_fc2 = te.Linear(experts.shared_ffn, about.hidden, **plain)
+        if about.branch_norms:
+            self.mlp_out_norm = _norm(about, split)
+
+
+def _norm(about: Architecture, split: bool) -> nn.Module:
+    kind = _te.te().RMSNorm if about.style == "llama" else _te.te().LayerNorm
+    return kind(
+        about.hidden, eps=about.norm_eps, dtype=torch.bfloat16, device="meta", sequence_parallel=split
+    )

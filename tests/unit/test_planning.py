@@ -1,0 +1,362 @@
+"""Plans against closed forms, what they refuse, searches, and the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+
+import pytest
+import torch
+from torch import nn
+
+import te_fsdp
+from te_fsdp import emulation
+from te_fsdp.cli.main import main
+from te_fsdp.cli.plan import bytes_of
+from te_fsdp.errors import CheckpointError, OrderError, PlacementError
+from te_fsdp.planning import Job, Plan, Sizes, plan, search
+from tests.unit.commands import ROOT, start
+
+HIDDEN, FFN, LAYERS, HEADS, GROUPS, VOCABULARY = 256, 512, 3, 8, 4, 1024
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "intermediate_size": FFN,
+    "vocab_size": VOCABULARY,
+}
+MIXTRAL = {**CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+WIDTH = HIDDEN // HEADS
+LAYER = HIDDEN * WIDTH * (HEADS + 2 * GROUPS) + HIDDEN * HIDDEN + 3 * HIDDEN * FFN  # weights of products
+OUTSIDE = VOCABULARY * HIDDEN + HIDDEN
+ALL = LAYERS * (LAYER + 2 * HIDDEN) + OUTSIDE + VOCABULARY * HIDDEN
+
+
+def traffic(found: Plan) -> dict[tuple[str, str], int]:
+    return {(row.what, row.collective): row.bytes for row in found.traffic}
+
+
+def test_closed_forms(te):
+    """bf16 on four ranks, two microbatches: nothing is left over where numbers divide."""
+    job = Job(CONFIG, sequence=64, microbatches=2)
+    found = plan(job, Sizes(dp_shard=4))
+    assert found.parameters == ALL
+    assert found.report.total_bytes == found.held["weights, 16 bits"] == 2 * ALL // 4
+    assert found.held == {
+        "weights, 16 bits": ALL // 2,
+        "optimizer states": 8 * ALL // 4,
+        "main weights in the optimizer": ALL,
+    }
+    assert found.gradients == 2 * ALL // 4 and found.largest_unit == 2 * (LAYER + 2 * HIDDEN)
+    assert found.checkpoint == {"model": 2 * ALL, "optimizer": 12 * ALL}
+    # Two gathers and one reduction a microbatch, three quarters of each from other ranks.
+    assert traffic(found) == {
+        ("weights", "all-gather"): 2 * 2 * 2 * ALL * 3 // 4,
+        ("gradients", "reduce-scatter"): 2 * 2 * ALL * 3 // 4,
+    }
+    kept = LAYERS * (8 * HIDDEN + 8 + 2 * WIDTH * 2 * (HEADS + GROUPS) + 4 * HEADS + 6 * FFN)
+    outside = 8 + 2 * HIDDEN + 4 + 2 * HIDDEN + 4 * VOCABULARY
+    assert found.activations == 64 * (kept + outside)
+    assert found.peak.bytes == sum(found.peak.parts.values()) > found.held_bytes and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "gathers", "reductions"),
+    [({"strategy": "optim"}, 1, 1), ({"strategy": "optim_grads"}, 1, 3), ({}, 6, 3)],
+    ids=["optim", "optim_grads", "optim_grads_params"],
+)
+def test_strategies(te, changes, gathers, reductions):
+    """How often a step of three microbatches gathers and reduces: docs/strategies.md."""
+    found = plan(Job(CONFIG, sequence=64, microbatches=3, **changes), Sizes(dp_shard=2))
+    assert traffic(found) == {
+        ("weights", "all-gather"): gathers * ALL,
+        ("gradients", "reduce-scatter"): reductions * ALL,
+    }
+
+
+def test_replicas(te):
+    """HSDP sums over the replicas; HFSDP cuts the optimizer's state over them; no_shard holds everything."""
+    sizes = Sizes(dp_replicate=2, dp_shard=2)
+    hsdp, hfsdp = (
+        plan(Job(CONFIG, sequence=64, outer_strategy=outer), sizes) for outer in ("no_shard", "optim")
+    )
+    assert traffic(hsdp)["gradients", "all-reduce"] == 2 * (2 * ALL // 2) // 2
+    assert hfsdp.held["optimizer states"] == hsdp.held["optimizer states"] // 2 == 8 * ALL // 4
+    assert hfsdp.report.total_bytes == hsdp.report.total_bytes == ALL
+    assert hfsdp.sent()["dp_replicate"] == 2 * ALL // 2
+    whole = plan(Job(CONFIG, sequence=64, strategy="no_shard"), sizes)
+    assert whole.report.total_bytes == 2 * ALL and whole.sent() == {"dp": 2 * 2 * ALL * 3 // 4}
+
+
+def test_tensor_parallel_in_mxfp8(te):
+    """Two bytes and two scales of 32 for each weight of a product; a layer's collectives over tp."""
+    job = Job(CONFIG, recipe="mxfp8", quantized_weights=True, optimizer="fused-adam", sequence=64, batch=2)
+    found = plan(job, Sizes(dp_shard=2, tp=2))
+    assert found.held["weights, mxfp8"] == pytest.approx(
+        LAYERS * LAYER // 4 * 2 * (1 + 1 / 32), rel=0.05
+    )  # padding
+    row = {row.name: row for row in found.report}["layers.0.layernorm_mlp.fc1_weight"]
+    assert (row.shape, row.local_shape) == ((2 * FFN, HIDDEN), (FFN // 2, HIDDEN))
+    assert row.dtype == "mxfp8 (bfloat16)" and row.placements == "dp_shard:_S(0, 2) tp:S(0)"
+    tokens, byte = 128, 1 + 1 / 32
+    # A layer has two products by columns, and two by rows.
+    gathers = LAYERS * 2 * HIDDEN * (2 * byte + byte)
+    assert traffic(found)["activations", "all-gather"] == pytest.approx(tokens * gathers / 2, abs=LAYERS * 4)
+    assert traffic(found)["activations", "reduce-scatter"] == tokens * LAYERS * 2 * HIDDEN * 2 * 2 / 2
+    assert found.checkpoint["model"] == pytest.approx(2 * (ALL - LAYERS * LAYER) + 2 * byte * LAYERS * LAYER)
+
+
+def test_experts(te):
+    found = plan(Job(MIXTRAL, sequence=64), Sizes(dp_shard=2, ep=2))
+    rows = {row.name: row for row in found.report}
+    assert rows["layers.0.experts_fc1.weight"].shape == (4, 2 * FFN, HIDDEN)
+    assert rows["layers.0.experts_fc1.weight"].local_shape == (2, FFN, HIDDEN)
+    assert found.parameters == ALL - LAYERS * 3 * HIDDEN * FFN + LAYERS * (4 * 3 * HIDDEN * FFN + 4 * HIDDEN)
+    # Two experts for each token, there and back, forward and backward, half of them on the other rank.
+    assert traffic(found)["tokens", "all-to-all"] == LAYERS * 64 * 2 * HIDDEN * 2 * 4 // 2
+    assert "experts as the first one" in found.notes[0]
+
+
+def test_1024_ranks(te):
+    """As many ranks as one likes: only one is looked at."""
+    wide = {**CONFIG, "hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads": 8}
+    wide |= {"intermediate_size": 53248, "vocab_size": 128256}
+    small, large = (plan(Job(wide, optimizer="fused-adam"), Sizes(dp_shard=n, tp=8)) for n in (16, 128))
+    assert math.isclose(small.held_bytes, 8 * large.held_bytes, rel_tol=0.001)
+    assert small.activations == large.activations and large.sizes.ranks == 1024
+
+
+MY_MODEL = """
+import torch
+import transformer_engine.pytorch as te
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = te.TransformerLayer(256, 512, 8, fuse_qkv_params=True, device="meta")
+
+    def forward(self, x):
+        return self.layer(x)
+
+def build():
+    return Model()
+"""
+
+
+class Own(nn.Module):
+    """A model of one's own; 96 rows do not divide into blocks of 32 over four ranks."""
+
+    def __init__(self, meshes):
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.linear = te.Linear(96, 96, bias=False, device="meta", params_dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(4, device="meta"))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def on_the_cpu():
+    return nn.Linear(4, 4)
+
+
+REFUSED = {
+    "recipe": (
+        lambda: Job(CONFIG, recipe="fp8"),
+        PlacementError,
+        "plan: recipe: expected one of none, delayed",
+    ),
+    "batch": (lambda: Job(CONFIG, batch=0), PlacementError, "plan: batch: expected 1 or more, got 0"),
+    "weights": (
+        lambda: Job(CONFIG, quantized_weights=True),
+        PlacementError,
+        "quantized weights: expected a recipe",
+    ),
+    "blocks": (
+        lambda: plan(Job(Own, recipe="mxfp8", quantized_weights=True), Sizes(dp_shard=4)),
+        PlacementError,
+        "linear.weight: mxfp8 weight of tp-local shape .* use the mesh dp_replicate=4",
+    ),
+    "device": (
+        lambda: plan(Job(on_the_cpu), Sizes()),
+        PlacementError,
+        "a model on meta, got 2 parameters on a device",
+    ),
+    "name": (
+        lambda: plan(Job("no_such_module:f"), Sizes()),
+        PlacementError,
+        "ModuleNotFoundError.*PYTHONPATH",
+    ),
+    "folder": (lambda: plan(Job("no-such-folder"), Sizes()), CheckpointError, "not a readable config.json"),
+    "heads": (
+        lambda: plan(Job(CONFIG), Sizes(tp=3)),
+        PlacementError,
+        "llama model over tp=3: expected sizes that tp",
+    ),
+    "gpus": (
+        lambda: search(Job(CONFIG), gpus=0, memory=1),
+        PlacementError,
+        "search: expected positive numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(te, case):
+    call, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        call()
+    assert not torch.distributed.is_initialized()
+
+
+def test_not_in_a_running_job(te, fake_world):
+    fake_world(2)
+    with pytest.raises(OrderError, match=r"torch.distributed is running.*te-fsdp plan"):
+        plan(Job(CONFIG), Sizes(dp_shard=2))
+
+
+def test_a_model_of_ones_own(te):
+    found = plan(
+        Job(f"{__name__}:Own" if __name__ != "__main__" else Own, vocabulary=None), Sizes(dp_shard=2)
+    )
+    assert found.parameters == 96 * 96 + 4 and found.notes == ()
+    assert found.report.rows[0].name == "scale"
+
+
+def test_search(te):
+    """Meshes that fit come first, cheapest first; the others say why not."""
+    job = Job(MIXTRAL, sequence=64)
+    found = search(job, gpus=4, memory=2**40, node=2)
+    assert {str(one.sizes) for one in found} >= {
+        "dp_shard=4",
+        "dp_replicate=4",
+        "dp_shard=2 x tp=2",
+        "dp_shard=2 x ep=2",
+    }
+    costs = [one.cost for one in found]
+    assert (
+        costs == sorted(costs)
+        and not any(one.reason for one in found)
+        and all(one.sizes.tp <= 2 for one in found)
+    )
+    one = next(one for one in found if str(one.sizes) == "dp_shard=2 x tp=2")
+    assert one.plan is not None and (one.within, one.between) == (
+        one.plan.sent()["tp"],
+        one.plan.sent()["dp_shard"],
+    )
+    assert one.tokens == 32
+    peaks = sorted(one.plan.peak.bytes for one in found)
+    tight = search(job, gpus=4, memory=peaks[1], node=2, global_batch=2)
+    assert [bool(one.reason) for one in tight] == sorted(bool(one.reason) for one in tight)
+    large = [one for one in tight if one.plan is not None and one.plan.peak.bytes > peaks[1]]
+    assert large and all("GiB too much" in one.reason for one in large)
+    assert tight[-1].plan is None and "2 sequences do not divide among 4" in tight[-1].reason
+
+
+@pytest.fixture
+def hopper(te):
+    emulation.switch_arch("9.0")
+    yield te
+    emulation.switch_arch("10.0")
+
+
+def test_peaks_on_h200(hopper, monkeypatch):
+    """Nine jobs that two H200s have trained: the allocator's peak within 5 %, what they hold within 1.5 %."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plan_memory
+
+    recorded = json.loads((ROOT / "benchmarks/results/plan-h200x2.json").read_text())
+    for row, found in zip(plan_memory.ROWS, recorded["rows"], strict=True):
+        planned = plan(plan_memory.job_of(row, True)[0], Sizes(dp_shard=2))
+        real = found["measured"]
+        assert planned.report.total_bytes == real["report"], row
+        # Workspaces of cuBLAS, up to 64 MiB, come beside the model.
+        assert planned.held_bytes == pytest.approx(real["held"], abs=2**26 + 2**20), row
+        assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.05), (row, planned.peak)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_the_command(te, folder, capsys):
+    words = ["plan", str(folder), "--gpus", "8", "--tp", "2", "--arch", "10.0", "--sequence", "64"]
+    words += ["--main-grads", "float32", "--grad-comm", "bfloat16", "--main-params", "model"]
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    found = Plan.from_json(printed)
+    assert found.sizes == Sizes(dp_shard=4, tp=2) and json.loads(json.dumps(found.as_json())) == printed
+    assert found.gradients == 2 * found.report.total_bytes  # fp32 gradients of bf16 weights
+    (folder / "plan.json").write_text(json.dumps(printed))
+    assert main(["report", str(folder / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.2.layernorm_mlp.fc2_weight" in shown and "checkpoint:" in shown and "fits" not in shown
+    assert main([*words, "--memory", "1MiB", "--parameters"]) == 1
+    assert "does NOT fit into 0.00 GiB" in capsys.readouterr().out
+    assert main([*words, "--dp-shard", "2"]) == 1 and main(["plan", str(folder), "--search"]) == 1
+    said = capsys.readouterr().err
+    assert "a product of --gpus 8, got dp_shard=2 x tp=2" in said and "say how many GPUs" in said
+    assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--json"]) == 0
+    meshes = json.loads(capsys.readouterr().out)["candidates"]
+    assert [one["sizes"]["tp"] for one in meshes].count(2) == 1 and all(one["fits"] for one in meshes)
+    assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64"]) == 0
+    assert "best first" in capsys.readouterr().out
+
+
+def test_what_is_no_plan(te, folder, capsys):
+    (folder / "other.json").write_text('{"te_fsdp_plan": 99}')
+    assert main(["report", str(folder / "other.json"), "--json"]) == 1
+    assert "not a plan: expected te_fsdp_plan: 1, got 99" in json.loads(capsys.readouterr().out)["error"]
+    with pytest.raises(CheckpointError, match="not a plan"):
+        Plan.from_json({"te_fsdp_plan": 1})
+
+
+def test_the_page(te, folder, capsys, monkeypatch):
+    """The commands of docs/plan.md, in a folder with a model, and its block of Python."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "my-llama").mkdir()
+    (folder / "config.json").rename(folder / "my-llama/config.json")
+    (folder / "my_model.py").write_text(MY_MODEL)
+    page = (ROOT / "docs/plan.md").read_text()
+    (shell,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for line in shell.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "te-fsdp" and main(words) == 0, line
+        printed = capsys.readouterr().out
+        if "--json" in words:
+            (folder / "plan.json").write_text(printed)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "docs/plan.md", "exec"), {})
+    assert "layers.0.layernorm_mlp.fc1_weight" in capsys.readouterr().out
+
+
+def test_sizes_of_memory():
+    assert [bytes_of(text) for text in ("80GiB", "141GB", "1.5 ki", "7")] == [
+        80 * 2**30,
+        141 * 10**9,
+        1536,
+        7,
+    ]
+    with pytest.raises(PlacementError, match="a size such as 80GiB"):
+        bytes_of("much")
+
+
+def test_it_is_public():
+    assert te_fsdp.planning.plan is plan
+
+
+def test_completion(python, tmp_path):
+    """tyro completes each command; ``te-fsdp completion`` puts them together."""
+    done = start(python, "te_fsdp.cli", ["completion", "bash"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--quantized-weights" in done.stdout and "verify" in done.stdout
+    wrong = start(python, "te_fsdp.cli", ["completion", "csh"], tmp_path)
+    assert wrong.returncode == 2 and "bash or zsh" in wrong.stderr
