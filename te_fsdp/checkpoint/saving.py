@@ -256,13 +256,20 @@ def _look(
         experts, and state that is cut further than the weights.
     """
     come_to_rest(model)
+    plain = {torch.Tensor, torch.nn.Parameter}
+    grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
+    is_cut = optimizer is not None and stand_ins_of(optimizer) is not None
+    if grouped or is_cut or {*map(type, _torch.locals_of(model.parameters()))} - plain:
+        return None
     others = {key: entry for key, entry in others.items() if not entry.is_empty}
     look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters: dict[int, torch.Tensor] = {}
     buffers: dict[int, torch.Tensor] = {}
     states: list[torch.Tensor] = []
     for prefix, module in model.named_modules():
-        look.append((prefix, id(module), type(module), id(binding_of(module)), *module._buffers))
+        binding = binding_of(module)
+        tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep_mesh, binding.experts_mesh)
+        look.append((prefix, id(module), type(module), tie, *module._buffers))
         for name, parameter in module._parameters.items():
             look.append((name, id(parameter)))
             if parameter is not None:
@@ -287,10 +294,7 @@ def _look(
     look += [[leaf.shape for leaf in leaves], [leaf.stride() for leaf in leaves]]
     look += [[leaf.dtype for leaf in leaves], [leaf.storage_offset() for leaf in leaves]]
     look += [[leaf.device for leaf in leaves]]
-    is_plain = {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}
-    grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
-    is_cut = optimizer is not None and stand_ins_of(optimizer) is not None
-    return (look, leaves) if is_plain and not grouped and not is_cut else None
+    return (look, leaves) if {*map(type, leaves)} <= plain else None
 
 
 def _views(
