@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "OWN_ATTRIBUTES",
@@ -48,12 +49,14 @@ __all__ = [
     "is_fsdp_module",
     "is_persistent",
     "largest",
+    "largest_magnitudes",
     "local_of",
     "locals_and_specs",
     "locals_of",
     "managed_by",
     "multiply_all_",
     "norms",
+    "order_hook",
     "owners_of",
     "place_class",
     "plain_results",
@@ -255,6 +258,25 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
         optimizer._optimizer_step_post_hooks,
     ]
     return [hook for table in tables for hook in table.values()]
+
+
+def largest_magnitudes(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude in each tensor, 0 without elements, infinity with a NaN: float32 (``torch._foreach_norm``)."""
+    full = [value for value in values if value.numel()]
+    norms = torch._foreach_norm(full, torch.inf) if full else ()
+    if len(full) < len(values):
+        found, zero = iter(norms), torch.zeros((), dtype=torch.float32, device=values[0].device)
+        norms = [next(found) if value.numel() else zero for value in values]
+    # Not NaN: what a maximum over ranks makes of it depends on their order.
+    return torch.stack(tuple(norms)).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def order_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle, *, first: bool) -> None:
+    """Let a hook of an optimizer's steps run before its others, or after them (``OrderedDict``)."""
+    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for table in tables:
+        if hook.id in table:
+            table.move_to_end(hook.id, last=not first)
 
 
 def has_fused_sgd_rule() -> bool:

@@ -102,12 +102,12 @@ class _Behaviour:
         """
         if isinstance(tensor, _te.te().QuantizedTensor):
             tensor = tensor.dequantize()
-        self._mark_experts()
+        self.mark_experts()
         for expert, value in zip(self.experts, tensor.detach(), strict=True):
             self._quantizer.update_quantized(value, expert, noop_flag=noop_flag)
         return self
 
-    def _mark_experts(self) -> None:
+    def mark_experts(self) -> None:
         """Let the experts' quantizations reduce as the mark says: TE gives some of them quantizers of their own."""
         group = marked_group(self)  # type: ignore[bad-argument-type]
         if group is not None:

@@ -7,6 +7,9 @@ TE's FusedAdam keeps main weights itself. For torch's optimizers they stand in f
 ``step`` runs: gradients are cast to fp32, the optimizer updates main weights, and each parameter then becomes
 its main weight, rounded or quantized once. Between steps nothing tells the difference, so that ``zero_grad``,
 gradient clipping, learning rate schedulers and checkpoints work as usual.
+
+FusedAdam's own main weights of quantized weights do the same. By itself it would make an fp32 copy of each gradient,
+and quantize weight by weight, each with a reduction of its amax (TE 2.18 to 2.20).
 """
 
 from __future__ import annotations
@@ -26,18 +29,21 @@ from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.outer_optimizer import chunk_in, make_stand_ins, stand_ins_of
-from te_fsdp.sharding.outer_state import MAIN, beginning, is_low
+from te_fsdp.sharding.outer_state import MAIN, StandIns, beginning, is_low
 from te_fsdp.sharding.state import settle
 from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from te_fsdp.step_hooks import Step
+
 __all__ = [
     "check_optimizer",
     "following",
     "initialize_fused_adam",
     "keeping_main_weights",
+    "lend_main_weights",
     "main_weight",
     "main_weights",
     "optimizers_of",
@@ -220,6 +226,24 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
     """
     main = None if optimizer is None else optimizer.state.get(parameter, {}).get(MAIN)
     return None if main is None else _torch.local_of(main)
+
+
+def lend_main_weights(step: Step) -> None:
+    """Let the main weights that TE's FusedAdam keeps of quantized weights stand in for these."""
+    optimizer: Any = step.optimizer
+    if not step.models or not _te.is_fused_adam(optimizer) or optimizer.capturable:
+        return
+    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if stand_ins is None:
+        if all(_te.has_delayed_scale(local) for _, _, local in quantized_among(step.held)):
+            return
+        stand_ins = StandIns(optimizer, cuts=False)
+        setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
+        # After a step that raised they are still there, and its state dicts know parameters alone.
+        optimizer.register_state_dict_pre_hook(stand_ins.put_back)
+        optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: stand_ins.put_back(one))
+    if not stand_ins.cuts:
+        stand_ins.stand_in_last(optimizer)
 
 
 def keeping_main_weights(

@@ -24,7 +24,7 @@ reads or writes parameters waits for) are the overlap: without them a step calls
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,7 @@ from te_fsdp.move.pending import Pending, UnitGather
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
+from te_fsdp.quantized.writes import Scaled, cast, has_current_scale, shared_scales, write_all
 from te_fsdp.sharding.outer_collectives import Chunk, Part, chunk_of, start_gather
 from te_fsdp.sharding.state import state_of
 
@@ -51,10 +52,10 @@ __all__ = [
     "amax_group",
     "check_overlap",
     "install_by_unit",
+    "scales_of_rows",
     "start_install",
     "watch_state_dicts",
     "why_not_bytes",
-    "write",
 ]
 
 #: Why one tensor of all experts crosses as fp32.
@@ -67,12 +68,13 @@ def start_install(
     *,
     async_op: bool = False,
     written: list[torch.Tensor] | None = None,
+    scales: Mapping[int, torch.Tensor] | None = None,
 ) -> Pending[None]:
     """Begin to make parameters their new main weights, each rounded or quantized once.
 
     Collective over the holders: one all-gather per dtype, one for the bytes of all quantized weights together, and
-    one more for each large tensor. With one scale per tensor also a max all-reduce of its amax, over the holders and
-    the weight mesh. The wait issues none, unless weights travel as fp32.
+    one more for each large tensor; and as :func:`scales_of_rows`, for NVFP4 and hybrids with a reduction for each.
+    The wait issues none, unless weights travel as fp32.
 
     Args:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders. Main weights and
@@ -80,7 +82,9 @@ def start_install(
         async_op: Whether nothing waits for the gathers before.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
             that travel as fp32.
+        scales: From :func:`scales_of_rows`, which is called if there are none.
     """
+    scales = scales_of_rows(cut) if scales is None else scales
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
@@ -89,7 +93,7 @@ def start_install(
         if not _te.is_quantized(local):
             plain.append(Part(chunk, _in_place(chunk, rows, local), local))
         elif why_not_bytes(chunk) is None:
-            packed += _quantized_parts(chunk, rows, local, written)
+            packed += _quantized_parts(chunk, rows, local, scales.get(id(chunk)), written)
         else:
             value = torch.empty(local.shape, dtype=rows.dtype, device=rows.device)
             whole.append(Part(chunk, rows, value))
@@ -104,23 +108,30 @@ def start_install(
     def finish() -> None:
         for gather in gathers:
             gather.wait()
-        for part in whole:
-            write(_torch.local_of(part.chunk.parameter), part.whole)
+        write_all((_torch.local_of(part.chunk.parameter), part.whole) for part in whole)
         for chunk in {id(part.chunk): part.chunk for part in packed}.values():
             finish_writing(_torch.local_of(chunk.parameter))
 
     return Pending(finish)
 
 
-def write(local: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a local tensor its main weight, rounded or quantized once.
+def scales_of_rows(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """The scales of current-scaling weights that travel as bytes, each from the amax of the whole main weight.
 
-    Collective over the weight mesh for formats with one scale per tensor.
+    Collective over holders and weight mesh, if there are some: one max all-reduce for each group of theirs.
+
+    Args:
+        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
+
+    Returns:
+        One element for each, by the ``id`` of its chunk.
     """
-    if _te.is_quantized(local):
-        local.quantize_(value)  # type: ignore[operator]
-    else:
-        local.copy_(value)
+    asked: dict[int, Scaled] = {}
+    for chunk, rows in cut:
+        quantizer = _te.quantizer_of(_torch.local_of(chunk.parameter))
+        if has_current_scale(type(quantizer)) and why_not_bytes(chunk) is None:
+            asked[id(chunk)] = Scaled(rows, quantizer, amax_group(chunk))
+    return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
 
 
 def why_not_bytes(chunk: Chunk) -> str | None:
@@ -181,13 +192,17 @@ def _in_place(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Te
 
 
 def _quantized_parts(
-    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, written: list[torch.Tensor] | None
+    chunk: Chunk,
+    rows: torch.Tensor,
+    local: torch.Tensor,
+    scale: torch.Tensor | None,
+    written: list[torch.Tensor] | None,
 ) -> list[Part]:
     """This rank's rows, quantized: what travels. What all holders have alike is written at once."""
     targets = buffers_of_parts(local, "install")
     if written is not None:
         written += [target.tensor for target in targets]
-    quantized = _quantize(chunk, rows, local, [target.name for target in targets])
+    quantized = _quantize(chunk, rows, local, scale, [target.name for target in targets])
     parts = []
     for target, source in zip(targets, buffers_of_parts(quantized, "install"), strict=True):
         assert target.name == source.name
@@ -198,12 +213,16 @@ def _quantized_parts(
     return parts
 
 
-def _quantize(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, names: list[str]) -> torch.Tensor:
+def _quantize(
+    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, scale: torch.Tensor | None, names: list[str]
+) -> torch.Tensor:
     """This rank's rows in the format of the weight, with the buffers that it has, of these names."""
     quantizer = _te.quantizer_of(local).copy()
     if len(_te.parts_of(local)) == 1:
         columnwise = [name.startswith("columnwise") for name in names]
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
+    if scale is not None:
+        return cast(rows, quantizer, scale)
     if _te.needs_shared_amax(quantizer):
         _te.reduce_amax_over(quantizer, amax_group(chunk))
     if rows.numel() or not _te.has_delayed_scale(local):
@@ -244,6 +263,7 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
         cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
     """
     left = {id(chunk.parameter): (chunk, rows) for chunk, rows in cut}
+    scales = scales_of_rows(cut)
     begins: list[tuple[ShardingState, list[UnitGather]]] = []
     for state in {id(s): s for chunk, _ in cut if (s := state_of(chunk.parameter)) is not None}.values():
         gathers = []
@@ -251,9 +271,9 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
             own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
             members = [left.pop(key) for key in own if key in left and _may_travel_later(left[key][0])]
             if members:
-                gathers.append(_gather_of(name, unit, members))
+                gathers.append(_gather_of(name, unit, members, scales))
         begins.append((state, gathers))
-    start_install([*left.values()]).wait()
+    start_install([*left.values()], scales=scales).wait()
     for state, gathers in begins:
         if gathers:
             state.pending_gathers.begin(gathers, state.meshes.device)
@@ -307,7 +327,10 @@ def _may_travel_later(chunk: Chunk) -> bool:
     return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(chunk) is None)
 
 
-def _gather_of(name: str, unit: nn.Module, members: Sequence[Cut]) -> UnitGather:
+def _gather_of(
+    name: str, unit: nn.Module, members: Sequence[Cut], scales: Mapping[int, torch.Tensor]
+) -> UnitGather:
     touched = [rows for _, rows in members]
-    begin = lambda async_op: start_install(members, async_op=async_op, written=touched)  # noqa: E731
-    return UnitGather(name, unit, begin, touched)
+    touched += [scales[id(chunk)] for chunk, _ in members if id(chunk) in scales]
+    begin = functools.partial(start_install, members, written=touched, scales=scales)
+    return UnitGather(name, unit, lambda async_op: begin(async_op=async_op), touched)

@@ -139,8 +139,10 @@ def _shard(
 
 def _check_fresh(optimizer: Optimizer) -> None:
     """State that is there already has the shapes of whole shards."""
-    stepped = any("step" in group for group in optimizer.param_groups)
     fused = _te.is_fused_adam(optimizer)
+    # FusedAdam has stand-ins from the beginning of its first step on, which may have raised.
+    stepped = any("step" in group for group in optimizer.param_groups)
+    stepped = stepped or (fused and hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
     states = [] if fused else [s for s in optimizer.state.values() if set(s) - {MAIN}]
     if stepped or states:
         raise OrderError(

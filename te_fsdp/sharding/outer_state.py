@@ -3,6 +3,7 @@
     model's parameters   what forward reads; the optimizer's groups and state refer to them between steps
     main weights         fp32 rows of quantized or other low-precision parameters, ``state[parameter]["master_param"]``
     own rows             of a parameter that other ranks hold as well: of its main weight, or of itself (a view)
+    FusedAdam's own      main weights of quantized weights (:func:`te_fsdp.sharding.main_weights.lend_main_weights`)
 
 A parameter has a stand-in if it is of low precision, or if the optimizer's state is cut over its holders
 (:mod:`te_fsdp.sharding.outer_collectives`), or both. Before a step gradients are averaged over the holders, each rank
@@ -22,9 +23,10 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
+from te_fsdp.quantized.writes import write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_collectives import Chunk, chunk_of, rows_of_state
-from te_fsdp.sharding.outer_gather import install_by_unit, start_install, write
+from te_fsdp.sharding.outer_gather import install_by_unit, start_install
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
 from te_fsdp.sharding.state import state_of
 
@@ -94,9 +96,12 @@ class StandIns:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
+        self._fused = _te.is_fused_adam(optimizer)
         self.averages = OuterAverages(self._cut, self._make_known)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        # Before those of the user's: they shall see the parameters, with their new values.
+        _torch.order_hook(optimizer, after, first=True)
 
     # --- who stands in
 
@@ -116,8 +121,10 @@ class StandIns:
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
         """The stand-in of a parameter, without gradient; ``None`` for one that needs none. Local operation.
 
-        A new main weight begins at the value that the parameter was initialised with.
+        A new main weight begins at the value that the parameter was initialised with; FusedAdam's own where that does.
         """
+        if self._fused and not self.cuts:
+            return _main_weight_of_fused(optimizer, parameter)
         chunk, local = self.chunk(parameter) if self.cuts else None, _torch.local_of(parameter)
         if is_low(parameter):
             main = optimizer.state.get(parameter, {}).get(MAIN)
@@ -188,8 +195,8 @@ class StandIns:
                     continue
                 known = before.get(id(parameter), (None, None, None))
                 pair = known[2]
-                main = None if pair is None or not pair.low else pair.main
-                if known[0] is not parameter or known[1] is not local or state.get(MAIN) is not main:
+                is_same = pair is None or state.get(MAIN) is pair.main
+                if known[0] is not parameter or known[1] is not local or not is_same:
                     pair = self._pair(optimizer, parameter, local)
                 if not self.cuts:
                     settled[id(parameter)] = parameter, local, pair
@@ -256,6 +263,10 @@ class StandIns:
 
     # --- hooks of the optimizer
 
+    def stand_in_last(self, optimizer: Optimizer) -> None:
+        """Let hooks that the user has registered since see the parameters before a step. Local operation."""
+        _torch.order_hook(optimizer, self._before, first=False)
+
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
@@ -271,11 +282,17 @@ class StandIns:
         self.stand_in(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if pair.chunk is None]
         mains = [pair.main for pair in whole]
-        give_gradients(mains, _torch.in_dtypes_of(gradients_of([pair.parameter for pair in whole]), mains))
+        if self._fused and not self.cuts:
+            _give_as_they_are(optimizer, {id(pair.main): pair.parameter for pair in whole})
+        else:
+            give_gradients(
+                mains, _torch.in_dtypes_of(gradients_of([pair.parameter for pair in whole]), mains)
+            )
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[Chunk, torch.Tensor]] = []
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         mains = _torch.locals_of([pair.main for pair in self.pairs])
         for pair, main in zip(self.pairs, mains, strict=True):
             if pair.main.grad is None:
@@ -283,7 +300,8 @@ class StandIns:
             if pair.chunk is not None:
                 cut.append((pair.chunk, main))
             else:
-                write(pair.local, main)
+                whole.append((pair.local, main))
+        write_all(whole)
         if self.overlaps:
             install_by_unit(cut)
         else:
@@ -296,6 +314,44 @@ def _settle(parameter: torch.Tensor) -> None:
     state = state_of(parameter)
     if state is not None:
         state.pending_gathers.wait()
+
+
+def _main_weight_of_fused(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The main weight that TE's FusedAdam keeps of a quantized weight, begun as its step would. Local operation.
+
+    ``None`` for weights with delayed scaling, which its kernel quantizes, and for those that are not quantized.
+    """
+    local = _torch.local_of(parameter)
+    if not _te.is_quantized(local) or _te.has_delayed_scale(local):
+        return None
+    if not optimizer.state.get(parameter):
+        optimizer.initialize_state(parameter, False)
+    return optimizer.state[parameter].get(MAIN)
+
+
+def _give_as_they_are(optimizer: Any, stood_in: dict[int, torch.Tensor]) -> None:
+    """Give main weights their parameters' gradients in the dtype that these have, of which FusedAdam takes any.
+
+    In one group it takes one dtype for all parameters in fp32. Where there are several, gradients become fp32 ones.
+
+    Args:
+        optimizer: TE's FusedAdam, with main weights in its groups.
+        stood_in: Parameter by the ``id`` of its main weight.
+    """
+    name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
+    for group in optimizer.param_groups:
+        members = [p for p in group["params"] if p.dtype == torch.float32]
+        gradients = [getattr(stood_in.get(id(p), p), name, None) for p in members]
+        together = len({gradient.dtype for gradient in gradients if gradient is not None}) <= 1
+        for main, gradient in zip(members, gradients, strict=True):
+            if id(main) not in stood_in:
+                continue
+            if gradient is not None:
+                if not together:
+                    (gradient,) = _torch.in_dtypes_of([gradient], [main])
+                main.grad = None
+                main.grad_dtype = gradient.dtype
+            give_gradients([main], [gradient])
 
 
 def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:

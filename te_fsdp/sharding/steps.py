@@ -24,7 +24,7 @@ from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.rank_checks import check_inputs
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_exempt, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
-from te_fsdp.sharding.main_weights import remember
+from te_fsdp.sharding.main_weights import lend_main_weights, remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.outer_gradients import gradients_of
 from te_fsdp.sharding.precision import gradient_dtype
@@ -389,5 +389,6 @@ BEFORE_STEP: StepFunctions = (
     sync_tp_replicas,
     cast_gradients,
     allow_mixed_parameters,
+    lend_main_weights,
 )
 AFTER_STEP: StepFunctions = (refresh_quantized, count_versions, take_back, forget_nan, release_weights)

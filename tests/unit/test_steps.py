@@ -23,20 +23,24 @@ def _names(functions):
 
 
 def test_the_order():
-    assert _names(steps.BEFORE_STEP) == [
-        "take_out_main_weights",  # first: until then the groups may hold main weights, which nobody knows
-        "refuse_replaced",
-        "require_main_weights",
-        "refuse_gathered",
-        "wait_for_new_weights",
-        "refuse_closure",
-        "wait_for_gradients",
-        "look_for_nan",
-        "require_outer_averages",
-        "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
-        "cast_gradients",
-        "allow_mixed_parameters",
-    ]
+    assert (
+        _names(steps.BEFORE_STEP)
+        == [
+            "take_out_main_weights",  # first: until then the groups may hold main weights, which nobody knows
+            "refuse_replaced",
+            "require_main_weights",
+            "refuse_gathered",
+            "wait_for_new_weights",
+            "refuse_closure",
+            "wait_for_gradients",
+            "look_for_nan",
+            "require_outer_averages",
+            "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
+            "cast_gradients",
+            "allow_mixed_parameters",
+            "lend_main_weights",  # last: its hook of the optimizer's own runs next, and takes gradients as they are now
+        ]
+    )
     assert _names(steps.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",

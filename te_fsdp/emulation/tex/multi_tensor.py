@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex.enums import to_torch_dtype
 from te_fsdp.emulation.tex.recipe import FLT_MAX
 
@@ -72,8 +73,15 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
 
     ``args``: lr, beta1, beta2, epsilon, step, mode (0: L2, 1: decoupled decay), bias_correction,
         weight_decay.
+
+    Raises:
+        EmulationError: gradients, or parameters, of several dtypes.
     """
     del chunk_size, noop_flag
+    for what, tensors in zip(("gradients", "parameters"), tensor_lists, strict=False):
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise EmulationError(f"multi_tensor_adam: {what} of several dtypes, {sorted(map(str, dtypes))}")
     adam = _Adam(*args)
     with torch.no_grad():
         for grad, param, exp_avg, exp_avg_sq, *main in zip(*tensor_lists, strict=True):

@@ -26,9 +26,11 @@ def test_a_settled_step(pool, axes, budget):
 
 @pytest.mark.ranks(2)
 @pytest.mark.recipe("current")
-def test_one_hook_before_and_one_after(pool):
+@pytest.mark.parametrize("fused", [False, True], ids=["sgd", "fused"])
+def test_one_hook_before_and_one_after(pool, fused):
     """An average of the weights that the user takes after each step must see the new ones."""
-    assert pool.run(calls.user_hooks, 2) == [{"seen": [True, True], "before": 1, "after": 1}] * 2
+    seen = [True, True] * (3 if fused else 1)
+    assert pool.run(calls.user_hooks, 2, fused=fused) == [{"seen": seen, "before": 1, "after": 1}] * 2
 
 
 @pytest.mark.ranks(2)

@@ -100,10 +100,15 @@ def _write(values: torch.Tensor, scale: torch.Tensor, quantizer: Any, output: An
 
 
 def fill_delayed(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
-    """Quantize with the quantizer's own scale and raise ``quantizer.amax`` to the amax of ``values``."""
+    """Quantize with the quantizer's own scale and raise ``quantizer.amax`` to the amax of ``values``.
+
+    An amax without elements is kept nowhere: the kernel sees a null pointer.
+    """
     if noop or values.numel() == 0:
         return
     _write(values, quantizer.scale.reshape(()), quantizer, output)
+    if quantizer.amax.numel() == 0:
+        return
     quantizer.amax.copy_(torch.maximum(quantizer.amax, cast.amax_of(values).reshape(quantizer.amax.shape)))
 
 

@@ -69,15 +69,22 @@ def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
     return calls.most_common()
 
 
-def user_hooks() -> dict[str, Any]:
-    """How many hooks of all optimizers te_fsdp has, and whether one of the user's sees parameters after a step."""
+def user_hooks(fused: bool) -> dict[str, Any]:
+    """How many hooks of all optimizers te_fsdp has, and whether those of the user's see parameters around a step.
+
+    Args:
+        fused: Whether main weights are those of TE's FusedAdam, which stand in from its first step on.
+    """
     from torch.optim import optimizer as module
     from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.optimizers import FusedAdam
 
     model = _model(te_fsdp.Meshes.build(dp_shard=2), Float8CurrentScaling())
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    te_fsdp.main_weights(model, optimizer)
+    optimizer: torch.optim.Optimizer
+    optimizer = (
+        FusedAdam(parameters, lr=1.0, master_weights=True) if fused else torch.optim.SGD(parameters, lr=1.0)
+    )
     before = [parameter.to_local().float() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -90,7 +97,11 @@ def user_hooks() -> dict[str, Any]:
         seen.append(not any(map(torch.equal, new, before)))
 
     optimizer.register_step_post_hook(look)
+    te_fsdp.main_weights(model, optimizer)
     optimizer.step()
+    if fused:
+        optimizer.register_step_pre_hook(look)
+        optimizer.step()
     hooks = {"before": module._global_optimizer_pre_hooks, "after": module._global_optimizer_post_hooks}
     ours = {
         when: [h for h in held.values() if h.__module__.startswith("te_fsdp")] for when, held in hooks.items()
