@@ -233,7 +233,7 @@ def test_memory_is_that_of_the_table(pool, arch):
                 "stepped": weights + size["main"] * elements,
             }
             assert {when: got[when] for when in expected} == pytest.approx(expected, rel=0.01), name
-            assert got["own"] == pytest.approx(begun, rel=0.01), name
+            assert got["own"] == pytest.approx(weights, rel=0.01), name
             report = {words.split(",")[0]: number for words, number in got["report"].items()}
             assert report["gradients"] == pytest.approx(size["reduced"] * elements, rel=0.01), name
             assert report["gradients while they add up unreduced"] == pytest.approx(

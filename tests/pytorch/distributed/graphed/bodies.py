@@ -166,6 +166,10 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     checks, facts = harness.Comparisons(), {}
     for name, case in cases.items():
+        if case.get("shapes") and harness.device_type() == "cuda":
+            # TE compiles parts of its backward: the second shape makes kernels for any, whose sums have other last bits,
+            # and the first shape has those too from then on. Two plain trainings differ so, the second and third do not.
+            _train(meshes, case, False)
         expected, _ = _train(meshes, case, False)
         found, step = _train(meshes, case, True)
         assert expected.keys() == found.keys()
