@@ -61,7 +61,7 @@ def trained(
 def _one_by_one() -> Iterator[None]:
     """TE's way: quantize_ of each weight, which FusedAdam calls for its own main weights itself."""
     from te_fsdp import _te, step_hooks
-    from te_fsdp.sharding import outer_gather, outer_overlap_gather, outer_state
+    from te_fsdp.sharding import outer_gather, outer_state
     from te_fsdp.sharding.main_weights import lend_main_weights
 
     def write_all(pairs: Any) -> None:
@@ -70,12 +70,12 @@ def _one_by_one() -> Iterator[None]:
 
     lists = step_hooks._lists()
     places = [(outer_state, "write_all"), (outer_gather, "write_all"), (outer_gather, "scales_of_rows")]
-    places += [(outer_overlap_gather, "scales_of_rows"), (lists, "before")]
+    places.append((lists, "before"))
     kept = [getattr(*place) for place in places]
     without = tuple(function for function in lists.before if function is not lend_main_weights)
     assert len(without) < len(lists.before)
     no_scales = lambda cut: {}  # noqa: E731
-    for place, new in zip(places, [write_all, write_all, no_scales, no_scales, without], strict=True):
+    for place, new in zip(places, [write_all, write_all, no_scales, without], strict=True):
         setattr(*place, new)
     try:
         yield
