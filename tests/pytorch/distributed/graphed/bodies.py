@@ -167,7 +167,7 @@ def same_bits(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[st
     checks, facts = harness.Comparisons(), {}
     for name, case in cases.items():
         if case.get("shapes") and harness.device_type() == "cuda":
-            # TE compiles parts of its backward: the second shape makes kernels for any shape, whose sums have other last
+            # TE compiles parts of its backward: the second shape makes kernels for any, whose sums have other last
             # bits, and the first shape has these too from then on. So a first and a second plain training differ.
             _train(meshes, case, False)
         expected, _ = _train(meshes, case, False)
