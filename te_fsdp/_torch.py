@@ -49,7 +49,6 @@ __all__ = [
     "is_fsdp_module",
     "is_persistent",
     "largest",
-    "largest_magnitudes",
     "local_of",
     "locals_and_specs",
     "locals_of",
@@ -258,17 +257,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
         optimizer._optimizer_step_post_hooks,
     ]
     return [hook for table in tables for hook in table.values()]
-
-
-def largest_magnitudes(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude in each tensor, 0 without elements, infinity with a NaN: float32 (``torch._foreach_norm``)."""
-    full = [value for value in values if value.numel()]
-    norms = torch._foreach_norm(full, torch.inf) if full else ()
-    if len(full) < len(values):
-        found, zero = iter(norms), torch.zeros((), dtype=torch.float32, device=values[0].device)
-        norms = [next(found) if value.numel() else zero for value in values]
-    # Not NaN: what a maximum over ranks makes of it depends on their order.
-    return torch.stack(tuple(norms)).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def order_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle, *, first: bool) -> None:

@@ -77,9 +77,7 @@ def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             own = quantizer.copy() if _te.is_delayed_quantizer(quantizer) else quantizer
             own.update_quantized(value, target)
     # Answers with the group of the weight's mark, as TE's own quantization of it would ask.
-    requests = [
-        Scaled(value, own, getattr(target, "amax_reduction_group", None)) for target, own, value in current
-    ]
+    requests = [Scaled(value, own, _te.amax_group_of(target)) for target, own, value in current]
     for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
         cast(value, quantizer, scale, target)
 
@@ -112,7 +110,7 @@ def _has_independent_parts(local: torch.Tensor, quantizer: Any) -> bool:
 @functools.cache
 def has_current_scale(kind: type) -> bool:
     """Whether a class of quantizers takes one scale, and nothing else, from the amax of the value."""
-    return kind.__name__ == "Float8CurrentScalingQuantizer"
+    return issubclass(kind, _te.quantizer_classes("amax", blocks=False))
 
 
 def shared_scales(requests: Sequence[Scaled]) -> list[torch.Tensor]:
@@ -132,7 +130,7 @@ def shared_scales(requests: Sequence[Scaled]) -> list[torch.Tensor]:
     order = [index for members in by_group.values() for index in members]
     if not order:
         return []
-    amaxes = _torch.largest_magnitudes([requests[index].value for index in order])
+    amaxes = _amaxes_of([requests[index].value for index in order])
     begin = 0
     for name, members in by_group.items():
         if name:
@@ -148,6 +146,14 @@ def shared_scales(requests: Sequence[Scaled]) -> list[torch.Tensor]:
             by_options[options] = _scales_of(amaxes, *options).split(1)
         scales[index] = by_options[options][place]
     return scales
+
+
+def _amaxes_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitudes as one float32 vector: 0 without elements, infinity with a NaN. Local operation."""
+    norms = iter(_torch.norms([value for value in values if value.numel()], torch.inf))
+    found = torch.stack([next(norms) if value.numel() else value.new_zeros(()) for value in values])
+    # Not NaN: what a maximum over ranks makes of it depends on their order.
+    return found.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def _scales_of(amaxes: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
@@ -173,9 +179,9 @@ def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any =
         The float8 tensor.
     """
     usages = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    make: Any = _with_scale()
+    (make,) = _te.quantizer_classes("history")
     # As TE does for shards of main weights (``quantize_master_weights``): without elements its kernel takes no amax.
-    given = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
+    given: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
     if target is None:
         target = given(value)
     else:
@@ -183,9 +189,3 @@ def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any =
     if not value.numel():  # no kernel runs, but this rank reads the gathered weight with its own scale
         _te.inverse_scale_of(target).copy_(scale.reciprocal())
     return target
-
-
-@functools.cache
-def _with_scale() -> type:
-    """TE's class of quantizers that are given their scale."""
-    return _te.tensor_attribute("float8_tensor", "Float8Quantizer")

@@ -128,8 +128,11 @@ def scales_of_rows(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> dict[int, torch
     """
     asked: dict[int, Scaled] = {}
     for chunk, rows in cut:
-        quantizer = _te.quantizer_of(_torch.local_of(chunk.parameter))
-        if has_current_scale(type(quantizer)) and why_not_bytes(chunk) is None:
+        local = _torch.local_of(chunk.parameter)
+        if not _te.is_quantized(local) or why_not_bytes(chunk) is not None:
+            continue
+        quantizer = _te.quantizer_of(local)
+        if has_current_scale(type(quantizer)):
             asked[id(chunk)] = Scaled(rows, quantizer, amax_group(chunk))
     return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
 
