@@ -50,7 +50,6 @@ __all__ = [
     "is_fused_adam",
     "is_loaded",
     "is_quantized",
-    "keep_no_transpose",
     "kind_of",
     "module_class",
     "multiplies_any_order",
@@ -441,12 +440,6 @@ def forget_transpose(tensor: torch.Tensor) -> None:
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:
         tensor._transpose = None  # type: ignore[attr-defined]
         tensor._transpose_invalid = True  # type: ignore[attr-defined]
-
-
-def keep_no_transpose(shard: torch.Tensor) -> None:
-    """Drop a float8 shard's transpose, now and in writes to come: TE makes the gathered weight's from its bytes."""
-    forget_transpose(shard)
-    shard._quantizer.set_usage(columnwise=False)  # type: ignore[attr-defined]
 
 
 def forget_derived(tensor: torch.Tensor, row: Format) -> None:

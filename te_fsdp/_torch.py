@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "OWN_ATTRIBUTES",
@@ -55,7 +54,6 @@ __all__ = [
     "managed_by",
     "multiply_all_",
     "norms",
-    "order_hook",
     "owners_of",
     "place_class",
     "plain_results",
@@ -257,14 +255,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
         optimizer._optimizer_step_post_hooks,
     ]
     return [hook for table in tables for hook in table.values()]
-
-
-def order_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle, *, first: bool) -> None:
-    """Let a hook of an optimizer's steps run before its others, or after them (``OrderedDict``)."""
-    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    for table in tables:
-        if hook.id in table:
-            table.move_to_end(hook.id, last=not first)
 
 
 def has_fused_sgd_rule() -> bool:

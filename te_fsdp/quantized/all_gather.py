@@ -311,7 +311,9 @@ def _look_at(
     is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
     if row.transpose and not is_grouped_weight(shard):
-        _te.keep_no_transpose(shard)
+        # Gathers bring the bytes, of which TE makes the gathered weight's transpose: the shard's is for nobody.
+        _te.forget_transpose(shard)
+        _te.quantizer_of(shard).set_usage(columnwise=False)
     known = _Shard(*now, row, one_scale, binding.weight_group, ranks > 1 and is_even)
     shard.__dict__[GATHERS] = known
     return known

@@ -243,7 +243,7 @@ def lend_main_weights(step: Step) -> None:
         optimizer.register_state_dict_pre_hook(stand_ins.put_back)
         optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: stand_ins.put_back(one))
     if not stand_ins.cuts:
-        stand_ins.stand_in_last(optimizer)
+        stand_ins.stand_in_last()
 
 
 def keeping_main_weights(

@@ -32,6 +32,7 @@ from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["MAIN", "StandIns", "beginning", "is_low"]
 
@@ -101,7 +102,7 @@ class StandIns:
         self._before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         # Before those of the user's: they shall see the parameters, with their new values.
-        _torch.order_hook(optimizer, after, first=True)
+        _put_hook(after, first=True)
 
     # --- who stands in
 
@@ -263,9 +264,9 @@ class StandIns:
 
     # --- hooks of the optimizer
 
-    def stand_in_last(self, optimizer: Optimizer) -> None:
+    def stand_in_last(self) -> None:
         """Let hooks that the user has registered since see the parameters before a step. Local operation."""
-        _torch.order_hook(optimizer, self._before, first=False)
+        _put_hook(self._before, first=False)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -314,6 +315,12 @@ def _settle(parameter: torch.Tensor) -> None:
     state = state_of(parameter)
     if state is not None:
         state.pending_gathers.wait()
+
+
+def _put_hook(hook: RemovableHandle, *, first: bool) -> None:
+    """Let a hook run before the others of its optimizer, or after them."""
+    hooks: Any = hook.hooks_dict_ref()  # an OrderedDict
+    hooks.move_to_end(hook.id, last=not first)
 
 
 def _main_weight_of_fused(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
