@@ -6,6 +6,7 @@ takes a piece from its file once for each rectangle, checks nothing, and writes 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, deque
@@ -31,7 +32,7 @@ from te_fsdp.checkpoint.model_state import ModelState
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.portable.torch_files import Window
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, without_collector
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError
 from te_fsdp.errors import shorten
 from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
@@ -332,8 +333,7 @@ def read_stored(
     Raises:
         CheckpointError: Files that are not as they were saved, or that lack something.
     """
-    with without_collector():
-        by_file = _pieces(path, metadata, wanted, names or {})
+    by_file = _pieces(path, metadata, wanted, names or {})
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             taken: list[_Wanted] = []
@@ -356,6 +356,7 @@ def _pieces(
     for place in wanted:
         by_key.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
+    file_of = functools.cache(lambda name: path / name)
     heads: dcp.Heads = {}
     for key, places in by_key.items():
         saved, covered = metadata.state_dict_metadata.get(key), 0
@@ -367,7 +368,7 @@ def _pieces(
                 where = metadata.storage_data[item.storage_index]
                 in_file = found.setdefault(where.relative_path, {})
                 if where.offset not in in_file:
-                    window = Window(path / where.relative_path, key, where.offset, where.length)
+                    window = Window(file_of(where.relative_path), key, where.offset, where.length)
                     shape = tuple(saved.chunks[item.storage_index.index or 0].sizes)
                     in_file[where.offset] = dcp.Piece(window, shape, saved.properties.dtype, heads), []
                 in_file[where.offset][1].append((item, places[item.dest_index.index or 0]))

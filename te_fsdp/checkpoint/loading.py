@@ -49,6 +49,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
+from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
 from te_fsdp.sharding.outer_optimizer import chunk_in
@@ -138,7 +139,7 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     source = Path(os.path.abspath(path))
-    with collective_call("checkpoint.load"), in_use(source):
+    with collective_call("checkpoint.load"), in_use(source), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, optimizer, verify=verify)
         state, found = all_agree(lambda: _compare(opened, model, optimizer))

@@ -58,6 +58,7 @@ __all__ = [
     "SummingWriter",
     "Tick",
     "checksum",
+    "frame_of",
     "crc32",
     "silent",
     "view_of",

@@ -6,6 +6,7 @@ header of a piece tells where its bytes lie, and rows are read from there.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -313,9 +314,10 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     pieces: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
     ends: dict[str, int] = {}
     heads: Heads = {}
+    file_of = functools.cache(lambda name: path / name)
     try:
         for index, place in metadata.storage_data.items():
-            window = Window(path / place.relative_path, index.fqn, place.offset, place.length)
+            window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
             if getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
                     f"{window.key} in {path}: stored with {place.transform_descriptors}",

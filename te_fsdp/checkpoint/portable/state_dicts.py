@@ -31,6 +31,7 @@ from te_fsdp.checkpoint.portable.dcp import Opened, Piece, open_dcp
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.portable.optimizers import add_optimizer
 from te_fsdp.checkpoint.portable.torch_files import Window, stored
+from te_fsdp.checkpoint.sums import frame_of
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
@@ -144,8 +145,11 @@ def _with_lists(node: Any) -> Any:
 def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     """DCP writes TE's tensors as pickled objects in the place of a piece."""
     pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
-    # The metadata says of them what it says of plain tensors; the header of the piece tells.
+    # The metadata says of them what it says of plain tensors; the header of the piece tells. It is read where the
+    # length is not that of a plain one, which is looked at again when it is read.
     if not pieces or not pieces[0].dtype.is_floating_point:
+        return tensor
+    if pieces[0].window.length == frame_of(pieces[0].dtype, pieces[0].shape).length:
         return tensor
     found = pieces[0].found
     if not isinstance(found, Quantized):
