@@ -3,6 +3,7 @@
     fabric         Lightning Fabric: a strategy
     accelerate     Hugging Face accelerate: an Accelerator
     peft           Hugging Face PEFT: LoRA on TransformerEngine's layers
+    torchtitan     torchtitan: base class of models, parallelize function, checkpoint manager
 
 What works and what does not is a table for each in docs/integrations.md.
 """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_integrations import forgetting_accelerate
+from test_integrations import Told, forgetting_accelerate
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,16 +24,6 @@ def build(device: str = "cpu", **parallel: Any) -> nn.Module:
 
     linear = te.Linear(16, 16, device=device, parallel_mode="column" if parallel else None, **parallel)
     return nn.Sequential(linear, te.RMSNorm(16, device=device))
-
-
-class Told(dict):
-    """Case -> what was raised."""
-
-    @contextlib.contextmanager
-    def refused(self, case: str) -> Iterator[None]:
-        with pytest.raises((te_fsdp.TeFsdpError, TypeError)) as caught:
-            yield
-        self[case] = f"{caught.type.__name__}: {caught.value}"
 
 
 def fresh(meshes: te_fsdp.Meshes, **options: Any) -> Any:

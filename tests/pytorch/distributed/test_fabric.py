@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_integrations import Told
 from torch import nn
 
 pytestmark = pytest.mark.skipif(
@@ -38,41 +37,33 @@ def refusals(path: Path) -> dict[str, str]:
     """Body: case -> what was raised."""
     from lightning_fabric.plugins.precision import MixedPrecision
 
-    from te_fsdp.errors import TeFsdpError
     from te_fsdp.integrations.fabric import TeFsdpStrategy
 
-    told: dict[str, str] = {}
-
-    @contextlib.contextmanager
-    def refused(case: str) -> Iterator[None]:
-        with pytest.raises((TeFsdpError, TypeError)) as caught:
-            yield
-        told[case] = f"{caught.type.__name__}: {caught.value}"
-
-    with refused("keyword"):
+    told = Told()
+    with told.refused("keyword"):
         TeFsdpStrategy(unit=[nn.Linear])
-    with refused("precision"):
+    with told.refused("precision"):
         launched(plugins=MixedPrecision("bf16-mixed", device="cpu"))
     fabric = launched()
-    with refused("together"):
+    with told.refused("together"):
         model = build()
         fabric.setup(model, torch.optim.SGD(build("cpu").parameters()))
-    with refused("optimizer first"):
+    with told.refused("optimizer first"):
         fabric.setup_optimizers(torch.optim.SGD(build("cpu").parameters()))
-    with refused("empty_init"), fabric.init_module(empty_init=True):
+    with told.refused("empty_init"), fabric.init_module(empty_init=True):
         fabric.setup_module(build("cpu"))
     model = fabric.setup_module(build())
-    with refused("stale optimizer"):
+    with told.refused("stale optimizer"):
         fabric.setup_optimizers(torch.optim.SGD(build("cpu").parameters()))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
-    with refused("clip_val"):
+    with told.refused("clip_val"):
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
     state = {"model": model, "optimizer": optimizer, "step": 1}
-    with refused("filter"):
+    with told.refused("filter"):
         fabric.save(path / "a", state, filter={"model": lambda name, value: True})
-    with refused("two optimizers"):
+    with told.refused("two optimizers"):
         fabric.save(path / "a", state | {"second": optimizer})
-    with refused("no model"):
+    with told.refused("no model"):
         fabric.save(path / "a", {"step": 1})
     assert not (path / "a").exists()
     fabric.save(path / "a", state)
@@ -82,18 +73,18 @@ def refusals(path: Path) -> dict[str, str]:
         for parameter in model.parameters():
             parameter.add_(1)
     changed = [parameter.detach().clone() for parameter in model.parameters()]
-    with refused("missing"):
+    with told.refused("missing"):
         fabric.load(path / "a", state | {"more": 0})
-    with refused("weights_only"):
+    with told.refused("weights_only"):
         fabric.load(path / "a", state, weights_only=False)
-    with refused("whole"):
+    with told.refused("whole"):
         fabric.load(path / "a")
     assert all(map(torch.equal, changed, model.parameters())), "a refused load has changed the model"
     assert fabric.load(path / "b", state) == {"more": [1, 2]}
     assert all(map(torch.equal, before, model.parameters()))
     fabric.load(path / "a", state | {"more": 0}, strict=False)
     fabric.load_raw(path / "a", model)
-    return told
+    return dict(told)
 
 
 SAYS = {

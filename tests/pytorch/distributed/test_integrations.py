@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from te_fsdp.errors import TeFsdpError
+
 FOLDER = Path(__file__).resolve().parents[3] / "examples/integrations"
 HALF, STEPS = 2, 4
 # Another order of sums moves bf16 values by a rounding, 2^-9 of them, and 8-bit ones by 2^-4 where that crosses the
@@ -36,6 +38,16 @@ def run(name: str, options: dict[str, Any]) -> list[float]:
     setting = importlib.import_module("setting")
     with forgetting_accelerate():
         return importlib.import_module(f"train_{name}").train(setting.Options(**options))
+
+
+class Told(dict):
+    """What frameworks are refused: case -> what was raised."""
+
+    @contextlib.contextmanager
+    def refused(self, case: str) -> Iterator[None]:
+        with pytest.raises((TeFsdpError, TypeError)) as caught:
+            yield
+        self[case] = f"{caught.type.__name__}: {caught.value}"
 
 
 @contextlib.contextmanager
@@ -77,3 +89,16 @@ def test_losses_of_the_native_loop(framework, pool, native, tmp_path):
     other = losses(pool, 2, framework, tp=1, steps=STEPS, resume=path)
     assert other == pytest.approx(native[HALF:], abs=TOLERANCE)
     assert other != native[HALF:], "bit-equal: was it really another mesh?"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.skipif(not find_spec("torchtitan"), reason="make test-integrations installs torchtitan")
+def test_torchtitan(pool, native, tmp_path):
+    whole = losses(pool, 4, "torchtitan", tp=2, steps=STEPS)
+    # The same data and first step; gradients are summed where the native loop averages, and its schedule is another.
+    assert whole[:2] == pytest.approx(native[:2], abs=TOLERANCE)
+    assert losses(pool, 4, "torchtitan", tp=2, steps=HALF, save=tmp_path) == whole[:HALF]
+    path = tmp_path / f"step-{HALF}"
+    assert losses(pool, 4, "torchtitan", tp=2, steps=STEPS, resume=path) == whole[HALF:]
+    other = losses(pool, 2, "torchtitan", tp=1, steps=STEPS, resume=path)
+    assert other == pytest.approx(whole[HALF:], abs=TOLERANCE)

@@ -8,7 +8,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from test_integrations import HALF, STEPS, TOLERANCE, losses
+from test_integrations import HALF, STEPS, TOLERANCE, Told, losses
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not find_spec("peft"), reason="make test-integrations installs peft")
@@ -162,12 +162,11 @@ def refusals() -> dict[str, str]:
     from te_fsdp.integrations.peft import adapters_of, add_adapters, merge
 
     meshes = te_fsdp.Meshes.build(tp=2)
-    told: dict[str, str] = {}
+    told = Told()
 
     def refused(case: str, call: Any, *given: Any) -> None:
-        with pytest.raises(te_fsdp.TeFsdpError) as caught:
+        with told.refused(case):
             call(*given)
-        told[case] = f"{caught.type.__name__}: {caught.value}"
 
     model = layer(meshes)
     refused("mlp", add_adapters, model, config(target_modules=["proj", "layernorm_mlp"]))
@@ -188,7 +187,7 @@ def refusals() -> dict[str, str]:
     te_fsdp.materialize(te_fsdp.fully_shard(adapted, meshes), seed=0)
     refused("merge trained", merge, adapted)
     refused("one layer", adapted.self_attention.proj.merge)
-    return told
+    return dict(told)
 
 
 SAYS = {

@@ -1,0 +1,302 @@
+"""torchtitan on te_fsdp: the base class of a model, the parallelize function and a checkpoint manager for its trainer.
+
+    class MyModel(TeModel): ...                                       # of TransformerEngine's modules, see TeModel
+    spec = ModelSpec(name="my", flavor="8B", model=MyModel.Config(...), parallelize_fn=parallelize,
+                     pipelining_fn=None, post_optimizer_build_fn=keep_main_weights, state_dict_adapter=None)
+    Trainer.Config(model_spec=spec, checkpoint=CheckpointManager.Config(enable=True), ...)
+
+The trainer builds the model on meta, calls ``parallelize``, ``to_empty`` and ``init_weights``, and builds the optimizer
+then. Its losses are sums over a rank's tokens, divided by all tokens, so that gradients are summed over data parallel.
+Options that would have no effect here raise. Source: torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.protocols import BaseModel
+
+import te_fsdp
+from te_fsdp import checkpoint
+from te_fsdp.errors import CheckpointError, OrderError, PlacementError
+from te_fsdp.sharding.state import sharding_state
+
+__all__ = ["CheckpointManager", "TeModel", "keep_main_weights", "parallelize"]
+
+_BaseModel: Any = BaseModel
+_Manager: Any = BaseCheckpointManager
+
+
+def _axes(parallelism: Any) -> dict[str, int]:
+    """Arguments of ``Meshes.build`` for a ``ParallelismConfig``."""
+    return {
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+
+
+class TeModel(_BaseModel):
+    """Base class of a model of TransformerEngine's modules.
+
+    A subclass calls ``super().__init__(config)`` and builds its modules with ``device="meta"`` and
+    ``**self.meshes.te_kwargs()``. Its nested ``Config`` derives from this one's and has ``get_nparams_and_flops``.
+
+    Attributes:
+        meshes: The job's meshes.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_BaseModel.Config):
+        """Sizes of the mesh; a subclass adds those of the model."""
+
+        axes: dict[str, int] = field(default_factory=dict)
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take over the degrees of parallelism; called by the trainer before the model is built."""
+            self.axes = _axes(config.parallelism)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        axes: Any = config.axes
+        self.meshes = te_fsdp.Meshes.build(**axes)
+
+    def verify_module_protocol(self) -> None:
+        """Nothing: TransformerEngine's modules are none of torchtitan's, and need not be."""
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> TeModel:
+        """Nothing: parameters get their memory with their values, quantized ones included."""
+        return self
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """:func:`te_fsdp.materialize`. Collective over the world.
+
+        Raises:
+            OrderError: Before ``parallelize``.
+        """
+        if sharding_state(self) is None:
+            raise OrderError(
+                "TeModel.init_weights before parallelize",
+                why="Each rank initialises its own shards",
+                fix="ModelSpec(parallelize_fn=te_fsdp.integrations.torchtitan.parallelize), and no seed checkpoint",
+            )
+        te_fsdp.materialize(self)
+
+
+def parallelize(
+    model: TeModel,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str = "",
+    **sharding: Any,
+) -> nn.Module:
+    """``parallelize_fn`` of a ``ModelSpec``: :func:`te_fsdp.fully_shard` with the options of the trainer.
+
+    Collective over the world.
+
+    Args:
+        model: On meta.
+        parallel_dims: The trainer's; its degrees are those of ``model.meshes``.
+        training: ``mixed_precision_param`` and ``mixed_precision_reduce`` become FSDP2's policy.
+        parallelism: ``fsdp_reshard_after_forward`` is taken over.
+        compile_config: Must leave the model alone.
+        ac_config: Must be ``None``: use TransformerEngine's checkpointing in the model.
+        dump_folder: Unused.
+        **sharding: More keywords of ``fully_shard``: ``units``, ``strategy``, ``experts``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlacementError: Options that would have no effect, or none that is right, with what to do instead.
+    """
+    refused = {
+        "parallelism.pipeline_parallel_degree": (parallelism.pipeline_parallel_degree > 1, "1"),
+        "parallelism.expert_parallel_degree": (parallelism.expert_parallel_degree > 1, "1"),
+        "parallelism.spmd_backend": (parallelism.spmd_backend != "partial_dtensor", "partial_dtensor"),
+        "parallelism.enable_fsdp_symm_mem": (parallelism.enable_fsdp_symm_mem, "False"),
+        "training.enable_cpu_offload": (training.enable_cpu_offload, "False"),
+        "training.disable_cuda_graphs": (not training.disable_cuda_graphs, "True, and te_fsdp.graphed_step"),
+        "compile.enable": (
+            compile_config.enable and "model" in compile_config.components,
+            'components=["loss"]',
+        ),
+        "activation_checkpoint": (ac_config is not None, "None, and te.checkpoint in the model"),
+    }
+    if found := {name: instead for name, (is_set, instead) in refused.items() if is_set}:
+        raise PlacementError(
+            f"parallelize: {', '.join(found)}",
+            why="torchtitan's own code for it does not know TransformerEngine's modules",
+            fix="; ".join(f"{name}={instead}" for name, instead in found.items()),
+        )
+    dtypes = (
+        getattr(torch, name) for name in (training.mixed_precision_param, training.mixed_precision_reduce)
+    )
+    policy = MixedPrecisionPolicy(*dtypes)
+    if not {"strategy", "precision"} & sharding.keys():
+        # "default" is "always" without pipelines.
+        sharding["reshard_after_forward"] = parallelism.fsdp_reshard_after_forward != "never"
+    if "precision" not in sharding:
+        sharding["mp_policy"] = policy
+    return te_fsdp.fully_shard(model, model.meshes, average_gradients=False, **sharding)
+
+
+def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+    """``post_optimizer_build_fn`` of a ``ModelSpec``, which each model needs: :func:`te_fsdp.main_weights`.
+
+    torchtitan's container of optimizers is an optimizer as well, over the same parameters, whose step would be taken
+    for theirs: its own groups are emptied. Local operation.
+    """
+    for optimizer in optimizers:
+        te_fsdp.main_weights(model_parts[0], optimizer)
+    optimizers.param_groups.clear()
+
+
+class CheckpointManager(_Manager):
+    """torchtitan's checkpoints by :mod:`te_fsdp.checkpoint`: a directory ``step-N`` each, loadable on any mesh.
+
+    Args:
+        config: See :class:`Config`.
+        dataloader: The trainer's; each rank's state is kept, and taken on a mesh of the same size.
+        model_parts: One model.
+        optimizers: With one optimizer.
+        lr_schedulers: The trainer's.
+        states: The trainer, and other objects with a state dict of plain values.
+        sd_adapter: Unused: ``te_fsdp.checkpoint.save_huggingface`` reads the layout off the model.
+        base_folder: ``config.folder`` lies in it.
+
+    Raises:
+        CheckpointError: Options that would have no effect, several models or several optimizers.
+        OrderError: Optimizers that :func:`keep_main_weights` was not called on.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Manager.Config):
+        """torchtitan's, but that optimizers are always saved and loaded; ``asynchronous`` is te_fsdp's."""
+
+        initial_load_model_only: bool = False
+        last_save_model_only: bool = False
+        asynchronous: bool = False
+
+    #: Options without effect here. They must have their defaults.
+    _UNUSED = (
+        "initial_load_in_hf",
+        "last_save_in_hf",
+        "export_dtype",
+        "exclude_from_loading",
+        "create_seed_checkpoint",
+    )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future: Any = None
+        if not self.enable:
+            return
+        plain = _Manager.Config()
+        odd = [
+            f.name
+            for f in fields(config)
+            if f.name in self._UNUSED and getattr(config, f.name) != getattr(plain, f.name)
+        ]
+        if odd or len(model_parts) != 1 or len(list(optimizers)) != 1:
+            raise CheckpointError(
+                f"CheckpointManager: {', '.join(odd) or 'several models or optimizers'}",
+                expected="one model, one optimizer, and checkpoints of te_fsdp",
+                fix="te_fsdp.checkpoint.load_huggingface and save_huggingface; load(..., allow=[...])",
+            )
+        if optimizers.param_groups:
+            raise OrderError(
+                "CheckpointManager before keep_main_weights",
+                why="The container of optimizers would step as one of them",
+                fix="ModelSpec(post_optimizer_build_fn=te_fsdp.integrations.torchtitan.keep_main_weights)",
+            )
+        self.config, self.folder = config, Path(base_folder, config.folder)
+        self.model, (self.optimizer,) = model_parts[0], list(optimizers)
+        self.dataloader, self.others = dataloader, {**states, "lr_scheduler": lr_schedulers}
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        config = self.config
+        wanted = curr_step % config.interval == 0 or last_step
+        wanted |= config.enable_first_step_checkpoint and curr_step == 1
+        if config.load_only or not wanted:
+            return False
+        model_only = last_step and config.last_save_model_only
+        extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
+        if hasattr(self.dataloader, "state_dict"):
+            extra["dataloader"] = checkpoint.PerRank(_plain(self.dataloader.state_dict()))
+        self.save_future = checkpoint.save(
+            self.folder / f"step-{curr_step}",
+            self.model,
+            None if model_only else self.optimizer,
+            extra={} if model_only else extra,
+            asynchronous=config.asynchronous and not last_step,
+            keep_last=config.keep_latest_k or None,
+        )
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        path, initial = self.folder / f"step-{step}", False
+        if step == -1:
+            path = checkpoint.latest(self.folder)
+            if path is None and self.config.initial_load_path:
+                path, initial = Path(self.config.initial_load_path), True
+            if path is None:
+                return False
+        if initial and self.config.initial_load_model_only:
+            checkpoint.load(path, self.model)
+            return True
+        loaded = checkpoint.load(path, self.model, self.optimizer)
+        for name, other in self.others.items():
+            other.load_state_dict(loaded[name])
+        if loaded.get("dataloader") is not None:
+            self.dataloader.load_state_dict(_restored(loaded["dataloader"]))
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Nothing: an asynchronous save has copied what it writes when it returns."""
+
+    def _wait_for_saving(self) -> None:
+        future, self.save_future = self.save_future, None
+        future.result()
+
+    def _close(self) -> None:
+        if self.save_future is not None:
+            self._wait_for_saving()
+
+
+_BYTES = "bytes: "
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A data loader's state as a checkpoint can hold it: torchtitan keeps bytes in it, a pickle of its own."""
+    return {
+        name: _BYTES + value.hex() if isinstance(value, bytes) else value for name, value in state.items()
+    }
+
+
+def _restored(state: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`_plain` was given."""
+    marked = {name for name, value in state.items() if isinstance(value, str) and value.startswith(_BYTES)}
+    return {n: bytes.fromhex(v.removeprefix(_BYTES)) if n in marked else v for n, v in state.items()}
