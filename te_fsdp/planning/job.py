@@ -24,8 +24,19 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 if TYPE_CHECKING:
     from te_fsdp.checkpoint.portable.huggingface_config import Architecture
     from te_fsdp.mesh import Meshes
+    from te_fsdp.sharding.sharding_plan import Wish
 
-__all__ = ["OPTIMIZERS", "RECIPES", "Job", "Sizes", "Workload", "build_model", "is_function", "workload_of"]
+__all__ = [
+    "OPTIMIZERS",
+    "RECIPES",
+    "Gating",
+    "Job",
+    "Sizes",
+    "Workload",
+    "build_model",
+    "is_function",
+    "workload_of",
+]
 
 #: Names of recipes -> TE's class of them, in ``transformer_engine.common.recipe``.
 RECIPES = {
@@ -88,7 +99,7 @@ class Job:
     model: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., nn.Module]
     recipe: str = "none"
     quantized_weights: bool = False
-    strategy: str = "optim_grads_params"
+    strategy: Wish = "optim_grads_params"
     outer_strategy: str = "no_shard"
     units: tuple[str, ...] | None = None
     precision: MixedPrecisionPolicy | None = None
@@ -122,6 +133,8 @@ class Job:
             found["model"] = model.get("model_type", "configuration")
         elif not isinstance(model, str):
             found["model"] = getattr(model, "__qualname__", None) or str(model)
+        if isinstance(self.strategy, Mapping):
+            found["strategy"] = {getattr(k, "__name__", k): word for k, word in self.strategy.items()}
         if self.precision is not None:
             policy = {item.name: getattr(self.precision, item.name) for item in fields(self.precision)}
             found["precision"] = {
@@ -295,6 +308,19 @@ class Decoder(_Shapes):
                 module.weight.sequence_parallel = True  # type: ignore[union-attr]
 
 
+class Gating(_Shapes):
+    """What lies between the two products of experts: the gate's activation times the other half.
+
+    Args:
+        width: Of an expert.
+        hidden: Of the model, where the results of several experts are added up; 0: there is one for all tokens.
+    """
+
+    def __init__(self, width: int, hidden: int = 0) -> None:
+        super().__init__()
+        self.width, self.hidden = width, hidden
+
+
 class Layer(_Shapes):
     """A decoder layer that is no ``te.TransformerLayer``: with experts, or with norms after its branches."""
 
@@ -330,9 +356,11 @@ class Layer(_Shapes):
             self.router.weight.sequence_parallel = split  # type: ignore[assignment]
             # Gate above up: tp must not cut the rows. Its ranks have a part of the tokens, and all of these experts.
             self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
+            self.experts_gating = Gating(experts.ffn, about.hidden)
             self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)
             if experts.shared_ffn:
                 self.shared_fc1 = te.Linear(about.hidden, 2 * experts.shared_ffn, **plain)
+                self.shared_gating = Gating(experts.shared_ffn)
                 self.shared_fc2 = te.Linear(experts.shared_ffn, about.hidden, **plain)
         if about.branch_norms:
             self.mlp_out_norm = _norm(about, split)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from te_fsdp.planning.weights import sums, temporary_in_step
 
 if TYPE_CHECKING:
-    from te_fsdp.planning.activations import Moment, Stage
+    from te_fsdp.planning.activations import Stage
     from te_fsdp.planning.job import Job
     from te_fsdp.planning.weights import Weight
 
@@ -73,11 +73,21 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Unit:
-    """One unit: its weights, and the stages of its modules in the order of forward."""
+    """One unit and its weights.
+
+    Attributes:
+        name: Its name; empty for the root.
+        weights: Its own, not those of units in it.
+        kept: Bytes that all modules in it keep, units in it included.
+        entering: Bytes of what enters it.
+        is_outermost: Whether it lies in no other unit but the root.
+    """
 
     name: str
     weights: Sequence[Weight]
-    stages: Sequence[Stage]
+    kept: int = 0
+    entering: int = 0
+    is_outermost: bool = False
 
     @property
     def label(self) -> str:
@@ -94,6 +104,23 @@ class _Unit:
         return any(weight.whole > weight.elements and weight.gathered for weight in self.weights)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Modules of one unit that follow each other; a unit with units in it has several runs.
+
+    Attributes:
+        unit: Whose modules they are.
+        stages: Theirs.
+        first: Whether the unit's forward begins with them.
+        last: Whether it ends with them.
+    """
+
+    unit: _Unit
+    stages: Sequence[Stage]
+    first: bool
+    last: bool
+
+
 def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[str, int], job: Job) -> Peak:
     """The highest point of a settled step on the first rank. Local operation.
 
@@ -103,16 +130,18 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
         held: What lies in memory all the time: words -> bytes.
         job: How the model is trained.
     """
-    units, root = _units(weights, stages)
+    runs, root = _runs(weights, stages)
     memory = _Memory(Counter(held))
     memory.now["workspaces"] = _WORKSPACES
     if job.microbatches > 1:
-        # The last microbatch begins with what the others have added up.
+        # The last microbatch begins with what the others have added up, and with the buffer of their last reduction.
         for weight in weights:
             kind = "reduced gradients" if weight.storage.reduce == "each" else "unreduced gradients"
             memory.now[kind] += weight.gradient if weight.storage.reduce == "each" else _adding_up(weight)
-    _forward(memory, units, root, job)
-    _backward(memory, units, root, job)
+        before = next((run.unit for run in runs if run.unit.name), root)
+        memory.now["buffers of reductions"] = _reduction(before) if before.weights else 0
+    _forward(memory, runs, root, job)
+    _backward(memory, runs, root, job)
     memory.now = Counter({**held, "workspaces": _WORKSPACES})
     memory.now["reduced gradients"] = sums(weights, "gradient")
     memory.look("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
@@ -125,125 +154,142 @@ def _adding_up(weight: Weight) -> int:
     return weight.gradient * weight.whole // max(weight.elements, 1)
 
 
-def _units(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Unit], _Unit]:
-    """Units in the order of forward, and the root's own weights; its stages stand among the others."""
-    by_unit: dict[str, list[Weight]] = {}
-    names = sorted({weight.unit for weight in weights} - {""}, key=len, reverse=True)
+def _reduction(unit: _Unit) -> int:
+    """Bytes of the buffer that a unit's gradients are reduced from; that of what stays whole is not FSDP2's."""
+    return sum(weight.reduction for weight in unit.weights if not weight.storage.is_whole)
+
+
+def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run], _Unit]:
+    """Runs in the order of forward, and the root; its own modules make runs as those of any unit."""
+    by_unit: dict[str, list[Weight]] = {"": []}
     for weight in weights:
         by_unit.setdefault(weight.unit, []).append(weight)
+    names = sorted(by_unit, key=len, reverse=True)
 
     def unit_of(stage: Stage) -> str:
-        inside = (name for name in names if stage.module == name or stage.module.startswith(f"{name}."))
-        return next(inside, "")
+        return next(name for name in names if _lies_in(stage.module, name))
 
-    runs = [(name, list(run)) for name, run in groupby(stages, unit_of)]
-    return [_Unit(name, by_unit.get(name, []) if name else [], run) for name, run in runs], _Unit(
-        "", by_unit.get("", []), []
-    )
+    for name in [n for n in by_unit if n and not any(_lies_in(stage.module, n) for stage in stages)]:
+        by_unit[""] += by_unit.pop(name)  # nobody knows when it runs
+        names.remove(name)
+    units = {}
+    for name, own in by_unit.items():
+        inside = [stage for stage in stages if name and _lies_in(stage.module, name)]
+        outermost = bool(name) and not any(o and o != name and _lies_in(name, o) for o in names)
+        entering = inside[0].entering if inside else 0
+        units[name] = _Unit(name, own, sum(stage.kept for stage in inside), entering, outermost)
+    parts = [(name, list(run)) for name, run in groupby(stages, unit_of)]
+    order = [name for name, _ in parts]
+    first = {name: order.index(name) for name in order}
+    last = {name: at for at, name in enumerate(order)}
+    runs = [_Run(units[n], run, first[n] == at, last[n] == at) for at, (n, run) in enumerate(parts)]
+    return runs, units[""]
 
 
-def _forward(memory: _Memory, units: Iterable[_Unit], root: _Unit, job: Job) -> None:
+def _lies_in(name: str, unit: str) -> bool:
+    """Whether a module is a unit, or lies in it."""
+    return not unit or name == unit or name.startswith(f"{unit}.")
+
+
+def _forward(memory: _Memory, runs: Iterable[_Run], root: _Unit, job: Job) -> None:
     """All units' forwards; the root's weights are gathered for all of it."""
     _gather(memory, root)
     memory.look("the beginning of forward")
-    for unit in units:
-        if unit.weights:
+    for run in runs:
+        unit = run.unit
+        if unit.name and run.first:
             _gather(memory, unit)
-        for stage in unit.stages:
+        for stage in run.stages:
             memory.now["activations"] += stage.kept
         memory.look(f"forward of {unit.label}")
-        if job.recompute and unit.weights:
-            memory.now["activations"] -= _recomputed(unit)
-        if not unit.keeps:
-            _release(memory, unit)
+        if unit.name and run.last:
+            if job.recompute and unit.is_outermost:
+                memory.now["activations"] -= unit.kept - unit.entering
+            if not unit.keeps:
+                _release(memory, unit, "gathered")
     memory.now["buffers of gathers"] = 0
     if not root.keeps:
-        _release(memory, root)
+        _release(memory, root, "gathered")
 
 
 def _gather(memory: _Memory, unit: _Unit) -> None:
     """Gather a unit for its forward: first into a buffer, beside that of the unit before."""
-    size = sums(unit.weights, "gathered")
-    buffer = size if unit.gathers else 0
+    buffer = sums(unit.weights, "gathered") if unit.gathers else 0
     memory.look(f"the gather of {unit.label}", the_next_buffer=buffer)
     memory.now["buffers of gathers"] = buffer
+    _install(memory, unit, "gathered")
+
+
+def _install(memory: _Memory, unit: _Unit, gathered: str) -> None:
+    """Take gathered weights into memory: ``"gathered"`` for forward, ``"gathered_again"`` for backward."""
     if unit.gathers:
-        memory.now["gathered weights"] += size
+        memory.now["gathered weights"] += sums(unit.weights, gathered)
         memory.now["transposes of gathered weights"] += sums(unit.weights, "derived")
 
 
-def _release(memory: _Memory, unit: _Unit) -> None:
-    """Release the weights of a unit after its forward."""
+def _release(memory: _Memory, unit: _Unit, gathered: str, *, transposes: bool = True) -> None:
+    """Release them; in backward transposes have gone already, with their modules."""
     if unit.gathers:
-        memory.now["gathered weights"] -= sums(unit.weights, "gathered")
-        memory.now["transposes of gathered weights"] -= sums(unit.weights, "derived")
+        memory.now["gathered weights"] -= sums(unit.weights, gathered)
+        memory.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived")
 
 
-def _recomputed(unit: _Unit) -> int:
-    """Bytes that a unit's forward leaves out if it is run again: all but what enters the unit."""
-    return sum(stage.kept for stage in unit.stages) - (unit.stages[0].entering if unit.stages else 0)
-
-
-def _backward(memory: _Memory, units: Sequence[_Unit], root: _Unit, job: Job) -> None:
+def _backward(memory: _Memory, runs: Sequence[_Run], root: _Unit, job: Job) -> None:
     """All units' backwards, the last one first. The root's gradients are reduced at the end of all."""
-    _gather_again(memory, root)
-    of_root = {weight.module: weight for weight in root.weights}
-    inner = [unit for unit in units if unit.weights]
-    for unit in reversed(units):
-        buffer = 0
-        if unit.weights:
-            _gather_again(memory, unit)
-            at = inner.index(unit)
-            before = inner[at - 1] if at else None
-            if before is not None and before.gathers and not before.keeps:
-                buffer = sums(before.weights, "gathered_again")
-            if job.recompute:
-                memory.now["activations"] += _recomputed(unit)
-        memory.now["buffers of gathers"] = buffer
-        for stage in reversed(unit.stages):
-            own = [weight for weight in unit.weights if weight.module == stage.module]
-            own += [of_root[stage.module]] if stage.module in of_root and not unit.weights else []
-            for moment in stage.moments:
-                _look(memory, moment, own, f"backward of {stage.module or 'the loss'}")
-            memory.now["activations"] -= stage.kept
-            memory.now["unreduced gradients"] += sums(own, "unreduced")
-            memory.now["transposes of gathered weights"] -= sums(own, "derived")
-        if unit.weights:
-            _reduce(memory, unit)
-    _reduce(memory, root)
+    by_module: dict[str, list[Weight]] = {stage.module: [] for run in runs for stage in run.stages}
+    order = [run.unit for run in reversed(runs) if run.last and run.unit.name]
+    for weight in (weight for unit in (root, *order) for weight in unit.weights):
+        by_module.setdefault(weight.module, []).append(weight)
+    staged = {stage.module for run in runs for stage in run.stages}
+
+    def begin(unit: _Unit) -> None:
+        if not unit.keeps:
+            _install(memory, unit, "gathered_again")
+        # Of modules of which nothing is known, gradients are there from the beginning.
+        alone = [weight for weight in unit.weights if weight.module not in staged]
+        memory.now["unreduced gradients"] += sums(alone, "unreduced")
+
+    begin(root)
+    for run in reversed(runs):
+        unit = run.unit
+        if unit.name and run.last:
+            begin(unit)
+            ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
+            memory.now["buffers of gathers"] = sum(sums(one.weights, "gathered_again") for one in ahead)
+            if job.recompute and unit.is_outermost:
+                memory.now["activations"] += unit.kept - unit.entering
+        for stage in reversed(run.stages):
+            _stage_backward(memory, stage, by_module[stage.module])
+        if unit.name and run.first:
+            _reduce(memory, unit, job)
+    _reduce(memory, root, job)
 
 
-def _gather_again(memory: _Memory, unit: _Unit) -> None:
-    """Gather a unit for its backward, unless its weights were kept."""
-    if unit.gathers and not unit.keeps:
-        memory.now["gathered weights"] += sums(unit.weights, "gathered_again")
-        memory.now["transposes of gathered weights"] += sums(unit.weights, "derived")
-
-
-def _look(memory: _Memory, moment: Moment, weights: Sequence[Weight], when: str) -> None:
-    """One moment of a module's backward."""
-    gradients = [w for w in weights if moment.gradients is None or w.name in moment.gradients]
-    copied = [w for w in weights if moment.derived is None or w.name in moment.derived]
-    # Transposes go one by one; the moments of a module come in that order.
-    gone = sums(weights, "derived") - sums(copied, "derived") if moment.gradients is None else 0
-    memory.look(
-        when,
-        temporaries_of_the_module=moment.temporary + sums(copied, "copied"),
-        unreduced_gradients=sums(gradients, "unreduced"),
-        transposes_of_gathered_weights=-gone,
-    )
-
-
-def _reduce(memory: _Memory, unit: _Unit) -> None:
-    """The end of a unit's backward: its weights are released, its gradients reduced through a buffer."""
-    unreduced, gradient = sums(unit.weights, "unreduced", "gradient")
-    if unit.gathers:
-        memory.now["gathered weights"] -= sums(
-            unit.weights, "gathered_again" if not unit.keeps else "gathered"
+def _stage_backward(memory: _Memory, stage: Stage, weights: Sequence[Weight]) -> None:
+    """The backward of one module."""
+    for moment in stage.moments:
+        gradients = [w for w in weights if moment.gradients is None or w.name in moment.gradients]
+        derived = [w for w in weights if moment.derived is None or w.name in moment.derived]
+        # Transposes go one by one; the moments of a module come in that order.
+        gone = sums(weights, "derived") - sums(derived, "derived") if moment.gradients is None else 0
+        memory.look(
+            f"backward of {stage.module or 'the loss'}",
+            temporaries_of_the_module=moment.temporary + sums(derived, "copied"),
+            unreduced_gradients=sums(gradients, "unreduced"),
+            transposes_of_gathered_weights=-gone,
         )
-    whole = all(weight.storage.is_whole for weight in unit.weights)
-    buffer = 0 if whole else sums(unit.weights, "reduction")
-    memory.now["buffers of reductions"] = buffer
+    memory.now["activations"] -= stage.kept
+    memory.now["unreduced gradients"] += sums(weights, "unreduced")
+    memory.now["transposes of gathered weights"] -= sums(weights, "derived")
+
+
+def _reduce(memory: _Memory, unit: _Unit, job: Job) -> None:
+    """The end of a unit's backward: its weights are released, its gradients reduced through a buffer."""
+    _release(memory, unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
+    gradient = sums(unit.weights, "gradient")
+    memory.now["buffers of reductions"] = _reduction(unit)
     memory.look(f"the reduction of {unit.label}", reduced_gradients=gradient)
-    memory.now["unreduced gradients"] -= unreduced
-    memory.now["reduced gradients"] += gradient
+    memory.now["unreduced gradients"] -= sums(unit.weights, "unreduced")
+    # What other microbatches have left takes it up.
+    if job.microbatches == 1 or not any(weight.storage.reduce == "each" for weight in unit.weights):
+        memory.now["reduced gradients"] += gradient

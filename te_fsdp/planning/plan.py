@@ -167,7 +167,7 @@ def plan_here(job: Job, sizes: Sizes) -> Plan:
     )
     weights = weights_of(model, job)
     held = _held(weights, job, meshes)
-    if sizes.ep > 1:
+    if any(weight.experts for weight in weights):
         notes.append("all ranks of ep are taken to hold as many experts as the first one")
     return Plan(
         job=job.described(),

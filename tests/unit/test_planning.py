@@ -119,6 +119,27 @@ def test_experts(te):
     # Two experts for each token, there and back, forward and backward, half of them on the other rank.
     assert traffic(found)["tokens", "all-to-all"] == LAYERS * 64 * 2 * HIDDEN * 2 * 4 // 2
     assert "experts as the first one" in found.notes[0]
+    attention = 4 * HIDDEN + 4 + 2 * WIDTH * 2 * (HEADS + GROUPS) + 4 * HEADS
+    # Norm and router; of each of two experts what enters its products, lies between them, and comes out.
+    experts = 2 * HIDDEN + 4 + 2 * HIDDEN + 2 * (2 * HIDDEN + 2 * 3 * FFN + 2 * HIDDEN + 2 * FFN)
+    outside = 8 + 2 * HIDDEN + 4 + 2 * HIDDEN + 4 * VOCABULARY
+    assert found.activations == 64 * (LAYERS * (attention + experts) + outside)
+
+
+def test_context_parallel(te):
+    """A rank has half of each sequence; keys and values go round once in forward, twice in backward."""
+    sizes = Sizes(dp_shard=2), Sizes(dp_shard=1, cp=2)
+    whole, half = (plan(Job(CONFIG, sequence=64), one) for one in sizes)
+    assert half.activations == whole.activations // 2 and half.held == whole.held
+    assert half.sent()["cp"] == LAYERS * 32 * 2 * GROUPS * WIDTH * 2 * 3
+    assert half.sent()["dp_shard"] == whole.sent()["dp_shard"]
+
+
+def test_a_strategy_for_each(te):
+    found = plan(Job(CONFIG, sequence=64, strategy={"": "optim", "head": "no_shard"}), Sizes(dp_shard=2))
+    assert found.job["strategy"] == {"": "optim", "head": "no_shard"} and json.dumps(found.as_json())
+    head = {row.name: row for row in found.report}["head.weight"]
+    assert head.local_shape == head.shape and found.sent()["dp"] == 2 * 2 * VOCABULARY * HIDDEN // 2
 
 
 def test_1024_ranks(te):
@@ -266,7 +287,7 @@ def hopper(te):
 
 
 def test_peaks_on_h200(hopper, monkeypatch):
-    """Nine jobs that two H200s have trained: the allocator's peak within 5 %, what they hold within 1.5 %."""
+    """Nine jobs that two H200s have trained: the allocator's peak within 3 %, and what they hold."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -277,7 +298,7 @@ def test_peaks_on_h200(hopper, monkeypatch):
         assert planned.report.total_bytes == real["report"], row
         # Workspaces of cuBLAS, up to 64 MiB, come beside the model.
         assert planned.held_bytes == pytest.approx(real["held"], abs=2**26 + 2**20), row
-        assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.05), (row, planned.peak)
+        assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.03), (row, planned.peak)
 
 
 @pytest.fixture
