@@ -84,7 +84,7 @@ def _model(variant: Variant, options: argparse.Namespace, device: Any, **kwargs:
 
 
 def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """te_fsdp's; recorded steps with an optimizer that can be captured."""
+    """te_fsdp's."""
     strategy, outer = SETTINGS[variant.setting]
     tp = 2 if variant.setting == "tp" else 1
     meshes = te_fsdp.Meshes.build(dp_replicate=REPLICAS if outer else 1, tp=tp, device_type=device.type)
@@ -102,14 +102,8 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         transport="copy_engine" if variant.setting.endswith(" copy_engine") else "nccl",
     )
     te_fsdp.materialize(model, seed=0)
-    optimizer: torch.optim.Optimizer
-    if variant.library == "te_fsdp graph":
-        if variant.weights == "fp8":  # FusedAdam cannot be captured over quantized weights
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
-        else:
-            optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=True)
-    else:
-        optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
+    recorded = variant.library == "te_fsdp graph"
+    optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=recorded)
     te_fsdp.main_weights(model, optimizer)
     if outer == "optim":
         te_fsdp.shard_optimizer(optimizer, overlap_gather=_overlaps(variant, "gather"))

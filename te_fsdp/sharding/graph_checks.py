@@ -202,9 +202,10 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
         replaced = stand_ins is not None and stand_ins.cuts
-        if not replaced and quantized_among(held_by(optimizer)):
+        quantized = [local for _, _, local in quantized_among(held_by(optimizer))]
+        if not replaced and any(map(_te.has_delayed_scale, quantized)):
             return (
-                "FusedAdam cannot be captured over quantized weights; torch.optim.AdamW(fused=True, "
+                "FusedAdam cannot be captured over weights with delayed scaling; torch.optim.AdamW(fused=True, "
                 "capturable=True) with te_fsdp.main_weights can"
             )
         return ""

@@ -99,9 +99,9 @@ def graphed_step(
     model's device.
 
     What cannot be recorded runs eagerly, and one line in the log says why: all steps on the CPU; the optimizer's step
-    alone where an optimizer reads the host (built without ``capturable=True``, TE's FusedAdam over quantized weights,
-    hooks of other libraries); all steps where the capture fails, for example since the function reads a value of the
-    device.
+    alone where an optimizer reads the host (built without ``capturable=True``, TE's FusedAdam over weights with delayed
+    scaling, hooks of other libraries); all steps where the capture fails, for example since the function reads a value
+    of the device.
 
     Collective over the model's ranks when it records: a meeting, and three all-reduces of one integer. All ranks must
     call it as often, and meet new kinds of inputs in the same call. Otherwise collectives are those of the function

@@ -231,7 +231,7 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
 def lend_main_weights(step: Step) -> None:
     """Let the main weights that TE's FusedAdam keeps of quantized weights stand in for these."""
     optimizer: Any = step.optimizer
-    if not step.models or not _te.is_fused_adam(optimizer) or optimizer.capturable:
+    if not step.models or not _te.is_fused_adam(optimizer):
         return
     stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if stand_ins is None:

@@ -339,7 +339,8 @@ def _main_weight_of_fused(optimizer: Any, parameter: torch.Tensor) -> torch.Tens
 def _give_as_they_are(optimizer: Any, stood_in: dict[int, torch.Tensor]) -> None:
     """Give main weights their parameters' gradients in the dtype that these have, of which FusedAdam takes any.
 
-    In one group it takes one dtype for all parameters in fp32. Where there are several, gradients become fp32 ones.
+    In one group it takes one dtype for all parameters in fp32, and with ``capturable=True`` theirs alone. Where that is
+    not so gradients become fp32 ones.
 
     Args:
         optimizer: TE's FusedAdam, with main weights in its groups.
@@ -349,7 +350,8 @@ def _give_as_they_are(optimizer: Any, stood_in: dict[int, torch.Tensor]) -> None
     for group in optimizer.param_groups:
         members = [p for p in group["params"] if p.dtype == torch.float32]
         gradients = [getattr(stood_in.get(id(p), p), name, None) for p in members]
-        together = len({gradient.dtype for gradient in gradients if gradient is not None}) <= 1
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        together = len(dtypes) <= 1 and not optimizer.capturable
         for main, gradient in zip(members, gradients, strict=True):
             if id(main) not in stood_in:
                 continue

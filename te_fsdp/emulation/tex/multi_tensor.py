@@ -140,7 +140,13 @@ def multi_tensor_adam_capturable(
     """:func:`multi_tensor_adam` with tensors lr and step, and last ``inv_scale``, a factor of the gradients.
 
     Does nothing when ``noop_flag`` is 1. The unscaled gradients are written back.
+
+    Raises:
+        EmulationError: gradients of another dtype than the parameters.
     """
+    dtypes = {tensor.dtype for tensor in (*tensor_lists[0], *tensor_lists[1])}
+    if len(dtypes) > 1:
+        raise EmulationError(f"multi_tensor_adam_capturable: several dtypes, {sorted(map(str, dtypes))}")
     if int(noop_flag) == 1:
         return
     inv_scale = args[-1]

@@ -17,11 +17,17 @@ CASES = {
     "main weights": {"bf16": True},
     "FP8 weights": {"bf16": True, "quantized": True},
     "FP8 weights, FusedAdam": {"bf16": True, "quantized": True, "optimizer": "FusedAdam"},
+    "FP8 weights, FusedAdam reads the host": {
+        "bf16": True,
+        "quantized": True,
+        "optimizer": "FusedAdam",
+        "reads_host": True,
+    },
 }
 EAGER_STEP = {
     "SGD": "SGD reads its learning rate on the host",
     "SGD, report_nan": "SGD reads its learning rate on the host",
-    "FP8 weights, FusedAdam": "FusedAdam was built without capturable=True",
+    "FP8 weights, FusedAdam reads the host": "FusedAdam was built without capturable=True",
 }
 
 
