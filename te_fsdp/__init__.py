@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import broadcast_params as broadcast_params
     from te_fsdp.sharding.materialize import materialize as materialize
+    from te_fsdp.sharding.muon import Muon as Muon
     from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
@@ -84,6 +85,7 @@ _HOMES = {
     "report_nan": "te_fsdp.sharding.nan_report",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
+    "Muon": "te_fsdp.sharding.muon",
     # errors
     "TeFsdpError": "te_fsdp.errors",
     "MeshError": "te_fsdp.errors",

@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +40,6 @@ __all__ = [
     "flatten_mesh",
     "fsdp_parameter_groups",
     "group_by_name",
-    "has_fused_sgd_rule",
     "in_backward",
     "in_dtypes_of",
     "is_absent_extra_state",
@@ -61,7 +59,6 @@ __all__ = [
     "reduction_of",
     "shard_dim_of",
     "spec_of",
-    "step_hooks",
     "strided_shard",
     "unflatten",
     "unflatten_mesh",
@@ -244,24 +241,6 @@ def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
             else tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
             for tensor in tensors
         ]
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
-    tables: list[dict[Any, Callable[..., Any]]] = [
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    ]
-    return [hook for table in tables for hook in table.values()]
-
-
-def has_fused_sgd_rule() -> bool:
-    """Whether DTensor can run ``torch._fused_sgd_`` with a learning rate on the device (``ShardingPropagator``)."""
-    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one for each kind of rule
-    operator = torch.ops.aten._fused_sgd_.tensor_lr
-    return any(operator in table for table in tables if isinstance(table, dict))
 
 
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Meshing", "ModulePlan", "check_divisible", "original_layouts", "plan_tree", "quantizable"]
+__all__ = [
+    "Meshing",
+    "ModulePlan",
+    "check_divisible",
+    "fused_matrices",
+    "original_layouts",
+    "plan_tree",
+    "quantizable",
+]
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
@@ -204,18 +212,47 @@ def _rules(
     return {}
 
 
-def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
-    """Stacked layouts of an attention's fused, non-interleaved projections, by ``id`` of the projection."""
-    if attention.qkv_weight_interleaved:
-        return
+def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """An attention's fused projection and the relative heights of what it stacks; ``None`` where it has none."""
     if attention.attention_type == "self":
         projection = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
         heads, groups = attention.num_attention_heads, attention.num_gqa_groups
-        blocks = (heads, groups, groups)
+        blocks: tuple[int, ...] = (heads, groups, groups)
     else:
         projection, blocks = attention.key_value, (1, 1)
-    if len(projection.weight_names) == 1:  # fused; split projections are one plain parameter each
-        yield id(projection), Layout("stacked", blocks)
+    # Split projections are one plain parameter each.
+    return (projection, blocks) if len(projection.weight_names) == 1 else None
+
+
+def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
+    """Stacked layouts of an attention's fused, non-interleaved projections, by ``id`` of the projection."""
+    fused = None if attention.qkv_weight_interleaved else _fused_projection(attention)
+    if fused is not None:
+        yield id(fused[0]), Layout("stacked", fused[1])
+
+
+def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
+    """Weights of TE modules whose rows are those of several matrices: fused QKV or KV, gated fc1. Local operation.
+
+    Returns:
+        Per ``id`` of a module and name of a weight: how often the matrices take turns along the rows, and how many
+        rows each has in a turn, in relation to the others: ``(1, (1, 1))`` is gate over up, ``(2, (4, 1, 1))`` an
+        interleaved QKV of two groups of four query heads.
+    """
+    found = {}
+    modules: list[Any] = list(root.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        fused = _fused_projection(module) if kind == "MultiheadAttention" else None
+        if fused is not None:
+            (projection, blocks), turns = fused, 1
+            if module.qkv_weight_interleaved:
+                turns = int(module.num_gqa_groups)
+                blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
+            found[id(projection), projection.weight_names[0]] = turns, blocks
+        if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
+            found[id(module), "fc1_weight"] = 1, (1, 1)
+    return found
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:

@@ -80,8 +80,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     :func:`te_fsdp.release_params`, or :func:`te_fsdp.finish_param_gather` for whole weights.
 
     Collective over the holders (one all-reduce of two integers; for quantized weights with one scale a process group
-    may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element:
-    SGD, Adam and their kin, TE's FusedAdam.
+    may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element
+    (SGD, Adam and their kin, TE's FusedAdam), or is :class:`te_fsdp.Muon`.
 
     Args:
         optimizer: Any optimizer of ``torch.optim``'s protocol, over parameters of the model.

@@ -1,0 +1,264 @@
+"""Bodies: `te_fsdp.Muon` against `torch.optim.Muon` and `torch.optim.AdamW` in one process, bit for bit.
+
+The operations are the same on both sides, in the same order and on tensors of the same shapes: only where they run
+differs. Gradients are given, not computed, so that they are equal too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+from parity.clipping import fill
+from parity.runs import Findings, _value, compare_shards, copy_shards, scramble
+
+HIDDEN, FFN, HEADS, GROUPS, CHANNELS, EXPERTS = 32, 48, 8, 4, 8, 3
+STEPS = 3
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
+
+
+class Model(nn.Module):
+    """Fused QKV and gated fc1 in a layer, an embedding and a head that no mesh cuts evenly, experts."""
+
+    def __init__(self, meshes: Any, device: Any, *, interleaved: bool, experts: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        tp = {} if meshes is None else meshes.te_kwargs()
+        dtype = {"params_dtype": torch.float32, "device": device}
+        self.embedding = nn.Embedding(11, HIDDEN, device=device)
+        self.layer = te.TransformerLayer(
+            HIDDEN,
+            FFN,
+            HEADS,
+            num_gqa_groups=GROUPS,
+            kv_channels=CHANNELS,  # more rows of queries than columns: another learning rate than for keys
+            activation="swiglu",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            set_parallel_mode=True,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=interleaved,
+            **dtype,
+            **tp,
+        )
+        self.head = nn.Linear(HIDDEN, 3, device=device)  # 3 rows over 4 ranks: one has none
+        if experts:
+            own = EXPERTS if meshes is None else len(meshes.experts(EXPERTS))
+            self.experts = te.GroupedLinear(own, HIDDEN, FFN, bias=False, **dtype)
+
+
+def _rows(name: str, interleaved: bool) -> list[list[int]]:
+    """Rows of each matrix in a fused weight, written down by hand; of any other weight none."""
+    if name.endswith("fc1_weight"):
+        return [list(range(FFN)), list(range(FFN, 2 * FFN))]
+    if not name.endswith("layernorm_qkv.weight"):
+        return []
+    queries, one = HEADS * CHANNELS, GROUPS * CHANNELS
+    if not interleaved:
+        return [
+            list(range(queries)),
+            list(range(queries, queries + one)),
+            list(range(queries + one, queries + 2 * one)),
+        ]
+    found: list[list[int]] = [[], [], []]
+    each = HEADS // GROUPS * CHANNELS
+    for group in range(GROUPS):
+        begin = group * (each + 2 * CHANNELS)
+        for part, (low, high) in enumerate(
+            ((0, each), (each, each + CHANNELS), (each + CHANNELS, each + 2 * CHANNELS))
+        ):
+            found[part] += range(begin + low, begin + high)
+    return found
+
+
+class OneProcess:
+    """torch's own optimizers; each matrix of a fused weight is a parameter of its own."""
+
+    def __init__(self, model: nn.Module, matrices: list[str], rows: dict[str, list[list[int]]]) -> None:
+        self.model, self.parts = model, []
+        muon = []
+        for name in matrices:
+            parameter = model.get_parameter(name)
+            if not rows.get(name):
+                muon.append(parameter)
+            for picked in rows.get(name, []):
+                part = nn.Parameter(parameter.detach()[picked].clone())
+                self.parts.append((parameter, picked, part))
+                muon.append(part)
+        others = [p for n, p in model.named_parameters() if n not in matrices]
+        self.optimizers = [torch.optim.Muon(muon, **MUON), torch.optim.AdamW(others, **ADAMW)]
+
+    def step(self) -> None:
+        """One step; gradients are those of the model."""
+        for parameter, picked, part in self.parts:
+            part.grad = parameter.grad[picked].clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for parameter, picked, part in self.parts:
+                parameter[picked] = part
+
+
+def _matrices(model: nn.Module) -> list[str]:
+    """All that Muon takes by itself, and an embedding and a head beside."""
+    names = ("qkv.weight", "proj.weight", "fc1_weight", "fc2_weight", "embedding.weight", "head.weight")
+    found = [n for n, _ in model.named_parameters() if n.endswith(names) or n.startswith("experts.")]
+    assert len(found) >= len(names)
+    return found
+
+
+def _models(axes: dict[str, int], how: dict[str, Any], **kind: bool) -> tuple[Any, Any]:
+    """The model of one process and the sharded one, of equal values."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    torch.manual_seed(3)
+    reference, subject = Model(None, harness.device(), **kind), Model(meshes, "meta", **kind)
+    te_fsdp.fully_shard(subject, meshes, **how)
+    te_fsdp.materialize(subject)
+    scramble(reference)
+    copy_shards(reference, subject)
+    return reference, subject
+
+
+def same_bits(
+    axes: dict[str, int],
+    *,
+    interleaved: bool = False,
+    experts: bool = False,
+    split: bool = True,
+    frozen: bool = False,
+    spoil: str = "",
+    save: str = "",
+    load: str = "",
+    **how: Any,
+) -> dict[str, Any]:
+    """Three steps. `how`: further arguments of fully_shard; `spoil`: a negative control.
+
+    Args:
+        axes: mesh sizes.
+        interleaved: layout of the fused QKV.
+        experts: whether the model has some.
+        split: of Muon.
+        frozen: whether one matrix is.
+        spoil: "fused": Muon is told the opposite of `split`.
+        save: folder of a checkpoint that is written after the first step.
+        load: folder of one that is read instead of a first step.
+        how: further arguments of fully_shard.
+    """
+    import te_fsdp
+
+    reference, subject = _models(axes, how, interleaved=interleaved, experts=experts)
+    if frozen:
+        for model in (reference, subject):
+            model.layer.self_attention.proj.weight.requires_grad_(False)
+    names = _matrices(reference)
+    rows = {name: _rows(name, interleaved) for name in names if split}
+    params = [p for n, p in subject.named_parameters() if n in names]
+    optimizer = te_fsdp.Muon(subject, params, adamw=ADAMW, split_fused=split != (spoil == "fused"), **MUON)
+    if how.get("outer_strategy"):
+        te_fsdp.shard_optimizer(optimizer)
+    oracle = OneProcess(reference, names, rows)
+    checks = Findings()
+    for step in range(STEPS):
+        draw(reference, subject, step)
+        if load and step == 0:
+            oracle.step()
+            te_fsdp.checkpoint.load(load, subject, optimizer)
+            compare(checks, "loaded", subject, reference)
+            continue
+        if frozen:
+            for model in (reference, subject):
+                model.layer.self_attention.proj.weight.grad = None
+        oracle.step()
+        optimizer.step()
+        compare(checks, f"step {step}", subject, reference)
+        if save and step == 0:
+            te_fsdp.checkpoint.save(save, subject, optimizer)
+    states = [state for state in optimizer.state.values() if "momentum_buffer" in state]
+    assert len(states) == len(params) - frozen
+    return checks.settle(minimum=STEPS * 4)
+
+
+def draw(reference: nn.Module, subject: nn.Module, step: int) -> None:
+    """Other gradients in every step, the same on both sides."""
+    fill(reference, subject, lacking=False)
+    for parameter in (*reference.parameters(), *subject.parameters()):
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0 + step).add_(0.25 * step)
+
+
+def compare(checks: Findings, what: str, subject: nn.Module, reference: nn.Module) -> None:
+    """Every own shard has the reference's bits; other ranks' experts are theirs."""
+    own = {name for name, _ in subject.named_parameters(remove_duplicate=False)}
+    view = nn.Module()
+    view._parameters = {n: p for n, p in reference.named_parameters() if n in own}
+    compare_shards(checks, what, subject, view, _value, bits=True)
+
+
+def quantized(recipe: str, hidden: int) -> dict[str, Any]:
+    """Main weights of quantized weights, with gradients of a backward: those of one process that has the same."""
+    from quantization.bodies import Stepper, batch_of
+    from quantization.one_scale import stock
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = stock("mlp_swiglu", recipe, "meta", hidden=hidden)
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model)
+    train = Stepper(model, recipe, meshes, False)
+    train.optimizer = te_fsdp.Muon(model, adamw=ADAMW, **MUON)
+    te_fsdp.main_weights(model, train.optimizer)
+    weights = {n: p for n, p in model.named_parameters() if p.ndim == 2}
+    taken = {id(p) for p in train.optimizer.param_groups[0]["params"]}
+    assert taken == {id(p) for p in weights.values()} and len(weights) == 2, "fc1 and fc2"
+    parts = {}
+    for name, parameter in weights.items():
+        main = harness.full(train.optimizer.state[parameter]["master_param"])
+        parts[name] = [nn.Parameter(part.clone()) for part in main.chunk(1 + name.endswith("fc1_weight"))]
+    oracle = torch.optim.Muon([part for several in parts.values() for part in several], **MUON)
+
+    def same_gradients(*unused: Any) -> None:
+        for name, parameter in weights.items():
+            gradient = harness.full(parameter.grad).float()
+            for part, own in zip(parts[name], gradient.chunk(len(parts[name])), strict=True):
+                part.grad = own.clone()
+
+    # The first of the optimizer's hooks: after it main weights take the parameters' places.
+    train.optimizer._optimizer_step_pre_hooks[-1] = same_gradients
+    train.optimizer._optimizer_step_pre_hooks.move_to_end(-1, last=False)
+    checks = Findings()
+    for step in range(STEPS):
+        train(*batch_of(hidden))
+        oracle.step()
+        for name, parameter in weights.items():
+            main = train.optimizer.state[parameter]["master_param"]
+            expected = torch.cat([part.detach() for part in parts[name]])
+            checks.attempt(checks.same_bits, f"step {step} {name}", main, expected)
+            error = (harness.full(parameter) - expected).abs().max() / expected.abs().max()
+            assert error <= 2**-4, f"{name}: {error}"  # half a step of e4m3 near its largest value
+    return checks.settle(minimum=STEPS * 2)
+
+
+def refused(case: str) -> None:
+    """What raises, on all ranks."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    device = harness.device()
+    model = nn.Sequential(te.Linear(HIDDEN, FFN, device=device), te.LayerNorm(FFN, device=device))
+    early = list(model.parameters())
+    te_fsdp.fully_shard(model, te_fsdp.Meshes.build(device_type=harness.device_type()))
+    if case == "no matrix":
+        te_fsdp.Muon(model, model.parameters())
+    elif case == "early":
+        te_fsdp.Muon(model, [p for p in early if p.ndim == 2])
+    elif case == "option":
+        te_fsdp.Muon(model, adamw={"amsgrad": True})

@@ -1,0 +1,65 @@
+"""`te_fsdp.Muon` on every mesh has the bits of torch's Muon and AdamW in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from parity import muon
+
+CASES = {
+    "dp2": ({"dp_shard": 2}, {"interleaved": True}),
+    "tp2": ({"dp_shard": 1, "tp": 2}, {}),
+    "dp2_tp2": ({"dp_shard": 2, "tp": 2}, {"frozen": True}),
+    "dp2_tp2 interleaved": ({"dp_shard": 2, "tp": 2}, {"interleaved": True}),
+    "dp4 as one matrix": ({"dp_shard": 4}, {"split": False}),
+    "ep2": ({"dp_shard": 2, "ep": 2}, {"experts": True}),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}),
+    "hfsdp": ({"dp_replicate": 2, "dp_shard": 2}, {"outer_strategy": "optim"}),
+    "no_shard": ({"dp_shard": 2}, {"strategy": "no_shard"}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.ranks(math.prod(CASES[c][0].values()))) for c in CASES]
+)
+def test_same_bits_as_one_process(pool, case):
+    axes, how = CASES[case]
+    pool.run(muon.same_bits, math.prod(axes.values()), axes=axes, **how)
+
+
+@pytest.mark.ranks(2)
+def test_fused_weights_are_several_matrices(pool):
+    """Negative control: QKV and gated fc1, orthogonalised as one matrix each, are others."""
+    for error in pool.run_expect_error(muon.same_bits, 2, axes={"dp_shard": 2}, spoil="fused"):
+        assert "layernorm_qkv.weight" in error.message and "fc1_weight" in error.message
+        assert "fc2_weight" not in error.message
+
+
+@pytest.mark.ranks(4)
+def test_checkpoints_load_on_another_mesh(pool, tmp_path):
+    """State of both algorithms, under fused layouts; then the bits go on as if nothing had been."""
+    path = str(tmp_path / "step-1")
+    pool.run(muon.same_bits, 4, axes={"dp_shard": 2, "tp": 2}, save=path)
+    pool.run(muon.same_bits, 4, axes={"dp_shard": 4}, load=path)
+    pool.run(muon.same_bits, 1, axes={"dp_shard": 1}, load=path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "hidden"), [("current", 64), ("mxfp8", 128)])
+def test_quantized_weights(pool, recipe, hidden):
+    pool.run(muon.quantized, 2, recipe=recipe, hidden=hidden)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("case", "error", "texts"),
+    [
+        ("no matrix", "PlacementError", ("0.bias of shape (48,)", "adamw={...} updates what Muon does not")),
+        ("early", "OrderError", ("1 of 1 parameters are not the model's",)),
+        ("option", "ValueError", ("lr, betas, eps, weight_decay", "amsgrad")),
+    ],
+)
+def test_refused(pool, case, error, texts):
+    for raised in pool.run_expect_error(muon.refused, 2, case=case):
+        assert raised.type_name == error and all(text in raised.message for text in texts), raised.message
