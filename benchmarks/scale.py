@@ -50,7 +50,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         mine = [row for row in rows if row["model"] == model]
         ranks = [row["ranks"] for row in mine]
         left.plot(ranks, [row["set_up_seconds"] for row in mine], "o-", label=f"{model}: te_fsdp")
-        left.plot(ranks, [row["fsdp2_seconds"] for row in mine], "x--", label=f"{model}: of it FSDP2's")
+        left.plot(ranks, [row["fsdp2_seconds"] for row in mine], "x--", label=f"{model}: FSDP2 alone")
         middle.plot(ranks, [max(row["peak_gib"].values()) for row in mine], "o-", label=model)
     steps = [row for row in rows if row["model"] == "step"]
     right.plot([row["ranks"] for row in steps], [row["calls"] for row in steps], "o-")
@@ -75,7 +75,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         "model",
         "ranks",
         "set-up s",
-        "of it FSDP2 s",
+        "FSDP2 alone s",
         "of it materialize s",
         "peak GiB",
         "groups",

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Page -> what each of its blocks takes for granted: methods of `Reader`.
 PAGES = {
     "README.md": ["nothing"],
+    "docs/activations.md": ["nothing", "nothing"],
     "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing", "saved"],
     "docs/compile.md": ["built"],
     "docs/data.md": ["data"],

@@ -27,6 +27,8 @@ WAYS = {
     "nested": {"place": "nested", "kind": "torch"},
     "nested_reentrant": {"place": "nested", "kind": "torch_reentrant"},
     "selective": {"place": "selective", "kind": "torch"},
+    "offloaded": {"place": "unit", "kind": "torch_offload"},
+    "offloaded_te": {"place": "unit", "kind": "te_offload"},
 }
 #: The same for what is used twice.
 TWICE = {

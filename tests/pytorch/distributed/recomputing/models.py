@@ -21,8 +21,8 @@ WIDE, NARROW = 256, 128
 PLACES = ("own", "unit", "inside", "units", "nested", "selective")
 #: What is used twice in one forward: a module within a unit, or a unit.
 TWICE = ("module", "unit")
-#: Whose checkpoint, and of which kind.
-KINDS = ("torch", "torch_reentrant", "te", "te_reentrant")
+#: Whose checkpoint, and of which kind; or what is kept for backward lies on the CPU meanwhile, by torch or by TE.
+KINDS = ("torch", "torch_reentrant", "te", "te_reentrant", "torch_offload", "te_offload")
 
 
 class Block(nn.Module):
@@ -61,7 +61,13 @@ class Net(nn.Module):
 
     def __init__(self, way: Way, recipe: Any, group: Any = None, *, hidden: int, **kwargs: Any) -> None:
         super().__init__()
+        import transformer_engine.pytorch as te
+
         self.way = way
+        if way.kind == "te_offload":
+            self.offloading, self.wait = te.get_cpu_offload_context(
+                enabled=True, num_layers=BLOCKS - 1, model_layers=BLOCKS
+            )
         self.blocks = nn.ModuleList(Block(way, recipe, group, hidden, **kwargs) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +79,11 @@ class Net(nn.Module):
     def _all(self, x: torch.Tensor) -> torch.Tensor:
         around = self.way.place in ("unit", "nested", "selective") or self.way.twice == "unit"
         for block in self.blocks:
+            if self.way.kind == "te_offload":
+                with self.offloading:
+                    x = block(x)
+                x = self.wait(x)
+                continue
             for _ in range(2 if self.way.twice == "unit" else 1):
                 x = self.way.run(block, x) if around else block(x)
         return x
@@ -90,6 +101,9 @@ class Way:
 
         if not self.kind:
             return call(x)
+        if self.kind == "torch_offload":
+            with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
+                return call(x)
         if self.kind.startswith("te"):
             return te.checkpoint(call, x, use_reentrant=self.kind == "te_reentrant")
         options: dict[str, Any] = {"use_reentrant": self.kind == "torch_reentrant"}
