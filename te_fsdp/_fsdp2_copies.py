@@ -61,13 +61,23 @@ class _Copied(NamedTuple):
     all_gather_work: None = None
 
 
-class _Piece(NamedTuple):
-    """A tensor of a shard in a gather: where it lies on all ranks, and what it becomes part of."""
+class _Places(NamedTuple):
+    """A record in a gather.
 
-    memory: Memory
-    offset: int
-    size: int
-    target: torch.Tensor
+    Attributes:
+        key: Place in the memory for what is copied first, sizes and dtypes of the tensors that travel: what the rest
+            depends on.
+        outputs: FSDP2's list of gathered tensors.
+        own: Where this rank's tensors lie, or are copied to.
+        copies: Targets and sources, uint8.
+        parts: Gathered ranks after ranks, where they are to be put together along another dim than the first.
+    """
+
+    key: tuple[Any, ...]
+    outputs: list[torch.Tensor]
+    own: list[torch.Tensor]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    parts: list[torch.Tensor]
 
 
 class CopiedGathers:
@@ -85,6 +95,7 @@ class CopiedGathers:
         self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.own)
         self._staging: Memory | None = None
         self._homes: dict[int, _Home] = {}
+        self._places: dict[int, _Places] = {}
         self._read: dict[int, Any] = {}  # of each group: the event after which nobody reads its shards
         self._last: Any = None  # that of the last gather
         self._held: dict[int, tuple[list[torch.Tensor], Any]] = {}
@@ -123,6 +134,7 @@ class CopiedGathers:
             data = managed._sharded_param_data
             moved = alias(memory.own, offset, data).copy_(data)
             self._homes[id(managed)] = _Home(memory, offset, data.nbytes)
+            self._places.pop(id(managed), None)
             managed._sharded_param_data, local = moved, local_of(managed.sharded_param)
             dim, padded = managed.fsdp_placement.dim, moved.view(managed.padded_sharded_param_size)
             local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
@@ -159,9 +171,9 @@ class CopiedGathers:
             _wait(stream, self._last)  # the gather before may have been on another stream
             _wait(stream, event)
             del memory  # not before: other buffers may take its place
-            pieces, joins = self._lay_out(group)
+            everything, joins = self._lay_out(group)
             self.meeting.barrier()
-            self._copy(pieces)
+            self._copy(everything)
             for managed, parts in joins:
                 _join(managed, parts)
             copied = stream.record_event()
@@ -188,9 +200,8 @@ class CopiedGathers:
             return
         stock()
         current = group.device_handle.current_stream()
-        _wait(
-            current, self._read.pop(id(group), None)
-        )  # whoever writes to shards next, writes on this stream
+        # Whoever writes to shards next, writes on this stream.
+        _wait(current, self._read.pop(id(group), None))
         memory = [
             tensor
             for managed in group.fsdp_params
@@ -208,51 +219,74 @@ class CopiedGathers:
 
     # --- a gather
 
-    def _lay_out(self, group: Any) -> tuple[list[_Piece], list[tuple[Any, list[torch.Tensor]]]]:
+    def _lay_out(self, group: Any) -> tuple[list[_Places], list[tuple[Any, list[torch.Tensor]]]]:
         """What is to be copied; shards that do not lie where the others read them are copied there.
 
         Returns:
-            Pieces; the records whose gathered tensors are put together of ranks' parts, with these parts.
+            Places of each record; the records whose gathered tensors are put together of ranks' parts, with these.
         """
-        ranks, needed = len(self.meeting.parts), 0
-        found: list[tuple[Any, torch.Tensor, torch.dtype, _Home | None, int]] = []
+        needed = 0
+        found: list[tuple[Any, list[torch.Tensor], tuple[Any, ...]]] = []
         for managed in group.fsdp_params:
-            for source, dtype in _inputs(managed):
-                size, home = source.numel() * dtype.itemsize, self._homes.get(id(managed))
-                if home is not None and home.size != size:
-                    home = None
-                found.append((managed, source, dtype, home, needed))
-                needed += _aligned(size) if home is None else 0
+            sources, dtypes = _inputs(managed)
+            sizes = [source.numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True)]
+            home = self._homes.get(id(managed))
+            is_home = home is not None and sizes == [home.size]
+            found.append((managed, sources, (None if is_home else needed, tuple(sizes), tuple(dtypes))))
+            needed += 0 if is_home else sum(map(_aligned, sizes))
         if needed and (self._staging is None or self._staging.own.numel() < needed):
             self._staging = None
+            self._places.clear()  # what looks at the memory keeps it
             self._staging = self.make(needed)
-        pieces, joins, into, outof = [], [], [], []
-        for managed, own in itertools.groupby(found, key=lambda item: item[0]):
-            inputs = list(own)
-            outputs = _outputs(managed, inputs, ranks)
-            if managed.fsdp_placement.dim != 0:
-                outputs = [torch.empty_like(output) for output in outputs]
-                joins.append((managed, outputs))
-            for (_, source, dtype, home, offset), output in zip(inputs, outputs, strict=True):
-                place = home or _Home(self._staging, offset, source.numel() * dtype.itemsize)  # type: ignore[arg-type]
-                mine = place.memory.own[place.offset : place.offset + place.size].view(dtype)
+        everything, joins, into, outof = [], [], [], []
+        for managed, sources, key in found:
+            places = self._places_of(managed, key)
+            everything.append(places)
+            if places.parts:
+                joins.append((managed, places.parts))
+            for source, mine in zip(sources, places.own, strict=True):
                 if source.data_ptr() != mine.data_ptr():
                     into.append(mine)
                     outof.append(source)
-                pieces.append(_Piece(place.memory, place.offset, place.size, output))
         copy_all_(into, outof)
         self.staged += sum(target.nbytes for target in into)
-        return pieces, joins
+        return everything, joins
 
-    def _copy(self, pieces: list[_Piece]) -> None:
-        """Read all ranks' parts, each rank beginning with another one, so that no rank is read by all at once."""
+    def _places_of(self, managed: Any, key: tuple[Any, ...]) -> _Places:
+        """Where a record's tensors lie, and what they become part of: found again where nothing has changed."""
+        offset, sizes, dtypes = key
         ranks = len(self.meeting.parts)
-        for memory, offset, size, target in pieces:
+        numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+        managed.init_all_gather_outputs(numels, list(dtypes), ranks, managed.device)
+        managed.alloc_all_gather_outputs()
+        known, outputs = self._places.get(id(managed)), managed.all_gather_outputs
+        if known is not None and known.key == key and known.outputs is outputs:
+            return known
+        home = self._homes[id(managed)] if offset is None else None
+        memory: Any = self._staging if home is None else home.memory
+        at, own, copies, parts = offset if home is None else home.offset, [], [], []
+        if managed.fsdp_placement.dim != 0:
+            parts = [torch.empty_like(output) for output in outputs]
+        for target, size, dtype in zip(parts or outputs, sizes, dtypes, strict=True):
+            own.append(memory.own[at : at + size].view(dtype))
             # Not the tensor itself: what autograd has saved of it would seem to have been overwritten.
             rows = target.data.view(torch.uint8).view(ranks, size)
-            for step in range(ranks):
+            for step in range(
+                ranks
+            ):  # each rank begins with another one, so that no rank is read by all at once
                 rank = (self._rank + 1 + step) % ranks
-                rows[rank].copy_(memory.parts[rank][offset : offset + size])
+                copies.append((rows[rank], memory.parts[rank][at : at + size]))
+            at += _aligned(size)
+        found = _Places(key, outputs, own, copies, parts)
+        if not parts:  # those are memory of this gather alone
+            self._places[id(managed)] = found
+        return found
+
+    def _copy(self, everything: list[_Places]) -> None:
+        """Read all ranks' parts."""
+        for places in everything:
+            for target, source in places.copies:
+                target.copy_(source)
 
     # --- memory of gathered weights
 
@@ -282,20 +316,13 @@ def _wait(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
-def _inputs(managed: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """Flat tensors of a shard that travel, and the dtype that they travel in (``FSDPParam.all_gather_inputs``)."""
+def _inputs(managed: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """Flat tensors of a shard that travel, and the dtypes that they travel in (``FSDPParam.all_gather_inputs``)."""
     if gathers_itself(managed.sharded_param):
-        return [(tensor, tensor.dtype) for tensor in managed.all_gather_inputs]
+        sources = managed.all_gather_inputs
+        return sources, [source.dtype for source in sources]
     data = managed._sharded_param_data
-    return [(data, managed.param_dtype or data.dtype)]
-
-
-def _outputs(managed: Any, inputs: list[Any], ranks: int) -> list[torch.Tensor]:
-    """Memory for a gathered weight, one flat tensor for each that travels; the same tensors in every gather."""
-    numels, dtypes = [source.numel() for _, source, *_ in inputs], [dtype for _, _, dtype, *_ in inputs]
-    managed.init_all_gather_outputs(numels, dtypes, ranks, managed.device)
-    managed.alloc_all_gather_outputs()
-    return managed.all_gather_outputs
+    return [data], [managed.param_dtype or data.dtype]
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:

@@ -424,17 +424,17 @@ def _pairs(pairs: set[tuple[int, int]]) -> str:
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
     sums: dict[int, int] = {}
-    elsewhere: list[tuple[list[int], torch.Tensor]] = []
+    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
         if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
             crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
             sums.update(zip(block.keys, crcs, strict=True))
         else:
-            elsewhere.append((block.keys, _weighted(rows)))
-    if elsewhere:
-        fetched = torch.cat([found for _, found in elsewhere]).tolist()
-        sums.update(zip((key for keys, _ in elsewhere for key in keys), fetched, strict=True))
+            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
+    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
+        fetched = torch.cat([found for _, found in blocks]).tolist()
+        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
     return [sums[number] for number in range(len(sums))]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import socket
 import tempfile
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from te_fsdp import _torch_symm
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_timeout, is_simulated
 
-__all__ = ["PeerMemory", "alias", "connect", "share"]
+__all__ = ["PeerMemory", "Peers", "alias", "connect"]
 
 #: torch maps no empty file.
 _LEAST = 256
@@ -60,22 +60,33 @@ class PeerMemory:
         work.wait(datetime.timedelta(seconds=seconds))
 
 
-def share(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerMemory:
-    """Memory that all ranks of a group read. Collective over the group; waits for the device.
+class Peers:
+    """Ranks that can read each other's memory.
 
-    Args:
-        size: Bytes of each rank's part, the same on all ranks.
+    Attributes:
         device: This rank's.
-        group: Ranks that :func:`connect` has connected.
-
-    Raises:
-        RuntimeError: The memory cannot be had; on the CPU on all ranks.
+        group: The ranks.
     """
-    size = max(size, _LEAST)
-    if device.type == "cpu":
-        return PeerMemory(_mapped_files(size, group), group)
-    handle, parts = _torch_symm.share(size, device, group)
-    return PeerMemory(parts, group, handle)
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, token: str) -> None:
+        """``token``: see :class:`te_fsdp._torch_symm.Exchange`."""
+        self.device, self.group = device, group
+        self._exchange = None if device.type == "cpu" else _torch_symm.Exchange(group, token)
+
+    def share(self, size: int) -> PeerMemory:
+        """Memory that all ranks read. Collective over the group; waits for the device.
+
+        Args:
+            size: Bytes of each rank's part, the same on all ranks.
+
+        Raises:
+            RuntimeError: The memory cannot be had; on the CPU on all ranks.
+        """
+        size = max(size, _LEAST)
+        if self._exchange is None:
+            return PeerMemory(_mapped_files(size, self.group), self.group)
+        handle, parts = _torch_symm.share(size, self.device, self._exchange)
+        return PeerMemory(parts, self.group, handle)
 
 
 def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -94,10 +105,10 @@ def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages]
 
 
-def connect(device: torch.device, group: dist.ProcessGroup) -> PeerMemory | str:
-    """A first, small memory that the ranks of a group share, or why they cannot.
+def connect(device: torch.device, group: dist.ProcessGroup) -> tuple[Peers, PeerMemory] | str:
+    """The ranks of a group as peers, with a first, small memory that they share; or why they cannot be.
 
-    Collective over the group, which agrees: each rank tells where it is, then all try.
+    Collective over the group, which agrees: each rank tells where it is and whom it reaches, then all try.
 
     Args:
         device: This rank's.
@@ -105,20 +116,32 @@ def connect(device: torch.device, group: dist.ProcessGroup) -> PeerMemory | str:
     """
     if is_simulated():
         return "the other ranks are simulated"
-    places = gather((_host(), _identity(device)), group)
-    hosts = {host for host, _ in places}
+    own = (_host(), _identity(device), _out_of_reach(device), uuid.uuid4().hex)
+    told = gather(own, group)
+    hosts = {host for host, *_ in told}
+    identities = [identity for _, identity, *_ in told]
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
-    reasons = gather(_why_not_direct(device, [identity for _, identity in places]), group)
-    if any(reasons):
-        return next(filter(None, reasons))
-    memory, reason = None, ""
-    try:
-        memory = share(_LEAST, device, group)
-    except RuntimeError as error:
-        reason = f"sharing memory failed: {str(error).splitlines()[0]}"
-    reasons = gather(reason, group)
-    return next(filter(None, reasons), "") or memory or ""
+    if device.type != "cpu" and len(set(identities)) < len(identities):
+        return "two of its ranks share a GPU"
+    for _, _, apart, _ in told:
+        if apart is None:
+            return "this torch has no symmetric memory"
+        if apart & set(identities):
+            return "two of its GPUs have no direct access to each other's memory"
+    failed = ""
+    for token in (told[0][-1], ""):  # by the group itself where this torch does not take a group of te_fsdp's
+        made, reason = None, ""
+        try:
+            peers = Peers(device, group, token)
+            made = peers, peers.share(_LEAST)
+        except RuntimeError as error:
+            reason = f"sharing memory failed: {str(error).splitlines()[0]}"
+        reasons = list(filter(None, gather(reason, group)))
+        if made is not None and not reasons:
+            return made
+        failed = failed or reasons[0]
+    return failed
 
 
 def _host() -> str:
@@ -132,24 +155,19 @@ def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
-def _why_not_direct(device: torch.device, identities: list[str]) -> str:
-    """What this rank knows to stand in the way of direct access, of the GPUs that it sees."""
+def _out_of_reach(device: torch.device) -> set[str] | None:
+    """GPUs that this process sees and whose memory this rank's has no direct access to; ``None``: it never has."""
     if device.type == "cpu":
-        return ""
+        return set()
     if not _torch_symm.is_there():
-        return "this torch has no symmetric memory"
-    if len(set(identities)) < len(identities):
-        return "two of its ranks share a GPU"
+        return None
     own = torch.cuda.current_device() if device.index is None else device.index
-    for number, identity in _visible():
-        if identity in identities and number != own and not torch.cuda.can_device_access_peer(own, number):
-            return f"GPU {own} has no direct access to GPU {number}"
-    return ""
-
-
-def _visible() -> Iterator[tuple[int, str]]:
-    for number in range(torch.cuda.device_count()):
-        yield number, _identity(torch.device("cuda", number))
+    others = (number for number in range(torch.cuda.device_count()) if number != own)
+    return {
+        _identity(torch.device("cuda", number))
+        for number in others
+        if not torch.cuda.can_device_access_peer(own, number)
+    }
 
 
 def alias(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

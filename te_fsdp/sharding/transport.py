@@ -3,26 +3,27 @@
 ===============  ====================================================================================================
 ``nccl``         FSDP2's own all-gather (gloo on the CPU): shards into a buffer, sent by kernels, copied out of another
 ``copy_engine``  copies from rank to rank into the memory that kernels read (``te_fsdp/_fsdp2_copies.py``)
-``auto``         ``copy_engine`` where it is possible and was seen to pay, ``nccl`` elsewhere
+``auto``         ``copy_engine`` where it is possible and a gain was measured, ``nccl`` elsewhere
 ===============  ====================================================================================================
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from te_fsdp import _fsdp2_copies
 from te_fsdp.agree import rank
 from te_fsdp.move import peers
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import nn
 
+    from te_fsdp.layout.storage import Storage
     from te_fsdp.sharding.state import ShardingState
 
 __all__ = ["Transport", "choose_transports", "shared_bytes", "take_in_shards"]
@@ -62,7 +63,7 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
         if ranks is None:
             state.transports[name] = Transport("none", "one rank holds whole shards")
             continue
-        why = _why_not_asked(wanted, device)
+        why = _why_not_asked(wanted, device, state.units[name])
         if not why:
             found = known.get(ranks.group_name)
             if found is None:
@@ -76,20 +77,30 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
     _tell(state, wanted)
 
 
-def _why_not_asked(wanted: str, device: torch.device) -> str:
+def _why_not_asked(wanted: str, device: torch.device, storage: Storage) -> str:
+    """Why copies are not even tried: ``auto`` takes them where a gain was measured (``docs/transport.md``)."""
     if wanted == "nccl":
         return "transport='nccl' was asked for"
-    if wanted == "auto":
-        return "transport='auto' takes copy_engine on GPUs" if device.type == "cpu" else "auto"
-    return ""
+    if wanted == "copy_engine":
+        return ""
+    if device.type == "cpu":
+        return "transport='auto' takes copy_engine on GPUs"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "transport='auto' takes copy_engine on GPUs of compute capability 9.0 and later"
+    return (
+        ""
+        if storage.gather == "pass"
+        else "transport='auto' takes copy_engine for weights gathered in each pass"
+    )
 
 
 def _connect(device: torch.device, ranks: dist.ProcessGroup) -> _fsdp2_copies.CopiedGathers | str:
     """What gathers units whose shards lie on some ranks by copies, or why they cannot be. Collective over them."""
-    meeting = peers.connect(device, ranks)
-    if isinstance(meeting, str):
-        return meeting
-    return _fsdp2_copies.CopiedGathers(meeting, functools.partial(peers.share, device=device, group=ranks))
+    found = peers.connect(device, ranks)
+    if isinstance(found, str):
+        return found
+    together, meeting = found
+    return _fsdp2_copies.CopiedGathers(meeting, together.share)
 
 
 def _tell(state: ShardingState, wanted: str) -> None:

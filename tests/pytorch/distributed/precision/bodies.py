@@ -136,7 +136,7 @@ def _values(
     replicas = meshes.size("dp_replicate")
     rule = resolved(policy, own, each=each, replicas=replicas, outer_last=outer_last)
     options = {"strategy": strategy} if strategy else {}
-    subject = sharded(policy, meshes, meta=meta, params_dtype=own, exempt=exempt, **options)
+    subject = sharded(policy, meshes, meta=meta, params_dtype=own, exempt=exempt, transport="nccl", **options)
     oracle = _oracle(rule, own, meta, exempt)
     optimizer = torch.optim.AdamW(subject.parameters(), **ADAM)
     oracle.optimizer = torch.optim.AdamW(oracle.main.values(), **ADAM)

@@ -40,7 +40,9 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
 
     before, allocated = storages(), bytes_allocated()
     model = pair(recipe, HIDDEN, MIDDLE, "meta") if recipe else _plain()
-    te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
+    te_fsdp.fully_shard(
+        model, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)), transport="nccl"
+    )
     te_fsdp.materialize(model, seed=3)
     outcome: dict[str, Any] = {
         "elements": sum(p.numel() for p in model.parameters()) // dist.get_world_size()

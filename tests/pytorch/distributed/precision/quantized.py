@@ -42,7 +42,7 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
     meshes = meshes_of(1, 1)
     model = stock(KIND, recipe, "meta") if meta else stock(KIND, recipe)
     options = te_fsdp.MixedPrecisionPolicy(**dtypes(policy))
-    te_fsdp.fully_shard(model, meshes, precision=options)
+    te_fsdp.fully_shard(model, meshes, precision=options, transport="nccl")  # what travels is looked at
     if meta:
         te_fsdp.materialize(model, seed=SEED)
     oracle = stock(KIND, recipe)

@@ -68,7 +68,7 @@ def accounted(
         torch.manual_seed(bodies.SEED)
         model = pair(recipe, hidden, middle, "meta" if meta else harness.device(), **meshes.te_kwargs())
         if route == "ours":
-            te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard)
+            te_fsdp.fully_shard(model, meshes, reshard_after_forward=reshard, transport="nccl")
         else:
             from torch.distributed.fsdp import fully_shard
 

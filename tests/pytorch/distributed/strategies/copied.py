@@ -163,7 +163,7 @@ def _early(model: Any) -> None:
 
             def copy_and_reuse(pieces: list[Any], copy: Any = copy) -> None:
                 copy(pieces)
-                pieces[-1].target.data.zero_()
+                pieces[-1].copies[-1][0].zero_()
 
             gathers._copy = copy_and_reuse
 

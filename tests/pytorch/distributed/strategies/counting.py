@@ -35,7 +35,7 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
     for strategy in STRATEGIES:
         if outer == "optim" and strategy == "no_shard":
             continue
-        model = sharded(meshes, strategy, outer)
+        model = sharded(meshes, strategy, outer, transport="nccl")
         optimizer = optimizer_of("SGD", model)
         if outer == "optim":
             te_fsdp.shard_optimizer(optimizer)
@@ -61,7 +61,9 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
     for strategy in STRATEGIES[1:]:
         layers = (nn.Linear(8, 8, device=harness.device()) for _ in range(2))
         torch.manual_seed(0)
-        model = te_fsdp.fully_shard(nn.Sequential(*layers), meshes, units=nn.Linear, strategy=strategy)
+        model = te_fsdp.fully_shard(
+            nn.Sequential(*layers), meshes, units=nn.Linear, strategy=strategy, transport="nccl"
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for loop in LOOPS:
             with recorded() as calls:
@@ -112,7 +114,7 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
     inner, middle, _ = SIZES[harness.device_type()]
     before = live_bytes()
     torch.manual_seed(0)
-    model = te_fsdp.fully_shard(Wide(), meshes, units="blocks.*", strategy=strategy)
+    model = te_fsdp.fully_shard(Wide(), meshes, units="blocks.*", strategy=strategy, transport="nccl")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     whole, cut, rows = _elements(model, meshes.size("dp_shard"))
     # FSDP2 keeps what it has sent last, here one block's gradients with rows filled up, until the next reduction.

@@ -43,13 +43,14 @@ def sharded(
     outer: str = "no_shard",
     dtype: torch.dtype = torch.float32,
     precision: Any = None,
+    transport: str = "auto",
 ) -> nn.Module:
     """The model on its meshes."""
     import te_fsdp
 
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
     model = Model("meta", dtype, **kwargs)
-    options = {"strategy": strategy, "outer_strategy": outer, "precision": precision}
+    options = {"strategy": strategy, "outer_strategy": outer, "precision": precision, "transport": transport}
     te_fsdp.fully_shard(model, meshes, units="blocks.*", **options)
     return te_fsdp.materialize(model, seed=SEED)
 

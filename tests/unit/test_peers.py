@@ -1,0 +1,31 @@
+"""Memory that ranks read of each other: what is known before any other rank is asked."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp import _torch_symm
+from te_fsdp.move import peers
+
+
+def test_numbers_of_a_group():
+    """Torch numbers keys by process: two ranks that have met other ranks before use the same ones all the same."""
+    store = dist.HashStore()
+    first, second = _torch_symm._Numbered(store), _torch_symm._Numbered(store)
+    for number in range(3):
+        for kind in ("memory", "handles"):
+            first.set(f"{kind}/{number}/0", f"{kind} {number}".encode())
+    for number in range(3):
+        for kind in ("memory", "handles"):
+            assert second.get(f"{kind}/{number + 7}/0") == f"{kind} {number}".encode()
+
+
+def test_alias():
+    """A storage of its own, of no more than its bytes, which nobody can resize; and the same memory."""
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    found = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
+    found.fill_(1)
+    assert memory.view(torch.bfloat16).nonzero().flatten().tolist() == list(range(128, 136))
+    assert found.untyped_storage().nbytes() == 16 and found.storage_offset() == 0
+    assert not found.untyped_storage().resizable()
