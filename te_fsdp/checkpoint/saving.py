@@ -174,13 +174,12 @@ class _Collected:
         """Describe model and optimizer, whatever is known from before."""
         model, optimizer, self.is_known = self.model, self.optimizer, False
         self.state = model_state(model)
-        self.optimized: OptimizerState | None = None
+        self.optimized = OptimizerState({"groups": [], "state": {}}, {})
         if optimizer is not None:
             check_optimizer(model, optimizer)
             check_scaled_state(optimizer)
             self.optimized = optimizer_state(optimizer, self.state.owned)
-        self.groups = self.optimized.described["groups"] if self.optimized else []
-        states = self.optimized.described["state"] if self.optimized else {}
+        self.groups, states = self.optimized.described["groups"], self.optimized.described["state"]
         fields = {
             "parameters": self.state.described,
             "buffers": self.state.buffers,
@@ -191,7 +190,7 @@ class _Collected:
         digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
         self.described = _Described(fields, states, names, digests | {"optimizer": _digest(states)})
-        views = _views(self.leaves, [*self.state.entries.values(), *self._optimizer_entries().values()])
+        views = _views(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
         if self.look is not None and views is not None:
             self.described.look, self.described.views = self.look, views
 
@@ -208,12 +207,12 @@ class _Collected:
             # A rank's experts may not have run.
             "settings of modules": _digest({**self.semantics, "recipes": None}),
         }
-        experts = self.optimized.experts if not self.is_known and self.optimized else {}
+        experts = {} if self.is_known else self.optimized.experts
         return digests, self.own.encoded, experts, token if self.is_known else None
 
     def entries(self) -> dict[str, Entry]:
         """All tensors, with rank 0's of the user, and every rank's own."""
-        return {**self.state.entries, **self._optimizer_entries(), **self.others()}
+        return {**self.state.entries, **self.optimized.entries, **self.others()}
 
     def others(self) -> dict[str, Entry]:
         """The tensors that are not the model's and the optimizer's own."""
@@ -229,9 +228,6 @@ class _Collected:
         ]
         pieces = (piece for entry in self.others().values() if not entry.is_empty for piece in entry.pieces)
         return [*found, *(piece.tensor for piece in pieces)]
-
-    def _optimizer_entries(self) -> dict[str, Entry]:
-        return self.optimized.entries if self.optimized else {}
 
 
 def _digest(part: Any) -> bytes:
@@ -374,9 +370,9 @@ def _prepare(
 def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
     """The manifest without files; completes by what the other ranks know. Collective over the ranks."""
     described, optimizer = collected.described, collected.optimizer
-    if optimizer is not None and experts and (optimized := collected.optimized) is not None:  # allocates
-        members = collected.state.members
-        ranks.round(lambda: optimized.complete(experts, members), lambda seen: [None] * len(seen))
+    if experts:  # allocates
+        complete = partial(collected.optimized.complete, experts, collected.state.members)
+        ranks.round(complete, lambda seen: [None] * len(seen))
     share_newest_amax(collected.delayed_entries)
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():

@@ -104,7 +104,8 @@ class Source:
         named = {key: _stored_as(self.tensors[key]) for key, _, _ in wanted}
         names = {key: name for key, name in named.items() if name is not None}
         stored = [place for place in wanted if place[0] in names]
-        read_stored(self.path, self.manifest, self.metadata, stored, self.staged, names)
+        if stored:  # files of other kinds have no metadata
+            read_stored(self.path, self.manifest, self.metadata, stored, self.staged, names)
         for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place
             values = torch.empty(shape, dtype=self.tensors[key].dtype, device="cpu")

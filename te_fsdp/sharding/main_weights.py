@@ -133,13 +133,16 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     """Every optimizer of this process that holds one of these parameters, which do not know it. Local operation.
 
+    Of those that te_fsdp has not met only such as may keep main weights: of fp32 parameters TE's FusedAdam alone does.
     Looks at all objects that the garbage collector knows: for loads alone. What ``gc.freeze()`` has put aside is not
     listed, and could not be put aside again by itself; optimizers of sharded models that have stepped are known.
     """
+    parameters = list(parameters)
     wanted = {id(parameter) for parameter in parameters}
+    may_keep = _te.is_loaded() or any(map(is_low, parameters))
     # By its type: proxies of all kinds answer isinstance with side effects. And without a line of Python for each of a
     # million objects, which would take longer than to load a model of a GiB.
-    kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects()
+    kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
     known = {id(optimizer): optimizer for optimizer in [*listed, *_met()]}.values()
     holding = []
@@ -255,10 +258,6 @@ def keeping_main_weights(
         parameters: The model's.
         given: The one that is loaded, which is not among them.
     """
-    parameters = list(parameters)
-    # Weights in fp32 have main weights in TE's FusedAdam alone: without it none need be looked for.
-    if not (_te.is_loaded() or any(is_low(parameter) for parameter in parameters)):
-        return []
     found = optimizers_of(parameters)
     return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
 
