@@ -76,7 +76,7 @@ class Facts:
         ep_mesh: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
         state: The ``ShardingState`` of its model.
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
-        stand_ins: Those of the optimizer that keeps its state in parts (``outer_state.StandIns``).
+        main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
         replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
     """
 
@@ -87,12 +87,14 @@ class Facts:
     ep_mesh: DeviceMesh | None = None
     state: weakref.ref[Any] | None = None
     record: weakref.ref[Any] | None = None
-    stand_ins: weakref.ref[Any] | None = None
+    main_parameters: weakref.ref[Any] | None = None
     replaced: tuple[str, str] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Meshes are shared by the copy: process groups cannot be copied."""
-        return dataclasses.replace(self, plan=None, state=None, record=None, stand_ins=None, replaced=None)
+        return dataclasses.replace(
+            self, plan=None, state=None, record=None, main_parameters=None, replaced=None
+        )
 
     def __reduce__(self) -> Any:
         """Pickles leave it behind. An empty dict takes its place, which ``torch.load(weights_only=True)`` can read."""

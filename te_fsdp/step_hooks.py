@@ -156,12 +156,12 @@ def sync_tp_replicas(step: Step) -> None:
     Collective over tp as :func:`take_over_gradients`. Parameters whose optimizer state is cut over further axes are
     left to the optimizer's own hook: they are averaged there before.
     """
-    take_over_gradients([p for p, facts in step.held if facts.tp_replica and facts.stand_ins is None])
+    take_over_gradients([p for p, facts in step.held if facts.tp_replica and facts.main_parameters is None])
 
 
 @torch.no_grad()
 def take_over_gradients(
-    parameters: Iterable[torch.Tensor], stand_ins: Mapping[int, torch.Tensor] | None = None
+    parameters: Iterable[torch.Tensor], main_parameters: Mapping[int, torch.Tensor] | None = None
 ) -> None:
     """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
 
@@ -170,14 +170,14 @@ def take_over_gradients(
 
     Args:
         parameters: In the same order, and with gradients for the same ones, on all tp ranks.
-        stand_ins: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
+        main_parameters: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for parameter in parameters:
         facts = parameter.__dict__.get(KEY)
         if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
             continue
-        holder: Any = stand_ins[id(parameter)] if stand_ins is not None else parameter
+        holder: Any = main_parameters[id(parameter)] if main_parameters is not None else parameter
         mesh = holder.device_mesh
         for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
             if gradient is not None and mesh.size(mesh.ndim - 1) > 1:

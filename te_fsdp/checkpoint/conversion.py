@@ -33,7 +33,7 @@ from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned, clean_name, own_experts
 from te_fsdp.quantized.amax import quantize_whole
 from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
-from te_fsdp.sharding.outer_state import MAIN
+from te_fsdp.sharding.main_parameters import MAIN
 
 if TYPE_CHECKING:
     from torch import nn

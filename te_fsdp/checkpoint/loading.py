@@ -52,7 +52,7 @@ from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, sett
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
-from te_fsdp.sharding.outer_optimizer import chunk_in
+from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -438,7 +438,7 @@ class Filling:
         owned = conversion.owned
         main = main_weight(self.optimizer, owned.parameter)
         is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
-        whole = self.optimizer is not None and chunk_in(self.optimizer, owned.parameter) is None
+        whole = self.optimizer is not None and optimizer_shard_in(self.optimizer, owned.parameter) is None
         return main if main is not None and main.dtype == torch.float32 and is_main and whole else None
 
     def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:

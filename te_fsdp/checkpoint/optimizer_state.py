@@ -28,10 +28,10 @@ from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout.rules import cut_boxes
+from te_fsdp.sharding.main_parameters import MAIN, is_low
 from te_fsdp.sharding.main_weights import initialize_fused_adam
-from te_fsdp.sharding.outer_collectives import Chunk, rows_of_state
-from te_fsdp.sharding.outer_optimizer import chunk_in
-from te_fsdp.sharding.outer_state import MAIN, is_low
+from te_fsdp.sharding.outer_collectives import OptimizerShard, rows_of_state
+from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -295,7 +295,7 @@ def _compare_states(found: Differences, optimizer: Optimizer, states: States, ow
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:
     """State names of a parameter with the dtype that the optimizer wants, ``None`` where it takes any."""
-    is_cut = chunk_in(optimizer, parameter) is not None  # te_fsdp keeps the main weights
+    is_cut = optimizer_shard_in(optimizer, parameter) is not None  # te_fsdp keeps the main weights
     dtypes = getattr(optimizer, "name_to_dtype_map", None)
     if dtypes is not None:  # TE's FusedAdam
         expected: dict[str, str | None] = {k: dtype_name(d) for k, d in dtypes.items()}
@@ -376,7 +376,7 @@ def _fresh_state(
                 updated = present.get(MAIN)
                 wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
             wanted["shape"] = tuple(parameter.shape)
-        fresh[key] = _slot(wanted, parameter, present.get(key), chunk_in(optimizer, parameter))
+        fresh[key] = _slot(wanted, parameter, present.get(key), optimizer_shard_in(optimizer, parameter))
     kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
     present.clear()
     present.update(fresh | kept)
@@ -390,7 +390,9 @@ def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         optimizer.state[parameter][MAIN] = state[MAIN]
 
 
-def _slot(described: dict[str, Any], parameter: torch.Tensor, present: Any, chunk: Chunk | None) -> Any:
+def _slot(
+    described: dict[str, Any], parameter: torch.Tensor, present: Any, chunk: OptimizerShard | None
+) -> Any:
     """The value that is there if it fits, else a new one of the described kind."""
     if described["dtype"] is None:
         return decode(described["value"], {})

@@ -50,7 +50,7 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import record
 from te_fsdp.parameters import binding_of
 from te_fsdp.sharding.main_weights import check_optimizer
-from te_fsdp.sharding.outer_optimizer import stand_ins_of
+from te_fsdp.sharding.outer_optimizer import main_parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -254,7 +254,7 @@ def _look(
     come_to_rest(model)
     plain = {torch.Tensor, torch.nn.Parameter}
     grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
-    is_cut = optimizer is not None and stand_ins_of(optimizer) is not None
+    is_cut = optimizer is not None and main_parameters_of(optimizer) is not None
     if grouped or is_cut or {*map(type, _torch.locals_of(model.parameters()))} - plain:
         return None
     others = {key: entry for key, entry in others.items() if not entry.is_empty}

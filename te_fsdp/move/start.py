@@ -6,7 +6,7 @@ What the ranks of a group hold, and what they shall hold, say which collective t
     Partial    Replicate  all-reduce      gradients of parameters that are not sharded, over data parallel
     Partial    Shard      reduce-scatter  HFSDP: gradients, over dp_replicate; FSDP2's units, over dp_shard
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
-    Replicate  Shard      none            each rank takes its rows (``Chunk.of``)
+    Replicate  Shard      none            each rank takes its rows (``OptimizerShard.of``)
 
 and :func:`broadcast` makes replicas equal. Gradients cross the wire in the dtype that their model's
 :class:`~te_fsdp.move.start.GradComm` says. Another transport (copies into fixed slots, say) takes the place of a row.

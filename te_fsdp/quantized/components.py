@@ -219,14 +219,14 @@ def _view(
     if buffer.block is None:
         return tensor.detach().view(-1), None
     steps = buffer.block if len(shape) == 2 else (1,) * len(shape)
-    sizes = tuple(math.ceil(size / step) for size, step in zip(shape, steps, strict=True))
+    sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
     view = tensor.detach()
     view = view.t() if buffer.is_transposed else view
     if view.ndim != len(sizes) or any(have < want for have, want in zip(view.shape, sizes, strict=True)):
         raise PlacementError(
             f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
         )
-    return view[tuple(slice(0, size) for size in sizes)], steps
+    return view[tuple([slice(0, size) for size in sizes])], steps
 
 
 def finish_writing(local: torch.Tensor) -> None:

@@ -91,9 +91,9 @@ def refuse(optimizer: Optimizer, label: str) -> None:
 
 def take_out_main_weights(step: Step) -> None:
     """Give the parameters their places in the groups back, if a step that raised has left main weights there."""
-    stand_ins = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is not None:
-        stand_ins.put_back(step.optimizer)
+    main_parameters = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None:
+        main_parameters.put_back(step.optimizer)
 
 
 def require_main_weights(step: Step) -> None:

@@ -137,10 +137,10 @@ def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Seq
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each parameter, or what stands for it and its averaged gradient; an expert's stays one."""
     found = averaged(parameters)
-    for parameter, stand_in in zip(parameters, found, strict=True):
+    for parameter, main in zip(parameters, found, strict=True):
         facts = facts_of(parameter)
-        if stand_in is not parameter and facts is not None and facts.ep_mesh is not None:
-            noted(stand_in).ep_mesh = facts.ep_mesh
+        if main is not parameter and facts is not None and facts.ep_mesh is not None:
+            noted(main).ep_mesh = facts.ep_mesh
     return found
 
 

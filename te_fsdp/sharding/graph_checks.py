@@ -181,8 +181,8 @@ def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
     """
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         return "an input requires a gradient, which a recording does not hand back"
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is not None and stand_ins.cuts:
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and main_parameters.cuts:
         why = why_step_runs_eagerly(optimizer)
         if why:
             return f"gradients that are averaged in the optimizer's step, which runs eagerly: {why}"
@@ -192,8 +192,8 @@ def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
 def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     """Why the step of an optimizer cannot be recorded; empty if nothing is known against it. Local operation."""
     name = type(optimizer).__name__
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is not None and stand_ins.overlaps:
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and main_parameters.overlaps:
         return "shard_optimizer(overlap_gather=True) lets new weights arrive after the step"
     foreign = [hook for hook in _torch_optim.step_hooks(optimizer) if not _is_ours(hook)]
     if foreign:
@@ -201,7 +201,7 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     if _te.is_fused_adam(optimizer):
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
-        replaced = stand_ins is not None and stand_ins.cuts
+        replaced = main_parameters is not None and main_parameters.cuts
         quantized = [local for _, _, local in quantized_among(held_by(optimizer))]
         if not replaced and any(map(_te.has_delayed_scale, quantized)):
             return (

@@ -3,7 +3,7 @@
     model's parameters     what forward reads: quantized, or bf16; the optimizer's groups and state refer to them
     main weights           fp32, placed as the parameters; ``optimizer.state[parameter]["master_param"]``
 
-TE's FusedAdam keeps main weights itself. For torch's optimizers they stand in for the parameters while
+TE's FusedAdam keeps main weights itself. For torch's optimizers they take the parameters' places while
 ``step`` runs: gradients are cast to fp32, the optimizer updates main weights, and each parameter then becomes
 its main weight, rounded or quantized once. Between steps nothing tells the difference, so that ``zero_grad``,
 gradient clipping, learning rate schedulers and checkpoints work as usual.
@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
-from te_fsdp.sharding.outer_optimizer import chunk_in, make_stand_ins, stand_ins_of
-from te_fsdp.sharding.outer_state import MAIN, StandIns, beginning, is_low
+from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
+from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
 from te_fsdp.sharding.state import settle
 from te_fsdp.step_hooks import held_by
 
@@ -147,9 +147,9 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     known = {id(optimizer): optimizer for optimizer in [*listed, *_met()]}.values()
     holding = []
     for optimizer in known:
-        stand_ins = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
-        if stand_ins is not None:
-            stand_ins.put_back(optimizer)  # a step that raised has left them in the parameters' places
+        main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
+        if main_parameters is not None:
+            main_parameters.put_back(optimizer)  # a step that raised has left them in the parameters' places
         # Of wrappers around another optimizer the inner one is enough.
         groups = optimizer.__dict__.get("param_groups", ())
         if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
@@ -196,9 +196,9 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
                 fix="call te_fsdp.main_weights right after the optimizer was built",
             )
         if low:
-            stand_ins = make_stand_ins(optimizer, cuts=False)
-            stand_ins.start(optimizer)
-            setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
+            main_parameters = make_main_parameters(optimizer, cuts=False)
+            main_parameters.start(optimizer)
+            setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
 
 
 def _start_fused(optimizer: Any, parameter: torch.Tensor, local: torch.Tensor) -> None:
@@ -214,9 +214,9 @@ def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None
 
     By its own method: it keeps more about a state than the state itself.
     """
-    stand_ins = stand_ins_of(optimizer)
-    if stand_ins is not None:
-        stand_ins.initialize(optimizer, parameter)
+    main_parameters = main_parameters_of(optimizer)
+    if main_parameters is not None:
+        main_parameters.initialize(optimizer, parameter)
     elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
         low = parameter.dtype == torch.bfloat16
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
@@ -232,21 +232,21 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
 
 
 def lend_main_weights(step: Step) -> None:
-    """Let the main weights that TE's FusedAdam keeps of quantized weights stand in for these."""
+    """Let the main weights that TE's FusedAdam keeps of quantized weights take their places."""
     optimizer: Any = step.optimizer
     if not step.models or not _te.is_fused_adam(optimizer):
         return
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is None:
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is None:
         if all(_te.has_delayed_scale(local) for _, _, local in quantized_among(step.held)):
             return
-        stand_ins = StandIns(optimizer, cuts=False)
-        setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
+        main_parameters = MainParameters(optimizer, cuts=False)
+        setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
         # After a step that raised they are still there, and its state dicts know parameters alone.
-        optimizer.register_state_dict_pre_hook(stand_ins.put_back)
-        optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: stand_ins.put_back(one))
-    if not stand_ins.cuts:
-        stand_ins.stand_in_last()
+        optimizer.register_state_dict_pre_hook(main_parameters.put_back)
+        optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: main_parameters.put_back(one))
+    if not main_parameters.cuts:
+        main_parameters.swap_in_last()
 
 
 def keeping_main_weights(
@@ -294,8 +294,8 @@ def set_main_weight(
         return
     if value is None:
         value = local.dequantize(dtype=torch.float32) if quantized else local.detach()  # type: ignore[operator]
-    chunk = chunk_in(optimizer, parameter)
+    shard = optimizer_shard_in(optimizer, parameter)
     if main.dtype == torch.float32:
-        main.copy_(value if chunk is None else chunk.of(value))
+        main.copy_(value if shard is None else shard.of(value))
     elif main.numel():  # FusedAdam's, with a scale of its own
         optimizer.set_scaled_state(parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]

@@ -128,8 +128,8 @@ class Muon(Optimizer):
 
     def _muon(self, groups: list[dict[str, Any]]) -> None:
         """As ``torch.optim.Muon``, but for who computes what."""
-        stand_ins = getattr(self, KEEPS_MAIN_WEIGHTS, None)
-        pairs = [] if stand_ins is None else stand_ins.pairs
+        main_parameters = getattr(self, KEEPS_MAIN_WEIGHTS, None)
+        pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
         held = [
             (parameter, originals.get(id(parameter), parameter), group)

@@ -1,8 +1,8 @@
 """Averages of gradients over the replicas of parameters whose optimizer state is sharded.
 
-``parameter.grad`` is this rank's own gradient. The average exists in rows, as the gradient of the stand-in that the
-optimizer will update, once somebody has asked for it: a step, or a norm. It is made once, and holds as long as the
-gradient that it was made of stays as it is.
+``parameter.grad`` is this rank's own gradient. The average exists in rows, as the gradient of the main parameter that
+the optimizer will update, once somebody has asked for it: a step, or a norm. It is made once, and holds as long as
+the gradient that it was made of stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, Chunk, Part, start_gather
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, OptimizerShard, Part, start_gather
 from te_fsdp.sharding.outer_gradients import (
     Seen,
     give_gradients,
@@ -51,7 +51,7 @@ class Ready(NamedTuple):
     """An average that is there.
 
     Attributes:
-        main: The stand-in that has it.
+        main: The main parameter that has it.
         source: The gradient that it was made of.
     """
 
@@ -63,8 +63,8 @@ class OuterAverages:
     """The averages of one optimizer's gradients.
 
     Args:
-        chunks: What the optimizer trains and cuts now, in its order; the same on all replicas.
-        make_main: Gives the stand-in of a parameter.
+        shards: What the optimizer trains and cuts now, in its order; the same on all replicas.
+        make_mains: Gives the main parameters of such parameters.
 
     Attributes:
         ready: Averages that are there, by their parameters' ids.
@@ -72,11 +72,13 @@ class OuterAverages:
     """
 
     def __init__(
-        self, chunks: Callable[[], list[Chunk]], make_main: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        shards: Callable[[], list[OptimizerShard]],
+        make_mains: Callable[[list[OptimizerShard]], list[torch.Tensor]],
     ) -> None:
-        self._chunks, self._make_main = chunks, make_main
+        self._shards, self._make_mains = shards, make_mains
         self.ready: dict[int, Ready] = {}
-        self.early = EarlyAverages(lambda: [c for c in chunks() if not c.reduced])
+        self.early = EarlyAverages(lambda: [c for c in shards() if not c.reduced])
         self._averaging: Averaging | None = None  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
@@ -91,33 +93,33 @@ class OuterAverages:
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
-        cut = self._chunks()
-        gradients = gradients_of([chunk.parameter for chunk in cut])
+        cut = self._shards()
+        gradients = gradients_of([shard.parameter for shard in cut])
         if not cut or self._is_done(cut, gradients):
             return
-        mains = [self._make_main(chunk.parameter) for chunk in cut]
-        given: list[Chunk] = []
+        mains = self._make_mains(cut)
+        given: list[OptimizerShard] = []
         own, rows, specs, sources = [], [], [], []
-        for chunk, main, source, average in zip(
+        for shard, main, source, average in zip(
             cut, mains, gradients, self._averages(cut, gradients), strict=True
         ):
             if average is None or (average.replicas is not None and average.result() is None):
                 continue
             if source is None:  # others have one: from now on this rank takes part as they do
-                source = zero_gradient(chunk.parameter)
-                if not chunk.reduced:
+                source = zero_gradient(shard.parameter)
+                if not shard.reduced:
                     guard(source)
-            given.append(chunk)
+            given.append(shard)
             own.append(main)
             rows.append(average.rows)
-            specs.append(chunk.spec(average.rows))
+            specs.append(shard.spec(average.rows))
             sources.append(source)
         give_gradients(own, _torch.dtensors(rows, specs))
-        for chunk, main, seen in zip(given, own, Seen.now(sources), strict=True):
+        for shard, main, seen in zip(given, own, Seen.now(sources), strict=True):
             assert seen is not None
-            self.ready[id(chunk.parameter)] = Ready(main, seen)
+            self.ready[id(shard.parameter)] = Ready(main, seen)
         take_over_gradients(
-            [chunk.parameter for chunk in given], {key: ready.main for key, ready in self.ready.items()}
+            [shard.parameter for shard in given], {key: ready.main for key, ready in self.ready.items()}
         )
 
     def clear(self) -> None:
@@ -125,14 +127,14 @@ class OuterAverages:
         give_gradients([ready.main for ready in self.ready.values()], [None] * len(self.ready))
         self.ready = {}
 
-    def _is_done(self, cut: list[Chunk], gradients: list[torch.Tensor | None]) -> bool:
+    def _is_done(self, cut: list[OptimizerShard], gradients: list[torch.Tensor | None]) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
         kept, fresh, changed = 0, 0, 0
-        found = [self.ready.get(id(chunk.parameter)) for chunk in cut]
+        found = [self.ready.get(id(shard.parameter)) for shard in cut]
         same = Seen.are_same([None if ready is None else ready.source for ready in found], gradients)
-        for chunk, gradient, ready, is_same in zip(cut, gradients, found, same, strict=True):
+        for shard, gradient, ready, is_same in zip(cut, gradients, found, same, strict=True):
             if gradient is None:
-                self.ready.pop(id(chunk.parameter), None)
+                self.ready.pop(id(shard.parameter), None)
             elif ready is None or ready.source.gradient() is not gradient:
                 fresh += 1
             elif is_same:
@@ -151,24 +153,26 @@ class OuterAverages:
             self.ready = {}
         return bool(kept)
 
-    def _averages(self, cut: list[Chunk], gradients: list[torch.Tensor | None]) -> list[Average | None]:
+    def _averages(
+        self, cut: list[OptimizerShard], gradients: list[torch.Tensor | None]
+    ) -> list[Average | None]:
         """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective."""
         found: dict[int, Average | None] = {}
         local = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
-        apart = [chunk for chunk in cut if not chunk.reduced]
+        apart = [shard for shard in cut if not shard.reduced]
         if not (self._opened and self._are_whole(apart)):
             found = self.early.finish(apart)
-            rest = [at for at, chunk in enumerate(cut) if not (chunk.reduced or id(chunk.parameter) in found)]
-            chunks = tuple([cut[at] for at in rest])
-            if self._averaging is None or self._averaging.chunks != chunks:
-                self._averaging = Averaging(chunks)
+            rest = [at for at, shard in enumerate(cut) if not (shard.reduced or id(shard.parameter) in found)]
+            shards = tuple([cut[at] for at in rest])
+            if self._averaging is None or self._averaging.shards != shards:
+                self._averaging = Averaging(shards)
             averages = self._averaging.start([local[at] for at in rest]).wait()
             found |= {id(cut[at].parameter): average for at, average in zip(rest, averages, strict=True)}
-        for chunk, gradient in zip(cut, local, strict=True):
-            if id(chunk.parameter) not in found:  # equal on all replicas
-                rows = None if gradient is None else chunk.of(gradient).to(chunk.dtype, copy=True)
-                found[id(chunk.parameter)] = None if rows is None else Average(rows.contiguous())
-        return [found[id(chunk.parameter)] for chunk in cut]
+        for shard, gradient in zip(cut, local, strict=True):
+            if id(shard.parameter) not in found:  # equal on all replicas
+                rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
+                found[id(shard.parameter)] = None if rows is None else Average(rows.contiguous())
+        return [found[id(shard.parameter)] for shard in cut]
 
     # --- whole averages
 
@@ -176,13 +180,13 @@ class OuterAverages:
         """Average, and give each parameter its whole average for a gradient. Collective over the replicas."""
         self.make()
         parts, gradients = [], []
-        for chunk in self._chunks():
-            gradient, ready = gradient_of(chunk.parameter), self.ready.get(id(chunk.parameter))
+        for shard in self._shards():
+            gradient, ready = gradient_of(shard.parameter), self.ready.get(id(shard.parameter))
             if gradient is not None and ready is not None:  # the same ones on all replicas
                 whole, rows = _torch.local_of(gradient), ready.main.grad
                 assert rows is not None
-                parts.append(Part(chunk, _torch.local_of(rows).to(whole.dtype), whole))
-                if not chunk.reduced:
+                parts.append(Part(shard, _torch.local_of(rows).to(whole.dtype), whole))
+                if not shard.reduced:
                     gradients.append(gradient)
         start_gather(parts).wait()
         for gradient in gradients:
@@ -190,25 +194,25 @@ class OuterAverages:
         self.clear()
         self._opened = True
 
-    def _are_whole(self, apart: list[Chunk]) -> bool:
+    def _are_whole(self, apart: list[OptimizerShard]) -> bool:
         """Whether the gradients of all replicas are whole averages; otherwise none is any more.
 
         Collective over the replicas: one all-reduce of three integers for each group of them, which is waited for: one
         replica alone may have run a backward since, or cleared its gradients.
         """
         whole = True
-        for ranks, chunk in {chunk.ranks: chunk for chunk in apart}.items():
-            held = gradients_of([chunk.parameter for chunk in apart if chunk.ranks == ranks])
+        for ranks, shard in {shard.ranks: shard for shard in apart}.items():
+            held = gradients_of([shard.parameter for shard in apart if shard.ranks == ranks])
             found = [gradient for gradient in held if gradient is not None]
             mine = [not all(map(is_averaged, found)), len(found), -len(found)]
-            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(chunk.parameter).device)
-            maximum(seen, chunk.group)
+            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(shard.parameter).device)
+            maximum(seen, shard.group)
             added, most, fewest = seen.tolist()
             whole &= not added and most == -fewest
-        for chunk in () if whole else apart:
-            gradient = gradient_of(chunk.parameter)
+        for shard in () if whole else apart:
+            gradient = gradient_of(shard.parameter)
             if gradient is not None:
-                reopen(gradient, chunk.size if chunk.partial.reduce_op == "sum" else 1)
+                reopen(gradient, shard.size if shard.partial.reduce_op == "sum" else 1)
         return whole
 
 
@@ -216,7 +220,7 @@ class OuterAverages:
 
 
 def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose ``grad`` is the model's gradient: stand-ins of cut parameters, all others themselves.
+    """The tensors whose ``grad`` is the model's gradient: main parameters of cut parameters, all others themselves.
 
     Averages what has not been averaged. Collective over the replicas of cut parameters, once per optimizer; in the same
     order on all ranks.
@@ -305,8 +309,10 @@ def _check_sharded(parameter: torch.Tensor, what: str) -> None:
 def _averages_of(parameter: torch.Tensor) -> OuterAverages | None:
     """Those of the living optimizer that cuts a parameter's state."""
     facts = facts_of(parameter)
-    stand_ins = facts.stand_ins() if facts is not None and facts.stand_ins is not None else None
-    return None if stand_ins is None else stand_ins.averages
+    main_parameters = (
+        facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
+    )
+    return None if main_parameters is None else main_parameters.averages
 
 
 def _ready(parameter: torch.Tensor) -> Ready | None:

@@ -2,7 +2,7 @@
 
 A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
 holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, as
-``torch.chunk`` cuts, and each replica updates its own rows (:class:`Chunk`):
+``torch.shard`` cuts, and each replica updates its own rows (:class:`OptimizerShard`):
 
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
@@ -13,7 +13,7 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
 
 The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
 is none. Main weights and states are DTensors of the parameter's own shape. DCP's own arithmetic is not exact for dims
-that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`Chunk.low` and ``high``.
+that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`OptimizerShard.low` and ``high``.
 
 A large tensor that is cut along its first dim is sent by itself, without a copy: its rows lie one after the other
 already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
@@ -49,10 +49,10 @@ __all__ = [
     "OUTER",
     "Average",
     "Averaging",
-    "Chunk",
+    "OptimizerShard",
     "Part",
-    "chunk_of",
     "comm_for",
+    "optimizer_shard",
     "rows_of_state",
     "start_gather",
 ]
@@ -61,7 +61,7 @@ __all__ = [
 OUTER = "dp_replicate"
 
 
-class Chunk:
+class OptimizerShard:
     """The part of one parameter's local tensor that this rank keeps main weight and state for: its rows along ``dim``.
 
     Attributes:
@@ -172,7 +172,7 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
     return dim, low, high
 
 
-def chunk_of(parameter: torch.Tensor) -> Chunk | None:
+def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
     """What this rank keeps state for, if replicas share a parameter's optimizer state; ``None`` where they do not.
 
     Local operation. Scalars are never cut.
@@ -191,10 +191,10 @@ def chunk_of(parameter: torch.Tensor) -> Chunk | None:
         name = "data" if root is meshes.device_mesh else "expert_data"
         mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
         mesh = mesh if own is None else _torch.concatenated_meshes(mesh, own)
-        return Chunk(parameter, mesh, reduced=True, sums=False)
+        return OptimizerShard(parameter, mesh, reduced=True, sums=False)
     assert own is not None and own.mesh_dim_names is not None
     mesh = root[(*axes, *own.mesh_dim_names)]
-    return Chunk(parameter, mesh, reduced=False, sums=not state.average_gradients)
+    return OptimizerShard(parameter, mesh, reduced=False, sums=not state.average_gradients)
 
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class Average(NamedTuple):
     """This rank's rows of a gradient, averaged over the replicas.
 
     Attributes:
-        rows: Of the shape of the :class:`Chunk`.
+        rows: Of the shape of the :class:`OptimizerShard`.
         replicas: How many replicas have a gradient, on the device and not as a whole number; ``None`` where this rank
             is one of them.
     """
@@ -239,9 +239,9 @@ class Average(NamedTuple):
         return self.rows if self.replicas is None or bool(self.replicas > 0) else None
 
 
-def comm_for(chunk: Chunk) -> GradComm | None:
+def comm_for(shard: OptimizerShard) -> GradComm | None:
     """How the model that a parameter belongs to wants gradients to be sent. Local operation."""
-    state = state_of(chunk.parameter)
+    state = state_of(shard.parameter)
     return comm_of(state.model) if state is not None else None
 
 
@@ -251,13 +251,13 @@ class Averaging:
     What never changes from step to step is looked at once: which of them are sent together, and where each lies.
 
     Attributes:
-        chunks: The parameters, in the same order on all replicas.
+        shards: The parameters, in the same order on all replicas.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.chunks = tuple(chunks)
-        kinds = [(chunk.ranks, chunk.dtype) for chunk in chunks]
-        self._kinds = [_Kind(places, chunks) for places in _by_kind(range(len(chunks)), kinds)]
+    def __init__(self, shards: Sequence[OptimizerShard]) -> None:
+        self.shards = tuple(shards)
+        kinds = [(shard.ranks, shard.dtype) for shard in shards]
+        self._kinds = [_Kind(places, shards) for places in _by_kind(range(len(shards)), kinds)]
 
     def start(
         self,
@@ -271,8 +271,8 @@ class Averaging:
         """Begin.
 
         Collective over the replicas, all the same: per group and dtype a reduce-scatter, and one more for each large
-        tensor; in the chunks' dtype or what the model's :class:`GradComm` says. Temporary memory: what is packed, and
-        what has another dtype, once in the chunks' dtype.
+        tensor; in the shards' dtype or what the model's :class:`GradComm` says. Temporary memory: what is packed, and
+        what has another dtype, once in the shards' dtype.
 
         Args:
             gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
@@ -284,9 +284,9 @@ class Averaging:
                 then.
 
         Returns:
-            This rank's rows, in the order of the chunks.
+            This rank's rows, in the order of the shards.
         """
-        found: list[Any] = [None] * len(self.chunks)
+        found: list[Any] = [None] * len(self.shards)
         moves: list[Pending[Any]] = []
         for kind in self._kinds:
             moves += kind.start(
@@ -306,19 +306,19 @@ class _Kind:
 
     Attributes:
         places: Of them among those given.
-        chunks: They themselves.
+        shards: They themselves.
         alone: For each whether it is sent by itself.
         small: Those that are not.
         buffer: Where these lie together.
     """
 
-    def __init__(self, places: list[int], chunks: Sequence[Chunk]) -> None:
-        self.places, self.chunks = places, [chunks[place] for place in places]
-        self.first = self.chunks[0]
-        self.alone = [_is_large(chunk.rows) for chunk in self.chunks]
-        self.small = [chunk for chunk, alone in zip(self.chunks, self.alone, strict=True) if not alone]
-        self.buffer = Buffer(tuple(chunk.rows.numel for chunk in self.small), _ALIGNED)
-        self.numels = [math.prod(chunk.shape) for chunk in self.chunks]
+    def __init__(self, places: list[int], shards: Sequence[OptimizerShard]) -> None:
+        self.places, self.shards = places, [shards[place] for place in places]
+        self.first = self.shards[0]
+        self.alone = [_is_large(shard.rows) for shard in self.shards]
+        self.small = [shard for shard, alone in zip(self.shards, self.alone, strict=True) if not alone]
+        self.buffer = Buffer(tuple(shard.rows.numel for shard in self.small), _ALIGNED)
+        self.numels = [math.prod(shard.shape) for shard in self.shards]
         self.device = _torch.local_of(self.first.parameter).device
 
     def start(
@@ -345,15 +345,15 @@ class _Kind:
         packed = self._packed(mine, flags)
         result = send(packed.view(-1), packed.shape[1:])
         pieces = iter(self.buffer.pieces(result))
-        for at, (place, chunk, gradient) in enumerate(zip(self.places, self.chunks, mine, strict=True)):
+        for at, (place, shard, gradient) in enumerate(zip(self.places, self.shards, mine, strict=True)):
             # A rank that has a gradient need not ask whether there is one.
             asked = result[end + at] if flags and gradient is None else None
             if not self.alone[at]:
-                rows = next(pieces)[: self.numels[at]].view(chunk.shape)
+                rows = next(pieces)[: self.numels[at]].view(shard.shape)
             else:
                 if gradient is None:
-                    gradient = torch.zeros(chunk.rows.shape, dtype=dtype, device=self.device)
-                rows = send(gradient.to(dtype).contiguous().view(-1), chunk.shape)
+                    gradient = torch.zeros(shard.rows.shape, dtype=dtype, device=self.device)
+                rows = send(gradient.to(dtype).contiguous().view(-1), shard.shape)
             found[place] = Average(rows, asked)
         return moves
 
@@ -365,16 +365,16 @@ class _Kind:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         pieces = iter(self.buffer.pieces(memory))
-        for at, (chunk, gradient) in enumerate(zip(self.chunks, mine, strict=True)):
+        for at, (shard, gradient) in enumerate(zip(self.shards, mine, strict=True)):
             if flags and gradient is None:
                 memory[:, end + at] = 0
             if self.alone[at]:
                 continue
             piece = next(pieces)
-            if gradient is None or not chunk.rows.is_even:
+            if gradient is None or not shard.rows.is_even:
                 piece.zero_()
             if gradient is not None:
-                for rows, there in chunk.rows.pairs(gradient, piece):
+                for rows, there in shard.rows.pairs(gradient, piece):
                     targets.append(there)
                     sources.append(rows)
         _torch.copy_all_(targets, sources)
@@ -388,13 +388,13 @@ class Part(NamedTuple):
     """One tensor of which each replica has rows.
 
     Attributes:
-        chunk: Of the parameter: names the replicas, and the dim.
+        shard: Of the parameter: names the replicas, and the dim.
         mine: This rank's rows, along that dim.
         whole: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a
             quantized weight may have another shape than the weight.
     """
 
-    chunk: Chunk
+    shard: OptimizerShard
     mine: torch.Tensor
     whole: torch.Tensor
 
@@ -412,13 +412,13 @@ def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: boo
             the parts must not change until then.
     """
     moves: list[Pending[Any]] = []
-    kinds = [(part.chunk.ranks, torch.uint8 if as_bytes else part.mine.dtype) for part in parts]
+    kinds = [(part.shard.ranks, torch.uint8 if as_bytes else part.mine.dtype) for part in parts]
     for kind in _by_kind(parts, kinds):
         packed = []
         for part in kind:
             in_place = part.whole.is_contiguous() and part.mine.is_contiguous()
-            if in_place and _is_large(part.chunk.rows_like(part.whole)):
-                moves.append(_gathered(part.mine.view(-1), part.whole.view(-1), part.chunk, async_op))
+            if in_place and _is_large(part.shard.rows_like(part.whole)):
+                moves.append(_gathered(part.mine.view(-1), part.whole.view(-1), part.shard, async_op))
             else:
                 packed.append(part)
         if packed:
@@ -435,14 +435,16 @@ def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: boo
     return Pending(finish)
 
 
-def _gathered(mine: torch.Tensor, whole: torch.Tensor, chunk: Chunk, async_op: bool) -> Pending[torch.Tensor]:
-    return start(mine, Shard(0), Replicate(), chunk.group, into=whole, async_op=async_op)
+def _gathered(
+    mine: torch.Tensor, whole: torch.Tensor, shard: OptimizerShard, async_op: bool
+) -> Pending[torch.Tensor]:
+    return start(mine, Shard(0), Replicate(), shard.group, into=whole, async_op=async_op)
 
 
 def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bool) -> Pending[None]:
     """One all-gather, in ``dtype``, which is that of the parts, or bytes; the wholes are written by the wait."""
-    chunk, device = parts[0].chunk, parts[0].mine.device
-    rows = [part.chunk.rows_like(part.whole) for part in parts]
+    shard, device = parts[0].shard, parts[0].mine.device
+    rows = [part.shard.rows_like(part.whole) for part in parts]
     sizes = [
         each.numel * part.mine.element_size() // dtype.itemsize
         for each, part in zip(rows, parts, strict=True)
@@ -452,7 +454,7 @@ def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bo
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part in parts]
     mine = buffer.pack([each.view(dtype) for each in flat], dtype, device)
     del flat
-    gathered = torch.empty(chunk.size, mine.numel(), dtype=dtype, device=device)
+    gathered = torch.empty(shard.size, mine.numel(), dtype=dtype, device=device)
 
     def unpack(unused: torch.Tensor) -> None:
         targets: list[torch.Tensor] = []
@@ -463,4 +465,4 @@ def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bo
                 sources.append(came)
         _torch.copy_all_(targets, sources)
 
-    return _gathered(mine, gathered.view(-1), chunk, async_op).then(unpack)
+    return _gathered(mine, gathered.view(-1), shard, async_op).then(unpack)

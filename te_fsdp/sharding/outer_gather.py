@@ -1,21 +1,21 @@
-"""New main weights, cut over the holders of a parameter, on their way into the parameter of each holder.
+"""New main weights, cut over the replicas of a parameter, on their way into the parameter of each replica.
 
     fp32            rows                          all-gathered in place
     bf16            rows, rounded                 all-gathered in place
     quantized       rows, quantized with the      all-gathered byte by byte: values, scales, transposes
                     scale of the whole weight
-    quantized, where rows are no whole blocks     all-gathered in fp32, quantized by each holder
+    quantized, where rows are no whole blocks     all-gathered in fp32, quantized by each replica
 
-The bytes are the same either way: formats scale blocks of values, or the whole weight, of which the holders take the
+The bytes are the same either way: formats scale blocks of values, or the whole weight, of which the replicas take the
 amax together.
 
 With ``overlap_gather`` they arrive while the next forward has begun:
 
     at once          parameters that FSDP2 does not manage; weights with delayed scaling, whose amaxes the step shares;
-                     quantized weights that travel as fp32
+                     quantized weights that are sent as fp32
     unit by unit     all others: the root's own first, then its units as they are registered
 
-The holders begin all of it in the step, in one order, whatever they use afterwards.
+The replicas begin all of it in the step, in one order, whatever they use afterwards.
 
 :func:`install_by_unit` and :class:`~te_fsdp.move.pending.PendingGathers` (``state.pending_gathers``, which all that
 reads or writes parameters waits for) are the overlap: without them a step calls ``start_install(cut).wait()``.
@@ -37,14 +37,14 @@ from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.writes import Scaled, cast, has_current_scale, shared_scales, write_all
-from te_fsdp.sharding.outer_collectives import Chunk, Part, chunk_of, start_gather
+from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, optimizer_shard, start_gather
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from te_fsdp.sharding.outer_state import StandIns
+    from te_fsdp.sharding.main_parameters import MainParameters
     from te_fsdp.sharding.state import ShardingState
 
 __all__ = [
@@ -64,7 +64,7 @@ SINGLE = "one tensor of all experts"
 
 @torch.no_grad()
 def start_install(
-    cut: Sequence[tuple[Chunk, torch.Tensor]],
+    cut: Sequence[tuple[OptimizerShard, torch.Tensor]],
     *,
     async_op: bool = False,
     written: list[torch.Tensor] | None = None,
@@ -72,32 +72,33 @@ def start_install(
 ) -> Pending[None]:
     """Begin to make parameters their new main weights, each rounded or quantized once.
 
-    Collective over the holders: one all-gather per dtype, one for the bytes of all quantized weights together, and
+    Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights together, and
     one more for each large tensor; and as :func:`scales_of_rows`, for NVFP4 and hybrids with a reduction for each.
-    The wait issues none, unless weights travel as fp32.
+    The wait issues none, unless weights are sent as fp32.
 
     Args:
-        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders. Main weights and
+        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas. Main weights and
             parameters must not change until the end.
         async_op: Whether nothing waits for the gathers before.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
-            that travel as fp32.
+            that are sent as fp32.
         scales: From :func:`scales_of_rows`, which is called if there are none.
     """
     scales = scales_of_rows(cut) if scales is None else scales
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
-    for chunk, rows in cut:
-        local = _torch.local_of(chunk.parameter)
+    for shard, rows in cut:
+        local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
-            plain.append(Part(chunk, _in_place(chunk, rows, local), local))
-        elif why_not_bytes(chunk) is None:
-            packed += _quantized_parts(chunk, rows, local, scales.get(id(chunk)), written)
+            plain.append(Part(shard, _in_place(shard, rows, local), local))
+        elif why_not_bytes(shard) is None:
+            packed += _quantized_parts(shard, rows, local, scales.get(id(shard)), written)
         else:
             value = torch.empty(local.shape, dtype=rows.dtype, device=rows.device)
-            whole.append(Part(chunk, rows, value))
-    _share_newest_amax(chunk for chunk, _ in cut)
+            whole.append(Part(shard, rows, value))
+    sent = {id(part.shard): part.shard for part in packed}.values()
+    _share_newest_amax(sent)
     if written is not None:
         written += [part.whole for part in plain]
     gathers = [
@@ -108,57 +109,57 @@ def start_install(
     def finish() -> None:
         for gather in gathers:
             gather.wait()
-        write_all((_torch.local_of(part.chunk.parameter), part.whole) for part in whole)
-        for chunk in {id(part.chunk): part.chunk for part in packed}.values():
-            finish_writing(_torch.local_of(chunk.parameter))
+        write_all((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
+        for shard in sent:
+            finish_writing(_torch.local_of(shard.parameter))
 
     return Pending(finish)
 
 
-def scales_of_rows(cut: Sequence[tuple[Chunk, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """The scales of current-scaling weights that travel as bytes, each from the amax of the whole main weight.
+def scales_of_rows(cut: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """The scales of current-scaling weights that are sent as bytes, each from the amax of the whole main weight.
 
-    Collective over holders and weight mesh, if there are some: one max all-reduce for each group of theirs.
+    Collective over replicas and weight mesh, if there are some: one max all-reduce for each group of theirs.
 
     Args:
-        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
+        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas.
 
     Returns:
-        One element for each, by the ``id`` of its chunk.
+        One element for each, by the ``id`` of its shard.
     """
     asked: dict[int, Scaled] = {}
-    for chunk, rows in cut:
-        local = _torch.local_of(chunk.parameter)
-        if not _te.is_quantized(local) or why_not_bytes(chunk) is not None:
+    for shard, rows in cut:
+        local = _torch.local_of(shard.parameter)
+        if not _te.is_quantized(local) or why_not_bytes(shard) is not None:
             continue
         quantizer = _te.quantizer_of(local)
         if has_current_scale(type(quantizer)):
-            asked[id(chunk)] = Scaled(rows, quantizer, amax_group(chunk))
+            asked[id(shard)] = Scaled(rows, quantizer, amax_group(shard))
     return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
 
 
-def why_not_bytes(chunk: Chunk) -> str | None:
-    """Why a quantized weight crosses the holders' axis as fp32; ``None`` for one that does so as bytes.
+def why_not_bytes(shard: OptimizerShard) -> str | None:
+    """Why a quantized weight crosses the replicas' axis as fp32; ``None`` for one that does so as bytes.
 
     Local operation on the global shape and the format: the same on all ranks, also on those that hold other pieces.
     They take one amax together, each way over other groups.
     """
-    local = _torch.local_of(chunk.parameter)
+    local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))
-    if kind not in chunk.obstacles:
-        chunk.obstacles[kind] = _obstacle(chunk, local)
-    return chunk.obstacles[kind]
+    if kind not in shard.obstacles:
+        shard.obstacles[kind] = _obstacle(shard, local)
+    return shard.obstacles[kind]
 
 
-def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
+def _obstacle(shard: OptimizerShard, local: torch.Tensor) -> str | None:
     if is_grouped_weight(local) or local.ndim != 2:
         return SINGLE
     block = block_of(local)
     if block is None:
         return f"no table of the buffers of {_te.format_of(local)}"
-    if block > 1 and not chunk.has_whole(block):
-        what = "columns" if chunk.dim else "rows"
-        return f"{chunk.rows.shape[chunk.dim]} {what} over {chunk.size} ranks, a scale spans {block}"
+    if block > 1 and not shard.has_whole(block):
+        what = "columns" if shard.dim else "rows"
+        return f"{shard.rows.shape[shard.dim]} {what} over {shard.size} ranks, a scale spans {block}"
     try:
         buffers_of_parts(local, "weight")
     except PlacementError:
@@ -166,13 +167,13 @@ def _obstacle(chunk: Chunk, local: torch.Tensor) -> str | None:
     return None
 
 
-def amax_group(chunk: Chunk) -> dist.ProcessGroup | None:
-    """Over whom the amax of a weight with one scale is taken: its holders, and all ranks that hold other pieces.
+def amax_group(shard: OptimizerShard) -> dist.ProcessGroup | None:
+    """Over whom the amax of a weight with one scale is taken: its replicas, and all ranks that hold other pieces.
 
     Collective over the world where this is neither one axis nor the world, at the first call for such a mesh: a process
     group is made.
     """
-    mesh = chunk.mesh
+    mesh = shard.mesh
     large = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(large) == 1:
         return mesh.get_group(large[0])
@@ -181,9 +182,9 @@ def amax_group(chunk: Chunk) -> dist.ProcessGroup | None:
     return _torch.flatten_mesh(mesh, "outer_weight").get_group()
 
 
-def _in_place(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _in_place(shard: OptimizerShard, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Rows in the dtype of the parameter, where they belong if they lie together there."""
-    own = chunk.of(local)
+    own = shard.of(local)
     if not own.is_contiguous():
         return rows.to(local.dtype)
     if own.data_ptr() != rows.data_ptr():
@@ -195,29 +196,33 @@ def _in_place(chunk: Chunk, rows: torch.Tensor, local: torch.Tensor) -> torch.Te
 
 
 def _quantized_parts(
-    chunk: Chunk,
+    shard: OptimizerShard,
     rows: torch.Tensor,
     local: torch.Tensor,
     scale: torch.Tensor | None,
     written: list[torch.Tensor] | None,
 ) -> list[Part]:
-    """This rank's rows, quantized: what travels. What all holders have alike is written at once."""
+    """This rank's rows, quantized: what is sent. What all replicas have alike is written at once."""
     targets = buffers_of_parts(local, "install")
     if written is not None:
         written += [target.tensor for target in targets]
-    quantized = _quantize(chunk, rows, local, scale, [target.name for target in targets])
+    quantized = _quantize(shard, rows, local, scale, [target.name for target in targets])
     parts = []
     for target, source in zip(targets, buffers_of_parts(quantized, "install"), strict=True):
         assert target.name == source.name
         if target.block is None:
             target.tensor.copy_(source.tensor)
         else:
-            parts.append(Part(chunk, source.tensor, target.tensor))
+            parts.append(Part(shard, source.tensor, target.tensor))
     return parts
 
 
 def _quantize(
-    chunk: Chunk, rows: torch.Tensor, local: torch.Tensor, scale: torch.Tensor | None, names: list[str]
+    shard: OptimizerShard,
+    rows: torch.Tensor,
+    local: torch.Tensor,
+    scale: torch.Tensor | None,
+    names: list[str],
 ) -> torch.Tensor:
     """This rank's rows in the format of the weight, with the buffers that it has, of these names."""
     quantizer = _te.quantizer_of(local).copy()
@@ -227,7 +232,7 @@ def _quantize(
     if scale is not None:
         return cast(rows, quantizer, scale)
     if _te.needs_shared_amax(quantizer):
-        _te.reduce_amax_over(quantizer, amax_group(chunk))
+        _te.reduce_amax_over(quantizer, amax_group(shard))
     if rows.numel() or not _te.has_delayed_scale(local):
         return quantizer(rows)
     quantizer.amax.zero_()  # no kernel runs for a tensor without elements: the last step's amax would stay
@@ -236,43 +241,42 @@ def _quantize(
     return empty
 
 
-def _share_newest_amax(chunks: Iterable[Chunk]) -> None:
-    """Give delayed-scaling weights the amax of all holders' rows as the newest of their histories.
+def _share_newest_amax(shards: Iterable[OptimizerShard]) -> None:
+    """Give delayed-scaling weights the amax of all replicas' rows as the newest of their histories.
 
-    Over the other pieces it is taken after the step, as for all weights.
+    Collective over the replicas. Over the other pieces it is taken after the step, as for all weights.
     """
-    found: dict[tuple[int, ...], list[Chunk]] = {}
-    for chunk in chunks:
-        local = _torch.local_of(chunk.parameter)
-        if _te.is_quantized(local) and _te.has_delayed_scale(local) and why_not_bytes(chunk) is None:
-            found.setdefault(chunk.ranks, []).append(chunk)
+    found: dict[tuple[int, ...], list[OptimizerShard]] = {}
+    for shard in shards:
+        if _te.has_delayed_scale(_torch.local_of(shard.parameter)):
+            found.setdefault(shard.ranks, []).append(shard)
     for members in found.values():
-        amaxes = [_te.quantizer_of(_torch.local_of(chunk.parameter)).amax for chunk in members]
+        amaxes = [_te.quantizer_of(_torch.local_of(shard.parameter)).amax for shard in members]
         largest_of(amaxes, members[0].group)
 
 
-#: Chunk, and this rank's rows of the main weight.
-Cut = tuple[Chunk, torch.Tensor]
+#: Shard, and this rank's rows of the main weight.
+Cut = tuple[OptimizerShard, torch.Tensor]
 
 
 @torch.no_grad()
 def install_by_unit(cut: Sequence[Cut]) -> None:
     """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_gather.start_install` does.
 
-    Collective over the holders: as that, but for what travels together, which is of one unit. Nothing waits for it but
+    Collective over the replicas: as that, but for what is sent together, which is of one unit. Nothing waits for it but
     :class:`~te_fsdp.move.pending.PendingGathers`.
 
     Args:
-        cut: Chunk, and this rank's rows of the main weight, in the same order on all holders.
+        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas.
     """
-    left = {id(chunk.parameter): (chunk, rows) for chunk, rows in cut}
+    left = {id(shard.parameter): (shard, rows) for shard, rows in cut}
     scales = scales_of_rows(cut)
     begins: list[tuple[ShardingState, list[UnitGather]]] = []
-    for state in {id(s): s for chunk, _ in cut if (s := state_of(chunk.parameter)) is not None}.values():
+    for state in {id(s): s for shard, _ in cut if (s := state_of(shard.parameter)) is not None}.values():
         gathers = []
         for name, unit in reversed(state.modules.items()):  # outer before inner
             own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
-            members = [left.pop(key) for key in own if key in left and _may_travel_later(left[key][0])]
+            members = [left.pop(key) for key in own if key in left and _may_be_sent_later(left[key][0])]
             if members:
                 gathers.append(_gather_of(name, unit, members, scales))
         begins.append((state, gathers))
@@ -282,12 +286,12 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
             state.pending_gathers.begin(gathers, state.meshes.device)
 
 
-def check_overlap(optimizer: Optimizer, known: StandIns | None, held: Sequence[torch.Tensor]) -> None:
+def check_overlap(optimizer: Optimizer, known: MainParameters | None, held: Sequence[torch.Tensor]) -> None:
     """Raise where new weights cannot arrive after the step. Local operation.
 
     Args:
         optimizer: The optimizer.
-        known: What stands in for its parameters, if it was sharded before.
+        known: Its main parameters, if it was sharded before.
         held: Its parameters.
 
     Raises:
@@ -300,9 +304,9 @@ def check_overlap(optimizer: Optimizer, known: StandIns | None, held: Sequence[t
             got="one that was sharded without it",
             fix="give overlap_gather=True to the first call, on all ranks",
         )
-    chunks = [chunk for p in held if known is None and (chunk := chunk_of(p)) is not None]
+    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
     # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
-    if known is None and not any(not c.reduced and _may_travel_later(c) for c in chunks):
+    if known is None and not any(not c.reduced and _may_be_sent_later(c) for c in shards):
         raise OrderError(
             f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
             expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
@@ -325,15 +329,15 @@ def _wait(state: ShardingState, *unused: Any) -> None:
     state.pending_gathers.wait()
 
 
-def _may_travel_later(chunk: Chunk) -> bool:
-    local = _torch.local_of(chunk.parameter)
-    return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(chunk) is None)
+def _may_be_sent_later(shard: OptimizerShard) -> bool:
+    local = _torch.local_of(shard.parameter)
+    return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(shard) is None)
 
 
 def _gather_of(
     name: str, unit: nn.Module, members: Sequence[Cut], scales: Mapping[int, torch.Tensor]
 ) -> UnitGather:
     touched = [rows for _, rows in members]
-    touched += [scales[id(chunk)] for chunk, _ in members if id(chunk) in scales]
+    touched += [scales[id(shard)] for shard, _ in members if id(shard) in scales]
     begin = functools.partial(start_install, members, written=touched, scales=scales)
     return UnitGather(name, unit, lambda async_op: begin(async_op=async_op), touched)

@@ -62,7 +62,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None
 
 
 def give_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
-    """Set the gradient of each stand-in under both names that optimizers read."""
+    """Set the gradient of each main parameter under both names that optimizers read."""
     for main, gradient in zip(mains, gradients, strict=True):
         main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
 

@@ -25,10 +25,10 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError
 from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_collectives import Chunk, chunk_of
+from te_fsdp.sharding.main_parameters import MAIN, MainParameters
+from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard
 from te_fsdp.sharding.outer_gather import SINGLE, amax_group, check_overlap, watch_state_dicts, why_not_bytes
 from te_fsdp.sharding.outer_overlap_reduce import watch_units
-from te_fsdp.sharding.outer_state import MAIN, StandIns
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["chunk_in", "make_stand_ins", "shard_optimizer", "stand_ins_of"]
+__all__ = ["main_parameters_of", "make_main_parameters", "optimizer_shard_in", "shard_optimizer"]
 
 _log = logging.getLogger("te_fsdp")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
 
 
-def stand_ins_of(optimizer: Optimizer) -> StandIns | None:
-    """The stand-ins of an optimizer that cuts its state, ``None`` for any other."""
+def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
+    """The main parameters of an optimizer that cuts its state, ``None`` for any other."""
     found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     return found if found is not None and found.cuts else None
 
 
-def chunk_in(optimizer: Optimizer, parameter: torch.Tensor) -> Chunk | None:
+def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
     """The rows of a parameter that this rank keeps state for; ``None`` if the optimizer does not cut it."""
-    stand_ins = stand_ins_of(optimizer)
-    return stand_ins.chunk(parameter) if stand_ins is not None else None
+    main_parameters = main_parameters_of(optimizer)
+    return main_parameters.shard(parameter) if main_parameters is not None else None
 
 
 def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) -> AnyOptimizer:
@@ -65,8 +65,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     ``dp_shard``, weights and gradients over ``dp_shard``. Also cuts the state of parameters that are replicated over
     data parallel while the strategy shards optimizer state. Where there are no such parameters it does nothing.
 
-    From now on each ``step`` averages gradients over the holders (one reduce-scatter per dtype, and one for each large
-    tensor; unit by unit, during backward, where :func:`te_fsdp.microbatch` has told which one is the last), updates
+    From now on each ``step`` averages gradients over the replicas (one reduce-scatter per dtype, and one for each large
+    tensor; unit by unit, during backward, where :func:`te_fsdp.microbatch` says which one is the last), updates
     this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their dtype, quantized
     ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows hold no whole
     blocks is gathered as fp32 and quantized afterwards, which a warning says. Low-precision parameters have
@@ -79,7 +79,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     Code of one's own that reads or writes parameters between a step and the next forward must first call
     :func:`te_fsdp.release_params`, or :func:`te_fsdp.finish_param_gather` for whole weights.
 
-    Collective over the holders (one all-reduce of two integers; for quantized weights with one scale a process group
+    Collective over the replicas (one all-reduce of two integers; for quantized weights with one scale a process group
     may be made): call it on all ranks, right after the optimizer was built. The optimizer works element by element
     (SGD, Adam and their kin, TE's FusedAdam), or is :class:`te_fsdp.Muon`.
 
@@ -98,10 +98,10 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    known = stand_ins_of(optimizer)
+    known = main_parameters_of(optimizer)
     if overlap_gather:
         check_overlap(optimizer, known, held)
-    if known is not None or not any(chunk_of(p) is not None for p in held):
+    if known is not None or not any(optimizer_shard(p) is not None for p in held):
         return optimizer
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
@@ -121,26 +121,28 @@ def _shard(
         overlap_gather: As there.
     """
     _check_fresh(optimizer)
-    stand_ins: StandIns = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_stand_ins(optimizer, cuts=True)
-    stand_ins.cuts = True
-    chunks = [chunk for p in held if (chunk := stand_ins.chunk(p)) is not None]
-    _check_same(chunks, overlap_gather)
-    _keep_main_weights(optimizer, chunks)
-    setattr(optimizer, KEEPS_MAIN_WEIGHTS, stand_ins)
-    _prepare_bytes(chunks)
-    stand_ins.start(optimizer)
+    main_parameters: MainParameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_main_parameters(
+        optimizer, cuts=True
+    )
+    main_parameters.cut()
+    shards = [shard for p in held if (shard := main_parameters.shard(p)) is not None]
+    _check_same(shards, overlap_gather)
+    _keep_main_weights(optimizer, shards)
+    setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
+    _prepare_bytes(shards)
+    main_parameters.start(optimizer)
     for state in states:
-        state.outer_optimizer = stand_ins
+        state.outer_optimizer = main_parameters
         watch_units(state)
         if overlap_gather:
             watch_state_dicts(state)
-    stand_ins.overlaps = overlap_gather
+    main_parameters.overlaps = overlap_gather
 
 
 def _check_fresh(optimizer: Optimizer) -> None:
     """State that is there already has the shapes of whole shards."""
     fused = _te.is_fused_adam(optimizer)
-    # FusedAdam has stand-ins from the beginning of its first step on, which may have raised.
+    # FusedAdam has main parameters from the beginning of its first step on, which may have raised.
     stepped = any("step" in group for group in optimizer.param_groups)
     stepped = stepped or (fused and hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
     states = [] if fused else [s for s in optimizer.state.values() if set(s) - {MAIN}]
@@ -161,11 +163,11 @@ def _check_fresh(optimizer: Optimizer) -> None:
         )
 
 
-def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
-    """Raise on all holders unless all have the same parameters in the same order, and the same option."""
-    by_ranks: dict[tuple[int, ...], list[Chunk]] = {}
-    for chunk in chunks:
-        by_ranks.setdefault(chunk.ranks, []).append(chunk)
+def _check_same(shards: list[OptimizerShard], overlap_gather: bool) -> None:
+    """Raise on all replicas unless all have the same parameters in the same order, and the same option."""
+    by_ranks: dict[tuple[int, ...], list[OptimizerShard]] = {}
+    for shard in shards:
+        by_ranks.setdefault(shard.ranks, []).append(shard)
     for ranks, mine in sorted(by_ranks.items()):
         described: list[Any] = [
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
@@ -181,23 +183,23 @@ def _check_same(chunks: list[Chunk], overlap_gather: bool) -> None:
             )
 
 
-def _prepare_bytes(chunks: list[Chunk]) -> None:
-    """Make the groups that quantized weights need to travel as bytes, and say which of them do not."""
+def _prepare_bytes(shards: list[OptimizerShard]) -> None:
+    """Make the groups that quantized weights need to be sent as bytes, and say which of them do not."""
     wide: dict[str, list[str]] = {}
-    for chunk in chunks:
-        local = _torch.local_of(chunk.parameter)
+    for shard in shards:
+        local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
             continue
-        why = why_not_bytes(chunk)
+        why = why_not_bytes(shard)
         if why is not None:
-            label = label_of(chunk.parameter, "weight")
+            label = label_of(shard.parameter, "weight")
             wide.setdefault(why, []).append(label)
         elif _te.needs_shared_amax(_te.quantizer_of(local)):
-            amax_group(chunk)
+            amax_group(shard)
     if dist.get_rank() == 0:
         for why, labels in wide.items():
             _log.warning(
-                "shard_optimizer: %d quantized weights cross their holders' axis as fp32 (%s): %s. Fix: %s",
+                "shard_optimizer: %d quantized weights cross their replicas' axis as fp32 (%s): %s. Fix: %s",
                 len(labels),
                 why,
                 ", ".join(labels),
@@ -207,18 +209,18 @@ def _prepare_bytes(chunks: list[Chunk]) -> None:
             )
 
 
-def _keep_main_weights(optimizer: Optimizer, chunks: list[Chunk]) -> None:
+def _keep_main_weights(optimizer: Optimizer, shards: list[OptimizerShard]) -> None:
     """Of the state that :func:`te_fsdp.main_weights` has made of whole shards keep what is not zero."""
-    for chunk in chunks:
-        state = optimizer.state.pop(chunk.parameter, {})
+    for shard in shards:
+        state = optimizer.state.pop(shard.parameter, {})
         if MAIN in state:
-            optimizer.state[chunk.parameter][MAIN] = state[MAIN]
+            optimizer.state[shard.parameter][MAIN] = state[MAIN]
 
 
-def make_stand_ins(optimizer: Optimizer, *, cuts: bool) -> StandIns:
-    """The stand-ins of an optimizer, taking part in its steps and its state dicts. Local operation."""
-    stand_ins = StandIns(optimizer, cuts=cuts)
-    dicts = _StateDicts(stand_ins)
+def make_main_parameters(optimizer: Optimizer, *, cuts: bool) -> MainParameters:
+    """The main parameters of an optimizer, taking part in its steps and its state dicts. Local operation."""
+    main_parameters = MainParameters(optimizer, cuts=cuts)
+    dicts = _StateDicts(main_parameters)
     if _te.is_fused_adam(optimizer):
         # Its methods go on after torch's, and look at the groups again: hooks of torch's would be too early.
         install_on(optimizer, "save", dicts.saving(optimizer, optimizer.state_dict))
@@ -228,30 +230,30 @@ def make_stand_ins(optimizer: Optimizer, *, cuts: bool) -> StandIns:
         optimizer.register_state_dict_post_hook(dicts.after_save)
         optimizer.register_load_state_dict_pre_hook(dicts.before_load)
         optimizer.register_load_state_dict_post_hook(dicts.after_load)
-    return stand_ins
+    return main_parameters
 
 
 class _StateDicts:
     """What happens around an optimizer's state dicts.
 
     Attributes:
-        stand_ins: Its stand-ins.
+        main_parameters: Its main parameters.
     """
 
-    def __init__(self, stand_ins: StandIns) -> None:
-        self.stand_ins = stand_ins
+    def __init__(self, main_parameters: MainParameters) -> None:
+        self.main_parameters = main_parameters
 
     def saving(
         self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]
     ) -> Callable[[], dict[str, Any]]:
-        """FusedAdam's ``state_dict``, with stand-ins in place to its end."""
+        """FusedAdam's ``state_dict``, with main parameters in place to its end."""
 
         def state_dict() -> dict[str, Any]:
             self.before_save(optimizer)
             try:
                 result = stock()
             finally:
-                self.stand_ins.put_back(optimizer)
+                self.main_parameters.put_back(optimizer)
             self.after_save(optimizer, result)
             return result
 
@@ -260,7 +262,7 @@ class _StateDicts:
     def loading(
         self, optimizer: Optimizer, stock: Callable[[dict[str, Any]], None]
     ) -> Callable[[dict[str, Any]], None]:
-        """FusedAdam's ``load_state_dict``, with stand-ins in place to its end."""
+        """FusedAdam's ``load_state_dict``, with main parameters in place to its end."""
 
         def load_state_dict(state_dict: dict[str, Any]) -> None:
             fitted = self.before_load(optimizer, state_dict)
@@ -272,17 +274,17 @@ class _StateDicts:
         return load_state_dict
 
     def before_save(self, optimizer: Optimizer) -> None:
-        if self.stand_ins.cuts:
-            self.stand_ins.stand_in(optimizer, keep_main=True)
+        if self.main_parameters.cuts:
+            self.main_parameters.swap_in(optimizer, keep_main=True)
         else:
-            self.stand_ins.put_back(optimizer)
+            self.main_parameters.put_back(optimizer)
 
     def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.stand_ins.put_back(optimizer)
-        for key, chunk in self._chunks(optimizer, state_dict):
+        self.main_parameters.put_back(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):
             state = state_dict["state"].get(key)
-            if state and not _is_exact(chunk):
-                state_dict["state"][key] = {name: _padded(chunk, value) for name, value in state.items()}
+            if state and not _is_exact(shard):
+                state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
@@ -296,55 +298,57 @@ class _StateDicts:
                 fix="use te_fsdp.checkpoint.load, which makes the missing state",
             )
         fitted = {**state_dict, "state": self._fitted(optimizer, state_dict)}
-        self.stand_ins.stand_in(optimizer)
+        self.main_parameters.swap_in(optimizer)
         return fitted
 
     @torch.no_grad()
     def after_load(self, optimizer: Optimizer) -> None:
-        """Copy loaded main weights into those that are there, and end standing in."""
-        for pair in self.stand_ins.pairs:
+        """Copy loaded main weights into those that are there, and end the swap."""
+        for pair in self.main_parameters.pairs:
             loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
             if loaded is not None and pair.low:
                 _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
-        self.stand_ins.put_back(optimizer)
+        self.main_parameters.put_back(optimizer)
 
-    def _chunks(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Any, Chunk]]:
+    def _shards(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> Iterator[tuple[Any, OptimizerShard]]:
         """Key in the state dict and rows of each cut parameter."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for key, parameter in zip(keys, held, strict=False):  # torch compares the groups, with a message
-            chunk = self.stand_ins.chunk(parameter)
-            if chunk is not None:
-                yield key, chunk
+            shard = self.main_parameters.shard(parameter)
+            if shard is not None:
+                yield key, shard
 
     def _fitted(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
         """The states of a state dict, those of cut parameters as this rank's rows."""
         states = dict(state_dict["state"])
-        self.stand_ins.put_back(optimizer)
-        for key, chunk in self._chunks(optimizer, state_dict):
+        self.main_parameters.put_back(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):
             if key in states:
-                states[key] = {name: _own_rows(chunk, name, value) for name, value in states[key].items()}
+                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
         return states
 
 
-def _cutting(chunk: Chunk) -> list[int]:
-    """The axes of ``chunk.mesh`` that cut dim 0, in their order there; the last one cuts first."""
-    return [axis for axis, p in enumerate(chunk.placements) if _torch.shard_dim_of(p) == 0]
+def _cutting(shard: OptimizerShard) -> list[int]:
+    """The axes of ``shard.mesh`` that cut dim 0, in their order there; the last one cuts first."""
+    return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
 
 
-def _is_exact(chunk: Chunk) -> bool:
+def _is_exact(shard: OptimizerShard) -> bool:
     """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
-    if chunk.dim:
+    if shard.dim:
         return True  # chosen because it is even
-    sizes = [chunk.mesh.size(axis) for axis in reversed(_cutting(chunk))]
-    return sum(size > 1 for size in sizes) <= 1 or chunk.parameter.shape[0] % math.prod(sizes) == 0
+    sizes = [shard.mesh.size(axis) for axis in reversed(_cutting(shard))]
+    return sum(size > 1 for size in sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
 
 
-def _padded(chunk: Chunk, value: Any) -> Any:
+def _padded(shard: OptimizerShard, value: Any) -> Any:
     """A state of unevenly cut rows with one leading dim for each axis that cuts them, and padded rows after these."""
-    if not isinstance(value, DTensor) or value.shape != chunk.parameter.shape:
+    if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
         return value
-    mesh, axes, rows = chunk.mesh, _cutting(chunk), value.shape[0]
+    mesh, axes, rows = shard.mesh, _cutting(shard), value.shape[0]
     for axis in reversed(axes):
         rows = -(-rows // mesh.size(axis))
     local = _torch.local_of(value)
@@ -353,7 +357,7 @@ def _padded(chunk: Chunk, value: Any) -> Any:
     shape = torch.Size((*(mesh.size(axis) for axis in axes), rows, *value.shape[1:]))
     placements = [
         Shard(axes.index(axis)) if axis in axes else _shifted(placement, len(axes))
-        for axis, placement in enumerate(chunk.placements)
+        for axis, placement in enumerate(shard.placements)
     ]
     return _torch.placed(padded, mesh, placements, torch.empty(shape, device="meta"))
 
@@ -367,20 +371,20 @@ def _shifted(placement: Placement, dims: int) -> Placement:
     return Shard(dim + dims) if factor == 1 else _torch.strided_shard(dim + dims, factor)
 
 
-def _own_rows(chunk: Chunk, name: str, value: Any) -> Any:
+def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     """A loaded state as this rank's rows: cut and maybe padded, or of the whole shard."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
-    local, leading = _torch.local_of(value), len(_cutting(chunk))
-    if value.ndim == chunk.parameter.ndim + leading:
-        local = local.reshape(local.shape[leading:])[: chunk.high - chunk.low]
-    elif tuple(local.shape) != chunk.shape and local.shape == _torch.local_of(chunk.parameter).shape:
-        local = chunk.of(local).contiguous()
-    if tuple(local.shape) != chunk.shape:
+    local, leading = _torch.local_of(value), len(_cutting(shard))
+    if value.ndim == shard.parameter.ndim + leading:
+        local = local.reshape(local.shape[leading:])[: shard.high - shard.low]
+    elif tuple(local.shape) != shard.shape and local.shape == _torch.local_of(shard.parameter).shape:
+        local = shard.of(local).contiguous()
+    if tuple(local.shape) != shard.shape:
         raise CheckpointError(
-            f"load_state_dict: {name} of a parameter of shape {tuple(chunk.parameter.shape)}",
-            expected=f"this rank's rows, {chunk.shape}, or those of its shard",
+            f"load_state_dict: {name} of a parameter of shape {tuple(shard.parameter.shape)}",
+            expected=f"this rank's rows, {shard.shape}, or those of its shard",
             got=f"{tuple(local.shape)} of {tuple(value.shape)}",
             fix="load it on the mesh that it was saved on, or through te_fsdp.checkpoint",
         )
-    return chunk.distributed(local)
+    return shard.distributed(local)

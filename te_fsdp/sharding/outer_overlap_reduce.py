@@ -35,7 +35,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, GradComm
-from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, Chunk, comm_for
+from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, OptimizerShard, comm_for
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
@@ -105,11 +105,11 @@ class EarlyAverages:
     """The averages of one optimizer's gradients that may begin in backward.
 
     Args:
-        chunks: What the optimizer trains and averages now, in its order; the same on all replicas.
+        shards: What the optimizer trains and averages now, in its order; the same on all replicas.
     """
 
-    def __init__(self, chunks: Callable[[], list[Chunk]]) -> None:
-        self._chunks = chunks
+    def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
+        self._shards = shards
         self._plans: dict[tuple[int, ...], _Plan | None] = {}
         self._pending: _Window | None = None
         self._averaged = 0  # ``last_microbatches`` at the last step
@@ -140,7 +140,7 @@ class EarlyAverages:
         if not state.last_microbatch or (now is not None and now.stale):
             return
         if now is None or now.backward != state.last_microbatches:  # the first unit that this backward leaves
-            now = self._pending = _Window(self._plan_of(self._chunks()), state.last_microbatches)
+            now = self._pending = _Window(self._plan_of(self._shards()), state.last_microbatches)
             if now.plan is not None:
                 now.plan.order.begin(now.plan.groups)
         if now.plan is None or unit not in now.plan.units:
@@ -152,11 +152,11 @@ class EarlyAverages:
 
     def _begin(self, now: _Window, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the replicas."""
-        chunks = plan.units[unit].chunks
-        given = [None] * len(chunks) if empty else gradients_of([chunk.parameter for chunk in chunks])
+        shards = plan.units[unit].shards
+        given = [None] * len(shards) if empty else gradients_of([shard.parameter for shard in shards])
         local = [None if g is None else _torch.local_of(g) for g in given]
         if now.comm is None:
-            now.comm = replace(comm_for(chunks[0]) or GradComm())
+            now.comm = replace(comm_for(shards[0]) or GradComm())
         assert self._groups is not None
         start = functools.partial(
             plan.units[unit].start, local, comm=now.comm, group=self._groups[0], flags=False
@@ -176,7 +176,7 @@ class EarlyAverages:
 
         The same on all ranks.
         """
-        plan = self._plan_of(self._chunks())
+        plan = self._plan_of(self._shards())
         return plan is not None and bool(plan.order.agreed) and plan.state.last_microbatches != self._averaged
 
     def forget(self) -> None:
@@ -187,7 +187,7 @@ class EarlyAverages:
             self._pending = None
 
     @torch.no_grad()
-    def finish(self, chunks: list[Chunk]) -> dict[int, Average | None]:
+    def finish(self, shards: list[OptimizerShard]) -> dict[int, Average | None]:
         """Complete what has begun on any of the replicas.
 
         Collective over the replicas: the reductions that have not begun here, and one all-reduce of a few integers and
@@ -196,13 +196,13 @@ class EarlyAverages:
         process groups are made, and two integers for each unit all-reduced.
 
         Args:
-            chunks: What is to be averaged.
+            shards: What is to be averaged.
 
         Returns:
             ``id`` of a parameter -> its average, ``None`` where no replica has a gradient; empty if all is yet to be
             averaged. Parameters of units that never begin early are left out.
         """
-        plan, last = self._plan_of(chunks), self._pending
+        plan, last = self._plan_of(shards), self._pending
         self._pending = None
         now = last if last is not None and last.begun else _Window(plan)
         now.stale |= now.plan is not plan
@@ -219,12 +219,12 @@ class EarlyAverages:
 
     def _complete(self, now: _Window, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
-        chunks = [chunk for unit in agreed for chunk in plan.units[unit].chunks]
+        shards = [shard for unit in agreed for shard in plan.units[unit].shards]
         for begun in now.begun:
-            found = gradients_of([chunk.parameter for chunk in plan.units[begun.unit].chunks])
+            found = gradients_of([shard.parameter for shard in plan.units[begun.unit].shards])
             now.stale |= not all(Seen.are_same(begun.sources, found))
         wire = 0 if now.comm is None else 1 + _WIRES.index(now.comm.dtype)
-        has = [gradient is not None for gradient in gradients_of([chunk.parameter for chunk in chunks])]
+        has = [gradient is not None for gradient in gradients_of([shard.parameter for shard in shards])]
         asked = torch.tensor([len(now.begun), now.stale, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
@@ -232,7 +232,7 @@ class EarlyAverages:
         if most == 0:
             return {}
         if now.comm is None:  # others have begun, maybe where gradients were sent in another dtype
-            now.comm = replace(comm_for(chunks[0]) or GradComm(), dtype=_WIRES[wire - 1])
+            now.comm = replace(comm_for(shards[0]) or GradComm(), dtype=_WIRES[wire - 1])
         for unit in agreed[len(now.begun) : most if dropped else None]:
             self._begin(now, plan, unit, empty=bool(dropped))
         averages = [average for begun in now.begun for average in begun.pending.wait()]
@@ -242,8 +242,8 @@ class EarlyAverages:
         if dropped:
             _say_dropped()
             return {}
-        there = zip(chunks, averages, exist, strict=True)
-        return {id(chunk.parameter): average if exists else None for chunk, average, exists in there}
+        there = zip(shards, averages, exist, strict=True)
+        return {id(shard.parameter): average if exists else None for shard, average, exists in there}
 
     def _all_know_the_last(self, plan: _Plan) -> bool:
         """Whether all ranks have had ``microbatch(is_last=True)`` since the last step; the same on all ranks.
@@ -276,29 +276,29 @@ class EarlyAverages:
             dist.all_reduce(torch.zeros(1, device=plan.state.meshes.device), group=self._groups[0])
         plan.order.agree(plan.state.meshes)
 
-    def _plan_of(self, chunks: list[Chunk]) -> _Plan | None:
+    def _plan_of(self, shards: list[OptimizerShard]) -> _Plan | None:
         """The plan for parameters; ``None`` where nothing of theirs can begin early. Local operation."""
-        trained = tuple(id(chunk.parameter) for chunk in chunks)
+        trained = tuple(id(shard.parameter) for shard in shards)
         if trained not in self._plans:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.clear()
-            self._plans[trained] = _planned(chunks)
+            self._plans[trained] = _planned(shards)
         return self._plans[trained]
 
 
-def _planned(chunks: list[Chunk]) -> _Plan | None:
-    states = {id(state): state for chunk in chunks if (state := state_of(chunk.parameter)) is not None}
-    if len(states) != 1 or len({chunk.ranks for chunk in chunks}) != 1:
+def _planned(shards: list[OptimizerShard]) -> _Plan | None:
+    states = {id(state): state for shard in shards if (state := state_of(shard.parameter)) is not None}
+    if len(states) != 1 or len({shard.ranks for shard in shards}) != 1:
         return None
     (state,) = states.values()
     units: dict[str, Averaging] = {}
     groups: list[str] = []
     for name, unit in state.modules.items():
         own = [set(map(id, group)) for group in _fsdp2.sharded_by_group(unit)]
-        mine = [chunk for chunk in chunks if any(id(chunk.parameter) in ids for ids in own)]
+        mine = [shard for shard in shards if any(id(shard.parameter) in ids for ids in own)]
         if mine:
             units[name] = Averaging(mine)
-            groups += [name for ids in own if any(id(chunk.parameter) in ids for chunk in mine)]
+            groups += [name for ids in own if any(id(shard.parameter) in ids for shard in mine)]
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
 
 

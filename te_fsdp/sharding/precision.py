@@ -206,8 +206,8 @@ class PrecisionPlan:
         self.put_back()  # of a step that raised
         for parameter in parameters:
             facts = facts_of(parameter)
-            # Stand-ins of outer sharding cast gradients themselves.
-            if facts is None or facts.plan is None or facts.stand_ins is not None:
+            # Main parameters cast gradients themselves.
+            if facts is None or facts.plan is None or facts.main_parameters is not None:
                 continue
             gradient, dtype = parameter.grad, facts.plan.gradient_dtype
             if gradient is None or dtype is None:

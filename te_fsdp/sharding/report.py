@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Report", "Row", "Cost", "bytes_of", "cost_of", "describe", "report"]
+__all__ = ["Cost", "Report", "Row", "bytes_of", "cost_of", "describe", "report"]
 
 
 @dataclass(frozen=True)

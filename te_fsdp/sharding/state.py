@@ -296,13 +296,13 @@ def recover(state: ShardingState) -> None:
 def _recover_step(state: ShardingState) -> None:
     """Undo what a step that has raised put in place of gradients and parameters. Local operation.
 
-    ``zero_grad`` of its optimizer has not reached the gradients of parameters that stand-ins stood in for.
+    ``zero_grad`` of its optimizer has not reached the gradients of parameters whose places main parameters had taken.
     """
     optimizer = state.stepping() if state.stepping is not None else None
     end_step(state)
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if stand_ins is not None and stand_ins.pairs:
-        stand_ins.stand_down(optimizer)
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and main_parameters.pairs:
+        main_parameters.swap_out(optimizer)
         state.failed = any(p.grad is not None for p in state.parameters().values())
 
 

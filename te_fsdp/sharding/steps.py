@@ -373,9 +373,10 @@ def release_weights(step: Step) -> None:
 
 
 #: Around every step of an optimizer of sharded models, in this order (:mod:`te_fsdp.step_hooks`); bound ones have a
-#: part of it (``modules/apply.py``). In between, ``StandIns`` puts main weights in the parameters' places and takes
-#: them out again by hooks of the optimizer's own, since torch runs those before these once the step is over: what the
-#: user registers on the optimizer afterwards (an average of the weights, say) sees parameters with their new values.
+#: part of it (``modules/apply.py``). In between, ``MainParameters`` puts main weights in the parameters' places and
+#: takes them out again by hooks of the optimizer's own, since torch runs those before these once the step is over:
+#: what the user registers on the optimizer afterwards (an average of the weights, say) sees parameters with their
+#: new values.
 BEFORE_STEP: StepFunctions = (
     take_out_main_weights,
     refuse_replaced,

@@ -28,9 +28,9 @@ from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights
-from te_fsdp.sharding.outer_optimizer import chunk_in, shard_optimizer
-from te_fsdp.sharding.outer_state import MAIN
+from te_fsdp.sharding.outer_optimizer import optimizer_shard_in, shard_optimizer
 from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
 from te_fsdp.sharding.state import ShardingState, state_of
 
@@ -52,7 +52,7 @@ def allocate_before_state_dict(optimizer: Optimizer) -> None:
     ``CheckpointError`` for a state dict without state, such as one that was asked for before this call, of an
     optimizer that keeps some.
     """
-    # Around the methods, not as hooks: those run when main weights stand in for the parameters already.
+    # Around the methods, not as hooks: those run when main weights are in the parameters' places already.
     save, load = _saving(optimizer.state_dict), _loading(optimizer.load_state_dict)
     optimizer.state_dict = MethodType(save, optimizer)  # type: ignore[method-assign]
     optimizer.load_state_dict = MethodType(load, optimizer)  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def _allocate(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if set(optimizer.state.get(parameter, {})) - {MAIN}:
                 continue
-            if fused and (parameter.requires_grad or chunk_in(optimizer, parameter) is None):
+            if fused and (parameter.requires_grad or optimizer_shard_in(optimizer, parameter) is None):
                 initialize_fused_adam(optimizer, parameter)  # its steps give frozen parameters state as well
             elif parameter.requires_grad:
                 _initialize(optimizer, group, parameter)
@@ -126,8 +126,8 @@ def _is_plain(optimizer: Optimizer) -> bool:
 
 def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """What a torch optimizer keeps for a parameter before its first step."""
-    stand_ins = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    main = None if stand_ins is None else stand_ins.make(optimizer, parameter)
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    main = None if main_parameters is None else main_parameters.make(optimizer, parameter)
     blank = torch.zeros_like(parameter if main is None else main)
     blank.grad = torch.zeros_like(blank)
     other = type(optimizer)([{**group, "params": [blank]}])  # type: ignore[call-arg]

@@ -142,11 +142,13 @@ def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
     from te_fsdp import _torch
     from te_fsdp.sharding.outer_gather import why_not_bytes
-    from te_fsdp.sharding.outer_optimizer import chunk_in
+    from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
     found = [0, 0]
     for parameter in parameters:
-        found[why_not_bytes(chunk_in(optimizer, parameter)) is not None] += _torch.local_of(parameter).numel()
+        found[why_not_bytes(optimizer_shard_in(optimizer, parameter)) is not None] += _torch.local_of(
+            parameter
+        ).numel()
     return found[0], found[1]
 
 

@@ -30,7 +30,8 @@ def _model(meshes: te_fsdp.Meshes, recipe: Any) -> torch.nn.Module:
     options = {**OPTIONS, "device": "meta", "params_dtype": torch.bfloat16, **meshes.te_kwargs()}
     with te.quantized_model_init(recipe=recipe):
         model = torch.nn.Sequential(*[te.TransformerLayer(64, 128, 4, **options) for _ in range(2)])
-    te_fsdp.fully_shard(model, meshes)
+    outer = "optim" if meshes.size("dp_replicate") > 1 else "no_shard"
+    te_fsdp.fully_shard(model, meshes, outer_strategy=outer)
     te_fsdp.materialize(model, seed=0)
     return model
 
@@ -38,7 +39,8 @@ def _model(meshes: te_fsdp.Meshes, recipe: Any) -> torch.nn.Module:
 def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
     """Functions of te_fsdp that the third step of a training calls, and how often, most calls first.
 
-    Two TransformerLayers with FP8 weights (current scaling, 24 parameters), fully sharded, AdamW with main weights.
+    Two TransformerLayers with FP8 weights (current scaling, 24 parameters), fully sharded, AdamW with main weights;
+    with ``dp_replicate`` its state is sharded over the replicas too.
     """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -46,7 +48,10 @@ def settled(axes: dict[str, int]) -> list[tuple[str, int]]:
     recipe = Float8CurrentScaling()
     model = _model(te_fsdp.Meshes.build(**axes), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    te_fsdp.main_weights(model, optimizer)
+    if "dp_replicate" in axes:
+        te_fsdp.shard_optimizer(optimizer)
+    else:
+        te_fsdp.main_weights(model, optimizer)
     root = os.path.dirname(te_fsdp.__file__) + os.sep
     calls: Counter[str] = Counter()
 

@@ -1,14 +1,14 @@
-"""``StandIns``: what an optimizer updates in place of the model's parameters, while its ``step`` runs.
+"""``MainParameters``: what an optimizer updates in place of the model's parameters, while its ``step`` runs.
 
     model's parameters   what forward reads; the optimizer's groups and state refer to them between steps
     main weights         fp32 rows of quantized or other low-precision parameters, ``state[parameter]["master_param"]``
     own rows             of a parameter that other ranks hold as well: of its main weight, or of itself (a view)
     FusedAdam's own      main weights of quantized weights (:func:`te_fsdp.sharding.main_weights.lend_main_weights`)
 
-A parameter has a stand-in if it is of low precision, or if the optimizer's state is cut over its holders
-(:mod:`te_fsdp.sharding.outer_collectives`), or both. Before a step gradients are averaged over the holders, each rank
-keeping its rows (one reduce-scatter), and stand-ins take the places of their parameters in the groups, with their
-state. After it they give them back, the holders gather all rows (one all-gather), and each parameter becomes its main
+A parameter has a main parameter if it is of low precision, or if the optimizer's state is cut over its replicas
+(:mod:`te_fsdp.sharding.outer_collectives`), or both. Before a step gradients are averaged over the replicas, each rank
+keeping its rows (one reduce-scatter), and main parameters take the places of their parameters in the groups, with their
+state. After it they give them back, the replicas gather all rows (one all-gather), and each parameter becomes its main
 weight, rounded or quantized once. Nothing else changes: ``zero_grad``, learning rate schedulers and the groups'
 options see the model's parameters.
 """
@@ -16,6 +16,7 @@ options see the model's parameters.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
 from te_fsdp.quantized.writes import write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
-from te_fsdp.sharding.outer_collectives import Chunk, chunk_of, rows_of_state
+from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard, rows_of_state
 from te_fsdp.sharding.outer_gather import install_by_unit, start_install
 from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
 from te_fsdp.sharding.state import state_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MAIN", "StandIns", "beginning", "is_low"]
+__all__ = ["MAIN", "MainParameters", "beginning", "is_low"]
 
 #: Name of the main weight in an optimizer's state; FusedAdam's own.
 MAIN = "master_param"
@@ -58,30 +59,30 @@ def beginning(local: torch.Tensor) -> torch.Tensor:
 
 
 class Pair(NamedTuple):
-    """A parameter and its stand-in.
+    """A parameter and its main parameter.
 
     Attributes:
         parameter: The parameter.
-        main: Its stand-in.
+        main: Its main parameter.
         local: The parameter's local tensor.
-        low: Whether it is of low precision, so that the stand-in is its main weight.
-        chunk: This rank's rows of it; ``None`` if its state is not cut.
+        low: Whether it is of low precision, so that the main parameter is its main weight.
+        shard: This rank's rows of it; ``None`` if its state is not cut.
     """
 
     parameter: torch.Tensor
     main: torch.Tensor
     local: torch.Tensor
     low: bool
-    chunk: Chunk | None
+    shard: OptimizerShard | None
 
 
-class StandIns:
-    """The stand-ins of one optimizer.
+class MainParameters:
+    """The main parameters of one optimizer.
 
     Attributes:
-        cuts: Whether state is cut over the holders of parameters; otherwise only main weights stand in.
-        pairs: Those that stand in now; empty between steps.
-        averages: Of the gradients, over the holders.
+        cuts: Whether state is cut over the replicas of parameters; otherwise there are main weights alone.
+        pairs: Those in the parameters' places now; empty between steps.
+        averages: Of the gradients, over the replicas.
         overlaps: Whether new weights arrive after the step, unit by unit.
     """
 
@@ -89,44 +90,49 @@ class StandIns:
         self.cuts = cuts
         self.overlaps = False
         self.pairs: list[Pair] = []
-        # What the last standing in has found, by the parameter's id; without a pair for one that needs none. Holds as
-        # long as the parameter has the same local tensor (initialising and loading may replace it), and its state the
-        # same main weight (so may loading). Where state is cut, stand-ins are found anew in each step.
+        # What the last look has found, by the parameter's id; without a pair for one that needs none. Holds as long as
+        # the parameter has the same local tensor (initialising and loading may replace it), and its state the same
+        # main weight (so may loading). Rows of a parameter itself are looked at anew in each step: maybe a copy.
         self._settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
-        self._chunks: dict[int, Chunk] = {}
+        self._shards: dict[int, OptimizerShard] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self._fused = _te.is_fused_adam(optimizer)
-        self.averages = OuterAverages(self._cut, self._make_known)
+        self.averages = OuterAverages(self._cut, self._mains)
         self._before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         # Before those of the user's: they shall see the parameters, with their new values.
         _put_hook(after, first=True)
 
-    # --- who stands in
+    # --- which parameters
 
-    def chunk(self, parameter: torch.Tensor) -> Chunk | None:
+    def cut(self) -> None:
+        """From now on cut state over the replicas of parameters."""
+        self.cuts = True
+        self._settled.clear()
+
+    def shard(self, parameter: torch.Tensor) -> OptimizerShard | None:
         """This rank's rows of a parameter; ``None`` if its state is not cut. Local operation."""
         if not self.cuts:
             return None
-        known = self._chunks.get(id(parameter))
+        known = self._shards.get(id(parameter))
         if known is None or known.parameter is not parameter:
-            known = chunk_of(parameter)
+            known = optimizer_shard(parameter)
             if known is None:
                 return None
-            self._chunks[id(parameter)] = known
-            noted(parameter).stand_ins = weakref.ref(self)
+            self._shards[id(parameter)] = known
+            noted(parameter).main_parameters = weakref.ref(self)
         return known
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in of a parameter, without gradient; ``None`` for one that needs none. Local operation.
+        """The main parameter of a parameter, without gradient; ``None`` for one that needs none. Local operation.
 
         A new main weight begins at the value that the parameter was initialised with; FusedAdam's own where that does.
         """
         if self._fused and not self.cuts:
             return _main_weight_of_fused(optimizer, parameter)
-        chunk, local = self.chunk(parameter) if self.cuts else None, _torch.local_of(parameter)
+        shard, local = self.shard(parameter) if self.cuts else None, _torch.local_of(parameter)
         if is_low(parameter):
             main = optimizer.state.get(parameter, {}).get(MAIN)
             if main is None:
@@ -134,18 +140,18 @@ class StandIns:
                 whole = beginning(local)
                 main = (
                     _torch.placed_like(whole, parameter)
-                    if chunk is None
-                    else chunk.distributed(chunk.of(whole).clone(memory_format=torch.contiguous_format))
+                    if shard is None
+                    else shard.distributed(shard.of(whole).clone(memory_format=torch.contiguous_format))
                 )
                 optimizer.state[parameter][MAIN] = main
-            elif chunk is not None and rows_of_state(main, parameter) is None:  # of main_weights
-                rows = chunk.of(_torch.local_of(main)).clone(memory_format=torch.contiguous_format)
-                main = optimizer.state[parameter][MAIN] = chunk.distributed(rows)
+            elif shard is not None and rows_of_state(main, parameter) is None:  # of main_weights
+                rows = shard.of(_torch.local_of(main)).clone(memory_format=torch.contiguous_format)
+                main = optimizer.state[parameter][MAIN] = shard.distributed(rows)
             _te.forget_high_precision_value(local)
-        elif chunk is not None:
+        elif shard is not None:
             _settle(parameter)
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
-            main = chunk.distributed(chunk.of(local.detach()).contiguous())
+            main = shard.distributed(shard.of(local.detach()).contiguous())
         else:
             return None
         return main
@@ -172,8 +178,8 @@ class StandIns:
             optimizer.state[parameter] |= optimizer.state.pop(main)
             _move_scales(optimizer, main, parameter)
 
-    def stand_in(self, optimizer: Optimizer, *, stepping: bool = False, keep_main: bool = False) -> None:
-        """Put stand-ins into the groups, and the state under their names.
+    def swap_in(self, optimizer: Optimizer, *, stepping: bool = False, keep_main: bool = False) -> None:
+        """Put main parameters into the groups, and the state under their names.
 
         Args:
             optimizer: The optimizer.
@@ -181,28 +187,18 @@ class StandIns:
             keep_main: Leave main weights in the state as well, as state dicts show them.
         """
         self.put_back(optimizer)  # a step that raised has left them in
-        settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
-        before = {} if self.cuts else self._settled
         scales = hasattr(optimizer, "_scales")
+        count = 0
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
             self._groups.append((live, held))
             live.clear()
-            for parameter, local in zip(held, _torch.locals_of(held), strict=True):
-                state = optimizer.state.get(parameter, {})
-                if not parameter.requires_grad and not state:  # frozen
-                    if not stepping or self.chunk(parameter) is None:
-                        live.append(parameter)
-                    continue
-                known = before.get(id(parameter), (None, None, None))
-                pair = known[2]
-                is_same = pair is None or state.get(MAIN) is pair.main
-                if known[0] is not parameter or known[1] is not local or not is_same:
-                    pair = self._pair(optimizer, parameter, local)
-                if not self.cuts:
-                    settled[id(parameter)] = parameter, local, pair
+            count += len(held)
+            for parameter, pair in zip(held, self._look(optimizer, held), strict=True):
                 if pair is None:
-                    live.append(parameter)
+                    frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
+                    if not frozen or not stepping or self.shard(parameter) is None:
+                        live.append(parameter)
                     continue
                 state = optimizer.state.pop(parameter, {})
                 if not keep_main or not pair.low:
@@ -213,27 +209,43 @@ class StandIns:
                     _move_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        self._settled = settled
+        if len(self._settled) > count:  # of parameters that it has no longer
+            self._settled.clear()
         if self.cuts and _te.is_fused_adam(optimizer):
-            # Stand-ins are the main weights: it shall make none of them.
+            # Main parameters are the main weights: it shall make none of them.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
 
-    def _pair(self, optimizer: Optimizer, parameter: torch.Tensor, local: torch.Tensor) -> Pair | None:
-        """A parameter and its stand-in; ``None`` for one that needs none."""
-        ready = self.averages.ready.get(id(parameter))
-        main = ready.main if ready is not None else self.make(optimizer, parameter)
-        return (
-            None if main is None else Pair(parameter, main, local, is_low(parameter), self.chunk(parameter))
-        )
+    def _look(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Pair | None]:
+        """Parameters with their main parameters; ``None`` for those that need none, and for frozen ones without state.
 
-    def stand_down(self, optimizer: Optimizer) -> None:
+        Each is made where there is none, or where the last look does not hold any longer. Local operation.
+        """
+        found: list[Pair | None] = []
+        for parameter, local in zip(parameters, _torch.locals_of(parameters), strict=True):
+            state = optimizer.state.get(parameter)
+            if not parameter.requires_grad and not state:
+                found.append(None)
+                continue
+            ready = self.averages.ready.get(id(parameter))
+            known, of, pair = self._settled.get(id(parameter), (None, None, None))
+            main = state.get(MAIN) if state and (pair is None or pair.low) else ready and ready.main
+            is_same = pair is None or main is pair.main
+            if known is not parameter or of is not local or not is_same:
+                main = ready.main if ready is not None else self.make(optimizer, parameter)
+                low, shard = is_low(parameter), self.shard(parameter)
+                pair = None if main is None else Pair(parameter, main, local, low, shard)
+                self._settled[id(parameter)] = parameter, local, pair
+            found.append(pair)
+        return found
+
+    def swap_out(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
         give_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
         self.put_back(optimizer)
         self.averages.clear()
 
     def put_back(self, optimizer: Optimizer) -> None:
-        """As :meth:`stand_down`, but averaged gradients stay."""
+        """As :meth:`swap_out`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
         for parameter, main, _, low, _ in self.pairs:
@@ -248,23 +260,29 @@ class StandIns:
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
 
-    def _cut(self) -> list[Chunk]:
+    def _cut(self) -> list[OptimizerShard]:
         """The trained parameters whose state is cut. Local operation."""
         optimizer = self._optimizer() if self.cuts else None
         groups = [] if optimizer is None else optimizer.param_groups
         held = [p for group in groups for p in group["params"] if p.requires_grad]
-        return [chunk for p in held if (chunk := self.chunk(p)) is not None]
+        found = []
+        for parameter in held:
+            shard = self._shards.get(id(parameter))
+            if shard is None or shard.parameter is not parameter:
+                shard = self.shard(parameter)
+            if shard is not None:
+                found.append(shard)
+        return found
 
-    def _make_known(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a parameter whose state is cut. Local operation."""
+    def _mains(self, shards: Sequence[OptimizerShard]) -> list[torch.Tensor]:
+        """The main parameters of parameters whose state is cut. Local operation."""
         optimizer = self._optimizer()
-        main = None if optimizer is None else self.make(optimizer, parameter)
-        assert main is not None
-        return main
+        pairs = [] if optimizer is None else self._look(optimizer, [shard.parameter for shard in shards])
+        return [pair.main for pair in pairs if pair is not None]
 
     # --- hooks of the optimizer
 
-    def stand_in_last(self) -> None:
+    def swap_in_last(self) -> None:
         """Let hooks that the user has registered since see the parameters before a step. Local operation."""
         _put_hook(self._before, first=False)
 
@@ -280,8 +298,8 @@ class StandIns:
             )
         self.put_back(optimizer)
         self.averages.make()
-        self.stand_in(optimizer, stepping=True)
-        whole = [pair for pair in self.pairs if pair.chunk is None]
+        self.swap_in(optimizer, stepping=True)
+        whole = [pair for pair in self.pairs if pair.shard is None]
         mains = [pair.main for pair in whole]
         if self._fused and not self.cuts:
             _give_as_they_are(optimizer, {id(pair.main): pair.parameter for pair in whole})
@@ -292,26 +310,26 @@ class StandIns:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        cut: list[tuple[Chunk, torch.Tensor]] = []
+        cut: list[tuple[OptimizerShard, torch.Tensor]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         mains = _torch.locals_of([pair.main for pair in self.pairs])
         for pair, main in zip(self.pairs, mains, strict=True):
             if pair.main.grad is None:
                 continue
-            if pair.chunk is not None:
-                cut.append((pair.chunk, main))
+            if pair.shard is not None:
+                cut.append((pair.shard, main))
             else:
                 whole.append((pair.local, main))
         write_all(whole)
         if self.overlaps:
             install_by_unit(cut)
-        else:
+        elif cut:
             start_install(cut).wait()
-        self.stand_down(optimizer)
+        self.swap_out(optimizer)
 
 
 def _settle(parameter: torch.Tensor) -> None:
-    """Wait for a parameter's new weights, of which a stand-in is about to be made. Local operation."""
+    """Wait for a parameter's new weights, of which a main parameter is about to be made. Local operation."""
     state = state_of(parameter)
     if state is not None:
         state.pending_gathers.wait()
