@@ -69,11 +69,15 @@ class Model(nn.Module):
         return x
 
 
+def whole_batch(step: int) -> torch.Tensor:
+    """The data of one step: (sequence, batch, hidden)."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).bfloat16()
+
+
 def microbatches(meshes: te_fsdp.Meshes, step: int) -> list[torch.Tensor]:
     """This rank's part of the data of one step: tensors (sequence, batch, hidden)."""
-    generator = torch.Generator().manual_seed(step)
-    batch = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).bfloat16()
-    own = batch.chunk(meshes.data_size, dim=1)[meshes.data_rank]
+    own = whole_batch(step).chunk(meshes.data_size, dim=1)[meshes.data_rank]
     return list(own.to(meshes.device).chunk(MICROBATCHES, dim=1))
 
 

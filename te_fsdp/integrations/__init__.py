@@ -2,6 +2,7 @@
 
     fabric         Lightning Fabric: a strategy
     accelerate     Hugging Face accelerate: an Accelerator
+    transformers   Hugging Face transformers: a Trainer
     peft           Hugging Face PEFT: LoRA on TransformerEngine's layers
     torchtitan     torchtitan: base class of models, parallelize function, checkpoint manager
 

@@ -129,3 +129,41 @@ def test_refusals(pool, tmp_path):
         assert told.keys() == SAYS.keys()
         for case, words in SAYS.items():
             assert words in told[case], f"{case}: {told[case]}"
+
+
+def trainers(path: Path) -> dict[str, Any]:
+    """Body: what the trainer refuses, and what it counts."""
+    from transformers import TrainingArguments
+
+    from te_fsdp.integrations.transformers import TeFsdpTrainer
+
+    told, meshes = Told(), te_fsdp.Meshes.build(tp=2)
+
+    def built(**options: Any) -> Any:
+        given = {
+            "output_dir": str(path),
+            "use_cpu": meshes.device_type == "cpu",
+            "report_to": "none",
+            **options,
+        }
+        return TeFsdpTrainer(build("meta", **meshes.te_kwargs()), TrainingArguments(**given), meshes=meshes)
+
+    with forgetting_accelerate(), told.refused("bf16"):
+        built(bf16=True)
+    with forgetting_accelerate(), told.refused("ddp"):
+        built(ddp_find_unused_parameters=True)
+    with forgetting_accelerate(), told.refused("compile"):
+        built(torch_compile=True)
+    with forgetting_accelerate():
+        trainer = built(per_device_train_batch_size=3, gradient_accumulation_steps=5)
+        assert trainer.get_total_train_batch_size(trainer.args) == 15
+        assert trainer.model[0].weight.is_meta, "sharding comes with training"
+    return dict(told)
+
+
+@pytest.mark.ranks(2)
+def test_the_trainer(pool, tmp_path):
+    for told in pool.run(trainers, 2, path=tmp_path):
+        assert "PrecisionError: TeFsdpAccelerator(mixed_precision='bf16')" in told["bf16"]
+        assert "DistributedDataParallelKwargs()" in told["ddp"]
+        assert "dynamo_plugin=" in told["compile"]

@@ -102,3 +102,15 @@ def test_torchtitan(pool, native, tmp_path):
     assert losses(pool, 4, "torchtitan", tp=2, steps=STEPS, resume=path) == whole[HALF:]
     other = losses(pool, 2, "torchtitan", tp=1, steps=STEPS, resume=path)
     assert other == pytest.approx(whole[HALF:], abs=TOLERANCE)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.skipif(not find_spec("accelerate"), reason="make test-integrations installs accelerate")
+def test_trainer(pool, native, tmp_path):
+    # The trainer adds losses up in fp32, microbatch by microbatch.
+    path = tmp_path / f"checkpoint-{HALF}"
+    assert losses(pool, 4, "trainer", tp=2, steps=HALF, save=path) == pytest.approx(native[:HALF], rel=1e-6)
+    resumed = losses(pool, 4, "trainer", tp=2, steps=STEPS, resume=path)
+    assert resumed[-HALF:] == pytest.approx(native[HALF:], rel=1e-6)
+    other = losses(pool, 2, "trainer", tp=1, steps=STEPS, resume=path)
+    assert other[-HALF:] == pytest.approx(native[HALF:], abs=TOLERANCE)
