@@ -33,7 +33,14 @@ from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.rank_checks import watch_inputs
 from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
-from te_fsdp.sharding.comm_units import fuse_wgrad, reduce_unused, refuse_whole, wgrad_fusion_set_aside
+from te_fsdp.sharding.comm_units import (
+    choose_transports,
+    fuse_wgrad,
+    reduce_unused,
+    refuse_whole,
+    take_in_shards,
+    wgrad_fusion_set_aside,
+)
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_gradients import guard_gradients
@@ -41,7 +48,6 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
-from te_fsdp.sharding.transport import choose_transports, take_in_shards
 from te_fsdp.sharding.units import Wanted
 from te_fsdp.step_hooks import replacing
 

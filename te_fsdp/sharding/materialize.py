@@ -27,9 +27,9 @@ from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, 
 from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import Place, binding_of, places_of, plan_of
 from te_fsdp.quantized.components import components_of, finish_writing
+from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.reductions import release_params
 from te_fsdp.sharding.state import mesh_of, settle, sharding_state
-from te_fsdp.sharding.transport import take_in_shards
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from te_fsdp.move.pending import Pending, UnitGather
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.quantized.writes import Scaled, cast, has_current_scale, shared_scales, write_all
+from te_fsdp.quantized.optimizer_steps import Scaled, cast, has_current_scale, shared_scales, write_all
 from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, optimizer_shard, start_gather
 from te_fsdp.sharding.state import state_of
 

@@ -15,9 +15,9 @@ from te_fsdp._te_formats import Format
 from te_fsdp.layout.rules import chunk_range, expert_index
 from te_fsdp.parameters import binding_of, is_exempt, places_of, shard_info
 from te_fsdp.quantized.components import empty_on_meta
+from te_fsdp.sharding.comm_units import shared_bytes
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.state import sharding_state
-from te_fsdp.sharding.transport import shared_bytes
 
 if TYPE_CHECKING:
     import torch

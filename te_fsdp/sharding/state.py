@@ -133,7 +133,7 @@ class ShardingState:
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
-        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.transport`.
+        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
     """
 
     model: nn.Module

@@ -33,7 +33,7 @@ __all__ = [
 Wanted = Iterable[type | str] | type | str
 #: What a model gets that names no strategy.
 DEFAULT = "optim_grads_params"
-#: How weights are gathered: :mod:`te_fsdp.sharding.transport`.
+#: How weights are gathered: :mod:`te_fsdp.sharding.comm_units`.
 TRANSPORTS = ("auto", "nccl", "copy_engine")
 
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
