@@ -112,7 +112,9 @@ def train(job: Job, options: argparse.Namespace, device: torch.device, trace: Pa
     with te.quantized_model_init(enabled=job.quantized_weights, recipe=Float8CurrentScaling()):
         model: Any = (Recomputed if job.recompute else Model)(options, "meta")
     meshes = te_fsdp.Meshes.build(device_type=device.type)
-    te_fsdp.fully_shard(model, meshes, units=job.units, strategy=job.strategy, precision=job.precision)
+    # By NCCL: shards that other ranks read would not be the allocator's.
+    options_of_sharding = {"strategy": job.strategy, "precision": job.precision, "transport": "nccl"}
+    te_fsdp.fully_shard(model, meshes, units=job.units, **options_of_sharding)
     te_fsdp.materialize(model, seed=0)
     if job.optimizer == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

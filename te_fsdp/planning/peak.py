@@ -223,15 +223,16 @@ def _gather(memory: _Memory, unit: _Unit) -> None:
 def _install(memory: _Memory, unit: _Unit, gathered: str) -> None:
     """Take gathered weights into memory: ``"gathered"`` for forward, ``"gathered_again"`` for backward."""
     if unit.gathers:
+        derived = "derived_early" if gathered == "gathered" else "derived"
         memory.now["gathered weights"] += sums(unit.weights, gathered)
-        memory.now["transposes of gathered weights"] += sums(unit.weights, "derived")
+        memory.now["transposes of gathered weights"] += sums(unit.weights, derived)
 
 
 def _release(memory: _Memory, unit: _Unit, gathered: str, *, transposes: bool = True) -> None:
     """Release them; in backward transposes have gone already, with their modules."""
     if unit.gathers:
         memory.now["gathered weights"] -= sums(unit.weights, gathered)
-        memory.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived")
+        memory.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived_early")
 
 
 def _backward(memory: _Memory, runs: Sequence[_Run], root: _Unit, job: Job) -> None:

@@ -172,7 +172,7 @@ def plan_here(job: Job, sizes: Sizes) -> Plan:
     return Plan(
         job=job.described(),
         sizes=sizes,
-        report=describe(model, materialized=True),
+        report=describe(model, settled=True),
         held=held,
         gradients=sums(weights, "gradient"),
         largest_unit=max(_unit_sizes(weights).values(), default=0),

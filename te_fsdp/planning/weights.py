@@ -20,7 +20,7 @@ from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.parameters import places_of, plan_of
 from te_fsdp.planning.job import OPTIMIZERS
 from te_fsdp.quantized.components import empty_on_meta
-from te_fsdp.sharding.report import bytes_of, cost_of
+from te_fsdp.sharding.report import bytes_of, cost_of, settled_shard
 from te_fsdp.sharding.state import required_state
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ class Weight:
         held: Of the shard.
         gathered: Of the gathered parameter in forward; 0 where nothing is gathered.
         gathered_again: Of the gathered parameter in backward.
-        derived: That TransformerEngine makes of a gathered quantized weight in forward and backward, beside what was
-            gathered: transposes. Its module's backward frees them.
-        copied: That TransformerEngine quantizes it into for its products in backward, if it is not quantized itself.
+        derived: That TransformerEngine makes of a gathered quantized weight for backward, beside what was gathered:
+            transposes. Its module's backward frees them.
+        derived_early: Likewise, in forward already.
+        copied: That TransformerEngine makes of it in its module's backward alone: transposes of float8 weights that
+            stay gathered, and what weights that are not quantized themselves are quantized into.
         unreduced: Of its gradient as backward makes it.
         reduction: Of the buffer that its gradient is reduced from.
         gradient: Of its reduced gradient.
@@ -76,6 +78,7 @@ class Weight:
     gathered: int
     gathered_again: int
     derived: int
+    derived_early: int
     copied: int
     unreduced: int
     reduction: int
@@ -121,14 +124,14 @@ def _weight(
     whole, replicated = math.prod(shape), plan.storage.is_whole
     compute = _compute_size(parameter, plan.unit, state)
     kind = None if quantizer is None else _te.format_of_quantizer(quantizer)
-    derived = copied = 0
+    derived = early = copied = 0
     if quantizer is None:
         gathered = again = whole * compute
         held = bytes_of(local)
         if job.recipe != "none" and _is_multiplied(module, name):
             copied = 2 * whole
     else:
-        held = bytes_of(empty_on_meta(quantizer, local.shape, parameter.dtype))
+        held = bytes_of(settled_shard(module, name, parameter))
         forward = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype, backward=False))
         every = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype))
         gathered = again = forward
@@ -136,8 +139,12 @@ def _weight(
             kept = plan.storage.gather == "step" or job.recompute
             gathered = every if kept else forward
             again = every if kept else every - forward
-        else:
-            derived = 0 if replicated else every - forward
+        elif not replicated and plan.storage.gather == "pass":
+            derived = every - forward
+        elif not replicated and kind is not None and kind.transpose:
+            copied = every - forward
+        elif not replicated:
+            derived = early = every - forward
     cost = cost_of(parameter, quantizer is not None)
     wire = getattr(state.precision, "grad_comm_dtype", None) or cost.dtype
     return Weight(
@@ -156,6 +163,7 @@ def _weight(
         gathered=0 if replicated else gathered,
         gathered_again=0 if replicated else again,
         derived=derived,
+        derived_early=early,
         copied=copied,
         unreduced=whole * compute if cost.gradient else 0,
         reduction=whole * wire.itemsize if wire is not None and cost.gradient else 0,
@@ -250,14 +258,14 @@ def _stored(weight: Weight) -> int:
 
 
 def temporary_in_step(weights: Iterable[Weight], job: Job) -> int:
-    """Bytes that an optimizer's step needs beside its state and gradients: fp32 copies of gradients. Local."""
-    fused, total = job.optimizer == "fused-adam", 0
-    for weight in weights:
-        if weight.trained and weight.gradient < 4 * weight.elements:
-            # FusedAdam copies gradients of quantized weights, but of delayed scaling's it reads them as they are.
-            copied = weight.format is not None and job.recipe != "delayed" if fused else weight.is_low
-            total += 4 * weight.elements if copied else 0
-    return total
+    """Bytes that an optimizer's step needs beside its state and gradients: fp32 copies of gradients. Local.
+
+    FusedAdam reads gradients as they are.
+    """
+    if job.optimizer == "fused-adam":
+        return 0
+    low = (w for w in weights if w.trained and w.is_low and w.gradient < 4 * w.elements)
+    return sum(4 * weight.elements for weight in low)
 
 
 def sums(weights: Iterable[Weight], *names: str) -> Any:

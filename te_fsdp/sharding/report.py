@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
 from te_fsdp.layout.rules import chunk_range, expert_index
-from te_fsdp.parameters import binding_of, is_exempt, places_of, shard_info
+from te_fsdp.parameters import binding_of, is_exempt, places_of, plan_of, shard_info
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.sharding.comm_units import shared_bytes
 from te_fsdp.sharding.precision import gradient_dtype
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Cost", "Report", "Row", "bytes_of", "cost_of", "describe", "report"]
+__all__ = ["Cost", "Report", "Row", "bytes_of", "cost_of", "describe", "report", "settled_shard"]
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,13 @@ def report(model: nn.Module) -> Report:
     return describe(model)
 
 
-def describe(model: nn.Module, *, materialized: bool = False) -> Report:
+def describe(model: nn.Module, *, settled: bool = False) -> Report:
     """The report of a model. Local operation; reads no values.
 
     Args:
         model: Any model, at any stage.
-        materialized: Describe parameters on meta as ``te_fsdp.materialize`` will leave them: quantized, with bytes.
+        settled: Describe parameters on meta as they will be in training: quantized, with the bytes that remain after
+            the first gather.
     """
     rows, seen = [], set()
     for prefix, module in model.named_modules():
@@ -140,7 +141,7 @@ def describe(model: nn.Module, *, materialized: bool = False) -> Report:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 label = f"{prefix}.{name}" if prefix else name
-                row = _row(label, module, name, parameter, materialized)
+                row = _row(label, module, name, parameter, settled)
                 if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
                     experts.setdefault(label.rstrip("0123456789"), []).append(row)
                 else:
@@ -180,10 +181,10 @@ def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:
     )
 
 
-def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, materialized: bool) -> Row:
+def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, settled: bool) -> Row:
     local = _torch.local_of(parameter)
-    if materialized and local.is_meta:
-        local = _as_materialized(module, name, parameter)
+    if settled and local.is_meta:
+        local = settled_shard(module, name, parameter)
     binding = binding_of(module)
     layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
     dtype = str(parameter.dtype).removeprefix("torch.")
@@ -193,7 +194,7 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, mate
     elif (quantizer := _te.weight_quantizer(module, name)) is not None:
         fmt = _te.format_of_quantizer(quantizer)
         dtype = f"{dtype}, will be {fmt}"
-    if local.is_meta and not materialized:
+    if local.is_meta and not settled:
         dtype += ", on meta"
     return Row(
         label,
@@ -202,15 +203,23 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, mate
         _placements(parameter),
         tuple(local.shape),
         dtype,
-        0 if local.is_meta and not materialized else bytes_of(local),
+        0 if local.is_meta and not settled else bytes_of(local),
         _note(module, name, parameter, fmt),
     )
 
 
-def _as_materialized(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor, on meta still, that initialising a parameter on meta makes of it."""
+def settled_shard(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor, on meta still, that a parameter on meta becomes: initialised, and gathered once if it ever is.
+
+    Local operation.
+    """
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
-    return local if quantizer is None else empty_on_meta(quantizer, local.shape, parameter.dtype)
+    if quantizer is None:
+        return local
+    shard, plan = empty_on_meta(quantizer, local.shape, parameter.dtype), plan_of(parameter)
+    if plan is not None and not plan.storage.is_whole and local.ndim == 2:
+        _te.forget_transpose(shard)  # as the first gather does
+    return shard
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:

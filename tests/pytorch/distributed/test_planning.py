@@ -71,7 +71,6 @@ def body(sizes: dict, options: dict, policy: bool) -> dict:
     te_fsdp.main_weights(model, optimizer)
     if job.outer_strategy == "optim":
         te_fsdp.shard_optimizer(optimizer)
-    report = te_fsdp.report(model)
     x = torch.randn(TOKENS // sizes.get("tp", 1), HIDDEN, device=harness.device(), dtype=torch.bfloat16)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = model(x)
@@ -80,6 +79,7 @@ def body(sizes: dict, options: dict, policy: bool) -> dict:
     optimizer.step()
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     state = sum(size_of(v) for v in states if v.numel() > 1)
+    report = te_fsdp.report(model)
     dist.destroy_process_group()
     if rank:
         return {}
