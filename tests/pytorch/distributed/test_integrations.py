@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -114,3 +118,31 @@ def test_trainer(pool, native, tmp_path):
     assert resumed[-HALF:] == pytest.approx(native[HALF:], rel=1e-6)
     other = losses(pool, 2, "trainer", tp=1, steps=STEPS, resume=path)
     assert other[-HALF:] == pytest.approx(native[HALF:], abs=TOLERANCE)
+
+
+PAGE = FOLDER.parents[1] / "docs/integrations.md"
+COMMANDS = re.findall(r"^torchrun (.*/train_(\w+)\.py.*)$", PAGE.read_text(), re.MULTILINE)
+NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "torchtitan"}
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
+def test_commands_run(command, name):
+    if not find_spec(NEEDS[name]):
+        pytest.skip(f"make test-integrations installs {NEEDS[name]}")
+    words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)]
+    given = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, cwd=FOLDER.parents[1], env=given, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)
+    found = [float(word) for word in line.split()]
+    assert len(found) >= 6 and found[5] < 0.97 * found[0]
+
+
+def test_every_example_stands_on_the_page():
+    assert {name for _, name in COMMANDS} == {
+        p.stem.removeprefix("train_") for p in FOLDER.glob("train_*.py")
+    } - {"native"}
