@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from te_fsdp.errors import MeshError, meant, message
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ALL_AXES", "AXES", "check_1d", "check_ascending", "check_nested", "fill_sizes", "own_names"]
+__all__ = [
+    "ALL_AXES",
+    "AXES",
+    "check_1d",
+    "check_ascending",
+    "check_nested",
+    "fill_sizes",
+    "own_names",
+    "ranks_of_a_node",
+    "slow_axes",
+]
 
 #: The axes that cut or copy dense parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -181,3 +192,38 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
         fix=fix,
     )
+
+
+def ranks_of_a_node(world_size: int) -> int:
+    """How many ranks a node has, as torchrun says it (``LOCAL_WORLD_SIZE``); all of them where nobody says it.
+
+    Also where nodes have different numbers of ranks, so that a number of one is none of the others.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    each = int(said) if said.isdecimal() else world_size
+    return each if each and world_size % each == 0 else world_size
+
+
+def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
+    """What of a job's arrangement sends much between nodes that could stay within one: a sentence for each.
+
+    Args:
+        groups: Axis -> its ranks, ``(groups, size)``, of all groups of the job.
+        node: Ranks of a node; rank r is on node ``r // node``, as torchrun numbers them.
+    """
+    crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
+    why = {
+        "tp": "every layer's activations are added up over it",
+        "ep": "every token travels to its experts over it",
+    }
+    found = [
+        f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
+        for axis in ("tp", "ep")
+        if axis in crossing
+    ]
+    if "dp_replicate" in groups and "dp_shard" in crossing and "dp_replicate" not in crossing:
+        found.append(
+            f"dp_shard={groups['dp_shard'].shape[1]} crosses nodes of {node} ranks and dp_replicate does not: "
+            "weights are gathered between nodes, in every pass. Exchange the two axes"
+        )
+    return found

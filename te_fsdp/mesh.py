@@ -19,6 +19,7 @@ data parallelism as far as parameters go; attention over it is TE's.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -30,7 +31,17 @@ import torch.distributed as dist
 from te_fsdp import _torch
 from te_fsdp.agree import digest, gather
 from te_fsdp.all_ranks import collective_call, is_simulated
-from te_fsdp.axes import ALL_AXES, AXES, check_1d, check_ascending, check_nested, fill_sizes, own_names
+from te_fsdp.axes import (
+    ALL_AXES,
+    AXES,
+    check_1d,
+    check_ascending,
+    check_nested,
+    fill_sizes,
+    own_names,
+    ranks_of_a_node,
+    slow_axes,
+)
 from te_fsdp.errors import MeshError
 
 if TYPE_CHECKING:
@@ -39,6 +50,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ALL_AXES", "AXES", "Meshes", "as_meshes", "check_1d", "check_ascending", "default_device_type"]
+
+_log = logging.getLogger("te_fsdp")
 
 # More lists of stages than jobs have stages: a mistake, of which no more need be seen.
 _KINDS = 256
@@ -114,7 +127,9 @@ class Meshes:
         if cp > 1:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
             context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
-        return cls(mesh, experts, context)
+        found = cls(mesh, experts, context)
+        found._report_slow_axes()
+        return found
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, names: Mapping[str, str | None] | None = None) -> Meshes:
@@ -145,7 +160,9 @@ class Meshes:
         found = own_names(mesh, names)
         check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
         if tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
-            return cls(mesh)
+            adopted = cls(mesh)
+            adopted._report_slow_axes()
+            return adopted
         kept = [found.index(name) for name in ALL_AXES if name in found]
         sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in ALL_AXES}
         others = [axis for axis in range(mesh.ndim) if axis not in kept]
@@ -164,6 +181,23 @@ class Meshes:
             raise MeshError("Meshes.size: unknown axis", expected=f"one of {ALL_AXES}", got=repr(axis))
         mesh = self.cp if axis == "cp" else self.ep
         return 1 if mesh is None else int(mesh.size())
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the job has, as torchrun says it (``LOCAL_WORLD_SIZE``); 1 where nobody says it."""
+        return dist.get_world_size() // ranks_of_a_node(dist.get_world_size())
+
+    def _report_slow_axes(self) -> None:
+        """Log what sends much between nodes, on the first rank alone."""
+        if self.nodes == 1 or dist.get_rank() != 0:
+            return
+        groups = {}
+        for mesh in filter(None, (self.device_mesh, self.expert_mesh)):
+            for position, axis in enumerate(mesh.mesh_dim_names or ()):
+                if mesh.size(position) > 1 and (mesh is self.device_mesh or axis == "ep"):
+                    groups[axis] = mesh.mesh.movedim(position, -1).flatten(0, -2)
+        for text in slow_axes(groups, ranks_of_a_node(dist.get_world_size())):
+            _log.warning("Meshes: %s", text)
 
     @property
     def tp(self) -> DeviceMesh | None:

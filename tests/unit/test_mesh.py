@@ -427,3 +427,41 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2) = 2 * ?: expected a product equal to WORLD_SIZE = 1, "
         "got 2, which does not divide 1. Fix: sizes whose product is WORLD_SIZE."
     )
+
+
+# --- nodes
+
+#: (ranks of a node, sizes) -> the beginnings of what is said.
+SLOW = [
+    (4, {"tp": 4}, []),
+    (4, {"tp": 8}, ["tp=8 crosses nodes of 4 ranks"]),
+    (4, {"ep": 4}, []),
+    (4, {"ep": 4, "tp": 2}, ["ep=4 crosses nodes of 4 ranks"]),
+    (4, {"dp_replicate": 4}, []),
+    (2, {"dp_replicate": 2}, []),  # weights of eight ranks cannot stay on two
+    (3, {"tp": 16}, []),  # other numbers of ranks on other nodes
+    (16, {"tp": 16}, []),
+]
+
+
+@pytest.mark.parametrize(("node", "sizes", "said"), SLOW)
+def test_axes_that_cross_nodes(fake_world, monkeypatch, caplog, node, sizes, said):
+    fake_world(16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    with caplog.at_level("WARNING", "te_fsdp"):
+        meshes = build(**sizes)
+    assert meshes.nodes == (16 // node if 16 % node == 0 else 1)
+    assert len(caplog.messages) == len(said)
+    assert all(text.startswith(f"Meshes: {words}") for text, words in zip(caplog.messages, said, strict=True))
+
+
+def test_replicas_within_a_node(fake_world, monkeypatch, caplog):
+    """Weights are gathered between nodes, though each node holds two copies of a part."""
+    fake_world(16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = DeviceMesh("cpu", torch.arange(16).reshape(8, 2).t(), mesh_dim_names=("dp_replicate", "dp_shard"))
+    with caplog.at_level("WARNING", "te_fsdp"):
+        Meshes.from_device_mesh(mesh)
+    assert [text.split(":")[1] for text in caplog.messages] == [
+        " dp_shard=8 crosses nodes of 4 ranks and dp_replicate does not"
+    ]
