@@ -341,11 +341,12 @@ def read_stored(
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
                 with CheckedFile(path / name, listed, manifest.save_id) as file:
-                    for taken, data in _read_ahead(pool, file, _runs(pieces)):
-                        _take(data, taken, into)
+                    for taken, tensors in _read_ahead(pool, file, _runs(pieces)):
+                        _take(tensors.result(), taken, into)
             except (OSError, DamagedFileError) as error:
-                keys = sorted({f", of {piece.window.key}" for piece, _ in taken})
-                damaged(path, [f"{name}: {error}{''.join(keys[:3])}"])
+                begin = getattr(error, "begin", None)
+                keys = [f", of {piece.window.key}" for piece, _ in taken if piece.window.offset == begin]
+                damaged(path, [f"{name}: {error}{''.join(keys)}"])
 
 
 def _pieces(
@@ -395,18 +396,19 @@ def _runs(pieces: list[_Wanted]) -> Iterator[list[_Wanted]]:
 
 def _read_ahead(
     pool: ThreadPoolExecutor, file: CheckedFile, runs: Iterable[list[_Wanted]]
-) -> Iterator[tuple[list[_Wanted], torch.Tensor]]:
-    """Each run with its bytes; a few are read in advance, which bounds the memory for what is not wanted of them."""
-    pending: deque[tuple[list[_Wanted], Future[torch.Tensor]]] = deque()
+) -> Iterator[tuple[list[_Wanted], Future[list[torch.Tensor]]]]:
+    """Each run with its tensors; a few are read in advance, which bounds the memory for what is not wanted of them."""
+    pending: deque[tuple[list[_Wanted], Future[list[torch.Tensor]]]] = deque()
     memory = HostMemory()
 
-    def read(run: list[_Wanted], data: torch.Tensor) -> torch.Tensor:
+    def read(run: list[_Wanted], data: torch.Tensor) -> list[torch.Tensor]:
         lengths = [piece.window.length for piece, _ in run]
         file.read(run[0][0].window.offset, lengths, data)
-        if file.pieces is None:  # then there may be checksums that torch.save wrote
-            for (piece, _), part in zip(run, data.split(lengths), strict=True):
-                piece.check(part)
-        return data
+        # Neighbours begin anywhere, where elements of several bytes cannot.
+        parts = data.split(lengths) if len(run) == 1 else [part.clone() for part in data.split(lengths)]
+        # Where there is no table, there may be checksums that torch.save wrote.
+        check = file.pieces is None
+        return [piece.within(part, check=check) for (piece, _), part in zip(run, parts, strict=True)]
 
     try:
         for run in runs:
@@ -416,13 +418,11 @@ def _read_ahead(
             data = memory.take(size) if is_kept else torch.empty(size, dtype=torch.uint8, device="cpu")
             pending.append((run, pool.submit(read, run, data)))
             if len(pending) > 2 * _MOST_THREADS:
-                first, data = pending.popleft()
-                yield first, data.result()
+                yield pending.popleft()
         while pending:
-            first, data = pending.popleft()
-            yield first, data.result()
+            yield pending.popleft()
     finally:
-        wait(data for _, data in pending if not data.cancel())
+        wait(tensors for _, tensors in pending if not tensors.cancel())
 
 
 def _mostly(piece: dcp.Piece, items: list[tuple[ReadItem, Rectangle]]) -> bool:
@@ -430,14 +430,9 @@ def _mostly(piece: dcp.Piece, items: list[tuple[ReadItem, Rectangle]]) -> bool:
     return 2 * sum(math.prod(item.lengths) for item, _ in items) >= math.prod(piece.shape)
 
 
-def _take(data: torch.Tensor, run: list[_Wanted], into: Staged) -> None:
+def _take(tensors: list[torch.Tensor], run: list[_Wanted], into: Staged) -> None:
     """Keep what is wanted of some pieces."""
-    at = 0
-    for piece, items in run:
-        raw = data[at : at + piece.window.length]
-        at += piece.window.length
-        # Neighbours begin anywhere, where elements of several bytes cannot.
-        tensor = piece.within(raw if len(run) == 1 else raw.clone())
+    for tensor, (piece, items) in zip(tensors, run, strict=True):
         is_kept = _mostly(piece, items)
         for item, place in items:
             values = tensor[slices(item.storage_offsets, item.lengths)]

@@ -298,7 +298,13 @@ def view_of(data: torch.Tensor) -> memoryview:
 
 
 class DamagedFileError(CheckpointError):
-    """A file that is not as it was saved; the text says what is wrong, without the name of the file."""
+    """A file that is not as it was saved; the text says what is wrong, without the name of the file.
+
+    Attributes:
+        begin: Byte at which the piece begins that is wrong, where it is one.
+    """
+
+    begin: int | None = None
 
 
 class CheckedFile:
@@ -356,13 +362,16 @@ class CheckedFile:
                 raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
             have += count
         for length in lengths if self.pieces is not None else ():
-            expected = self.pieces.get(offset)  # type: ignore[union-attr]
+            expected, error = self.pieces.get(offset), None  # type: ignore[union-attr]
             if expected is None or expected[0] != length:
-                raise DamagedFileError(f"no piece of {length} bytes begins at byte {offset}")
-            if crc32(view[:length]) != expected[1]:
-                raise DamagedFileError(
+                error = DamagedFileError(f"no piece of {length} bytes begins at byte {offset}")
+            elif crc32(view[:length]) != expected[1]:
+                error = DamagedFileError(
                     f"its contents have changed (CRC-32 of bytes {offset} to {offset + length})"
                 )
+            if error is not None:
+                error.begin = offset
+                raise error
             view, offset = view[length:], offset + length
         return data
 

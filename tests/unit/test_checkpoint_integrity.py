@@ -131,7 +131,8 @@ def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> Non
     (path / DATA).write_bytes(good)
     span = f"bytes {place.offset} to {place.offset + place.length}"
     error = loaded_or_error(path, model, optimizer)
-    assert f"{DATA}: its contents have changed (CRC-32 of {span})" in error and "Nothing was loaded" in error
+    text = f"{DATA}: its contents have changed (CRC-32 of {span}), of model.2.weight."
+    assert text in error and "Nothing was loaded" in error
     shutil.copy(saves[1] / DATA, path / DATA)
     assert f"{DATA}: a file of another save" in loaded_or_error(path, model, optimizer)
     shutil.copy(saves[0] / DATA, path / DATA)
@@ -231,7 +232,7 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
         piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
         lengths.add(len(piece))
         stored = Piece(Window(tmp_path / "a", "a", 0, len(piece)), (4, 4), torch.float32, heads)
-        assert torch.equal(stored.within(piece), value)
+        assert torch.equal(stored.within(piece, check=False), value)
     assert len(heads) == len(lengths) == 1 and len(*heads.values()) == 2
 
 

@@ -199,9 +199,11 @@ class Piece(Lazy):
             CheckpointError: See :meth:`Window.objects`.
         """
         window = self.window
-        known = self._alike(
-            lambda at, count: bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
-        )
+
+        def read(at: int, count: int) -> bytes:
+            return bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
+
+        known = self._alike(self._known(read), read)
         if known is not None:
             return known
         found = window.objects()
@@ -231,30 +233,29 @@ class Piece(Lazy):
             )
         return self.found
 
-    def within(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them.
+    def within(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
+        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them. In any thread.
 
-        Raises:
-            CheckpointError: See :attr:`header`.
-        """
-        known = self._known(lambda at, count: bytes(data[:count].numpy()))
-        begin, like = known or (self.header.record.offset - self.window.offset, self.header)
-        first, strides = like.start, like.strides
-        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
-        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
-        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
-
-    def check(self, data: torch.Tensor) -> None:
-        """Compare the bytes of its file, a uint8 tensor on the host, with the checksum that ``torch.save`` wrote.
-
-        Local operation, in any thread.
+        Args:
+            data: The bytes.
+            check: Whether they are compared with the checksum that ``torch.save`` wrote, if it did.
 
         Raises:
             CheckpointError: They have changed; or see :attr:`header`.
         """
-        record = (self._alike(lambda at, count: bytes(data[at : at + count].numpy())) or self.header).record
-        begin = record.offset - self.window.offset
-        record.check(view_of(data[begin : begin + record.count]))
+
+        def read(at: int, count: int) -> bytes:
+            return bytes(data[at : at + count].numpy())
+
+        known = self._known(read)
+        begin, like = known or (self.header.record.offset - self.window.offset, self.header)
+        if check:
+            record = (self._alike(known, read) or self.header).record
+            record.check(view_of(data[begin : begin + record.count]))
+        first, strides = like.start, like.strides
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
+        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
 
     def _known(self, read: Callable[[int, int], bytes]) -> tuple[int, Stored] | None:
         """A piece that is alike up to the data, and where these begin.
@@ -267,12 +268,11 @@ class Piece(Lazy):
                 return len(head), like
         return None
 
-    def _alike(self, read: Callable[[int, int], bytes]) -> Stored | None:
-        """Where the elements lie, as in a piece that is alike up to the data; takes what :meth:`_known` does."""
-        known, window = self._known(read), self.window
+    def _alike(self, known: tuple[int, Stored] | None, read: Callable[[int, int], bytes]) -> Stored | None:
+        """Where the elements lie, with their checksum, if another piece is alike; from and as for :meth:`_known`."""
         if known is None:
             return None
-        begin, like = known
+        (begin, like), window = known, self.window
         mark, crc = struct.unpack("<4sI", read(begin + like.record.count, 8))
         if mark != BEHIND:  # where torch writes the checksum
             return None
