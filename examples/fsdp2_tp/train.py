@@ -16,8 +16,8 @@ import json
 import os
 import sys
 import sysconfig
-import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import te_fsdp
 import te_fsdp.emulation
+from te_fsdp.integrations.training_log import JsonLines, TrainingLog
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -244,38 +245,37 @@ def resume(options: Options, model: nn.Module, optimizer: Any, about: dict[str, 
     return progress
 
 
-class Log:
+class Progress:
     """Rank 0's metrics.jsonl, progress bar and loss plot. Numbers of an emulated run are marked so."""
 
     def __init__(self, options: Options, meshes: te_fsdp.Meshes, losses: list[float]) -> None:
         self.emulated = os.environ.get("TE_FSDP_EMULATION") if te_fsdp.emulation.active() else None
         self.about = {"mesh": str(meshes), "recipe": options.recipe, "emulated": self.emulated}
         self.losses, self.start, self.rates = losses, len(losses), []
-        self.tokens, self.out = options.batch * options.seq, options.out
+        self.out = options.out
         self.out.mkdir(parents=True, exist_ok=True)
         # Another run's rows stay as far as this one builds upon them.
         path = self.out / "metrics.jsonl"
         earlier = path.read_text().splitlines() if path.exists() and self.start else []
         path.write_text("".join(f"{row}\n" for row in earlier if json.loads(row)["step"] < self.start))
-        self.file = path.open("a")
+        self.lines = JsonLines(path, self.about)
         label = f"training (TE emulated, {self.emulated})" if self.emulated else "training"
         every = 0.1 if sys.stderr.isatty() else 10.0  # seconds between updates
         self.bar = tqdm(total=options.steps, initial=self.start, desc=label, unit="step", mininterval=every)
 
-    def step(self, step: int, loss: float, seconds: float, **more: float) -> None:
-        """Add one step; ``more`` goes into its row."""
-        rate = self.tokens / seconds  # over all ranks
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one step: what makes this a writer of `TrainingLog`."""
+        loss, rate = values["loss"], values["tokens_per_s"]
         self.losses.append(loss)
         self.rates.append(rate)
-        row = {"step": step, "loss": loss, "loss_hex": loss.hex(), "tokens_per_s": round(rate, 1)}
-        print(json.dumps(row | more | self.about), file=self.file, flush=True)
+        self.lines.write(step, {**values, "loss_hex": loss.hex()})
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
         self.bar.update()
 
     def close(self) -> None:
         """Draw loss.png and print the summary line."""
         self.bar.close()
-        self.file.close()
+        self.lines.close()
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         if self.start:
@@ -293,6 +293,13 @@ class Log:
         step, first, last = len(self.losses), self.losses[self.start], self.losses[-1]
         shown = f"loss {first:.4f} -> {last:.4f}, {rate:,.0f} tokens/s{note}"
         print(f"done: step {step}, {shown}, see {self.out}")
+
+
+def start_log(options: Options, meshes: te_fsdp.Meshes, optimizer: Any, losses: list[float]) -> TrainingLog:
+    """What tells the numbers of each step, and keeps them on rank 0."""
+    # TensorBoard(options.out), WandB(project=...) of the same module are further writers.
+    writers = [Progress(options, meshes, list(losses))] if RANK == 0 else []
+    return TrainingLog(writers, every=1, optimizer=optimizer, tokens_per_step=options.batch * options.seq)
 
 
 def check(options: Options, meshes: te_fsdp.Meshes) -> None:
@@ -355,11 +362,10 @@ def main(options: Options) -> None:
     if progress["step"] >= options.steps:
         stop(f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}.")
     paths = planned_saves(options, progress["step"])
-    log = Log(options, meshes, list(progress["losses"])) if RANK == 0 else None
+    log = start_log(options, meshes, optimizer, progress["losses"])
 
     first, share, places, copies = portion(options, meshes)
     for step in range(progress["step"], options.steps):
-        began = time.perf_counter()
         torch.manual_seed(options.seed + 7919 * step + first)  # for recipes that round stochastically
         tokens = text.take(progress["position"] + first, share).to(meshes.device)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -372,15 +378,13 @@ def main(options: Options) -> None:
 
         mean = loss.detach().double()
         dist.all_reduce(mean)
-        progress["losses"].append(mean.item() / copies)
+        told = log.step(step, loss=mean / copies)
+        progress["losses"].append(told["loss"])
         progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
-        if log:
-            log.step(step, progress["losses"][-1], time.perf_counter() - began)
         if step + 1 in paths:
             te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
-    if log:
-        log.close()
+    log.close()
 
 
 if __name__ == "__main__":

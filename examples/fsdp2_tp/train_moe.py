@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -316,11 +315,10 @@ def main(options: Options) -> None:
             f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}."
         )
     paths = train.planned_saves(options, progress["step"])
-    log = train.Log(options, meshes, list(progress["losses"])) if RANK == 0 else None
+    log = train.start_log(options, meshes, optimizer, progress["losses"])
 
     first, share, places, copies = train.portion(options, meshes)
     for step in range(progress["step"], options.steps):
-        began = time.perf_counter()
         torch.manual_seed(options.seed + 7919 * step + first)  # for recipes that round stochastically
         tokens = text.take(progress["position"] + first, share).to(meshes.device)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -334,17 +332,16 @@ def main(options: Options) -> None:
 
         means = losses.detach().double()
         dist.all_reduce(means)
-        loss, balanced = (means / copies).tolist()
-        progress["losses"].append(loss)
+        loss, balanced = means / copies
+        told = log.step(step, loss=loss, balance=balanced)
+        progress["losses"].append(told["loss"])
         progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
-        if log:
-            log.step(step, loss, time.perf_counter() - began, balance=balanced)
         if step + 1 in paths:
             te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
     weights, states, share = expert_memory(options, model, optimizer, meshes)
-    if log:
-        log.close()
+    log.close()
+    if RANK == 0:
         each = (
             f"{weights / share:.2f} and {states / share:.2f} for each of an even share of {share:,} elements"
         )

@@ -149,8 +149,9 @@ class Muon(Optimizer):
             options = group["ns_coefficients"], group["ns_steps"], group["eps"]
             return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(whole)])
 
-        for exchange in plan.exchanges:
-            updates |= exchange.run(updates, orthogonalized)
+        with torch.profiler.record_function("te_fsdp::muon"):
+            for exchange in plan.exchanges:
+                updates |= exchange.run(updates, orthogonalized)
         for index, flat in updates.items():
             parameter, _, group = held[index]
             local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
