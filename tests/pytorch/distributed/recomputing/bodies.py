@@ -177,7 +177,7 @@ def gathers(place: str = "", kind: str = "") -> list[list[int]]:
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
     model = _built(Way(place, kind), "mxfp8", "quantized", "meta", hidden=WIDE)
-    te_fsdp.fully_shard(model, meshes, units="blocks.*")
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", transport="nccl")
     te_fsdp.materialize(model, seed=SEED)
     found = []
     for _ in range(3):

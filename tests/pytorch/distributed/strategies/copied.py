@@ -195,21 +195,22 @@ def traced(recipe: str) -> list[str]:
 DP2 = {"dp_shard": 2}
 
 
-def deserted() -> str:
-    """A forward that another rank does not make: what rank 0 is told."""
+def deserted() -> tuple[str, float]:
+    """A forward that another rank does not make: what rank 0 is told, and after how many seconds."""
     from te_fsdp.all_ranks import DEFAULT_TIMEOUT
 
     model, _ = _build(None, DP2, "optim_grads_params", {}, 0, "copy_engine")
     store = torch.distributed.PrefixStore("deserted", _torch.default_store())
     if torch.distributed.get_rank() != 0:
         store.wait(["told"])
-        return ""
+        return "", 0.0
     te_fsdp.set_collective_timeout(1.0)
+    began = time.monotonic()
     try:
         model(torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16))
-        return "went on"
+        return "went on", 0.0
     except RuntimeError as error:
-        return str(error)
+        return str(error), time.monotonic() - began
     finally:
         te_fsdp.set_collective_timeout(DEFAULT_TIMEOUT)
         store.set("told", "")
