@@ -5,8 +5,9 @@
     python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8-compute --seconds 600
 
 The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
-scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Two rows
-differ: megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
+scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three
+rows differ: recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, which takes 3 ms less there than
+FusedAdam; megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
 "limit" is the same compute and the update of one rank's share of the parameters, with nothing sent.
 
 Rows are measured in one set of processes, one after the other, each built, warmed up, timed and freed; every other

@@ -103,7 +103,11 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
     )
     te_fsdp.materialize(model, seed=0)
     recorded = variant.library == "te_fsdp graph"
-    optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=recorded)
+    optimizer: torch.optim.Optimizer
+    if recorded and variant.weights == "fp8":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+    else:
+        optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=recorded)
     te_fsdp.main_weights(model, optimizer)
     if outer == "optim":
         te_fsdp.shard_optimizer(optimizer, overlap_gather=_overlaps(variant, "gather"))

@@ -20,6 +20,7 @@ from te_fsdp.layout.rules import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
 from te_fsdp.quantized.amax import attach_group, quantize_shard
+from te_fsdp.quantized.components import keep_rows_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -256,6 +257,8 @@ def _store(
         _te.attach_high_precision_value(new, value.detach().cpu())
     module._parameters[name] = successor(old, new, leave_out=_TE_MARKS)
     plan = plan_of(old)
+    if quantizer is not None and plan is not None and not plan.storage.is_whole:
+        keep_rows_alone(new)
     if quantizer is not None and (
         plan is None or plan.cut_dim is None
     ):  # else te_fsdp.fully_shard has seen to it

@@ -51,6 +51,7 @@ from te_fsdp.parameters import BINDING, Binding, is_exempt
 from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, mend_empty, share_scale
+from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.packing import (
     Columns,
@@ -310,10 +311,7 @@ def _look_at(
     assert row is not None
     is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
-    if row.transpose and not is_grouped_weight(shard):
-        # Gathers bring the bytes, of which TE makes the gathered weight's transpose: the shard's is for nobody.
-        _te.forget_transpose(shard)
-        _te.quantizer_of(shard).set_usage(columnwise=False)
+    keep_rows_alone(shard)  # unless te_fsdp.fully_shard and materialize have seen to it
     known = _Shard(*now, row, one_scale, binding.weight_group, ranks > 1 and is_even)
     shard.__dict__[GATHERS] = known
     return known

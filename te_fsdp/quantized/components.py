@@ -35,6 +35,7 @@ __all__ = [
     "describe_format",
     "empty_on_meta",
     "finish_writing",
+    "keep_rows_alone",
     "needed_components",
 ]
 
@@ -157,6 +158,18 @@ def empty_on_meta(
         own.set_usage(rowwise=not backward, columnwise=backward)
     rows, columns = math.prod(shape[:-1]), shape[-1]  # experts lie one under the other
     return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
+
+
+def keep_rows_alone(shard: torch.Tensor) -> None:
+    """Drop a float8 shard's transpose, now and in writes to come; of other formats nothing. Local operation.
+
+    A gather brings the bytes, of which TE makes the gathered weight's transpose. One tensor of all experts travels as
+    it is.
+    """
+    row = _te.format_of(shard)
+    if row is not None and row.transpose and shard.ndim < 3:
+        _te.forget_transpose(shard)
+        _te.quantizer_of(shard).set_usage(columnwise=False)
 
 
 def block_of(local: torch.Tensor) -> int | None:

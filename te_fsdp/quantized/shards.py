@@ -26,7 +26,7 @@ from te_fsdp.layout.rules import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_exempt, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard, remember_shard
-from te_fsdp.quantized.components import components_of
+from te_fsdp.quantized.components import components_of, keep_rows_alone
 from te_fsdp.quantized.grouped_weight import copy_experts, experts_of, is_grouped_weight
 from te_fsdp.quantized.packing import derive_transposes
 
@@ -150,6 +150,7 @@ def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
         value = _torch.local_of(parameter).detach()
         local = quantize_shard(value, item.quantizer, binding)
         _copy_bytes(item, parameter, local, binding)
+        keep_rows_alone(local)
         if item.keep_high_precision:
             _te.attach_high_precision_value(local, value.cpu())
         item.module._parameters[item.name] = successor(parameter, local)

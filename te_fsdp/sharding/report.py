@@ -218,7 +218,7 @@ def settled_shard(module: nn.Module, name: str, parameter: torch.Tensor) -> torc
         return local
     shard, plan = empty_on_meta(quantizer, local.shape, parameter.dtype), plan_of(parameter)
     if plan is not None and not plan.storage.is_whole and local.ndim == 2:
-        _te.forget_transpose(shard)  # as the first gather does
+        _te.forget_transpose(shard)  # as ``keep_rows_alone`` does
     return shard
 
 
