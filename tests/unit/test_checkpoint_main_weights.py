@@ -198,6 +198,10 @@ def test_only_what_is_loaded_is_followed(te: Any, recipe: Any, tmp_path: Path) -
 def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: Path) -> None:
     """Put aside from the garbage collector, behind a wrapper, or with stand-ins that a failed step has left."""
     model, (optimizer,) = trained(te, recipe, "adamw")
+    other = torch.optim.SGD(model.parameters(), lr=1.0)  # which has never stepped
+    assert {*optimizers_of(model.parameters())} == {optimizer, other}
+    del other
+    gc.collect()
     checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
 
     class Wrapper(torch.optim.Optimizer):
