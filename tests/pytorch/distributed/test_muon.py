@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from parity import muon
@@ -63,3 +65,23 @@ def test_quantized_weights(pool, recipe, hidden):
 def test_refused(pool, case, error, texts):
     for raised in pool.run_expect_error(muon.refused, 2, case=case):
         assert raised.type_name == error and all(text in raised.message for text in texts), raised.message
+
+
+@pytest.mark.ranks(4)
+def test_the_table_of_optimizers(pool):
+    """docs/optimizers.md says what each optimizer of torch does; all that torch has are in it."""
+    page = (Path(__file__).parents[3] / "docs/optimizers.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    cases = (
+        {"axes": {"dp_shard": 2, "tp": 2}},
+        {
+            "axes": {"dp_replicate": 2, "dp_shard": 2},
+            "outer_strategy": "optim",
+        },
+    )
+    for column, how in enumerate(cases, 1):
+        for outcomes in pool.run(muon.torch_optimizers, 4, **how):
+            assert outcomes == {row[0]: row[column] for row in rows}
+    # With a rank that has none of 3 rows.
+    outcomes = pool.run(muon.torch_optimizers, 4, axes={"dp_shard": 4}, only=("Muon", "SGD"))
+    assert outcomes[0] == {"Muon": "refused", "SGD": "same bits"}

@@ -6,6 +6,7 @@ differs. Gradients are given, not computed, so that they are equal too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import harness
@@ -13,12 +14,26 @@ import torch
 from torch import nn
 
 from parity.clipping import fill
-from parity.runs import Findings, _value, compare_shards, copy_shards, scramble
+from parity.runs import Findings, _local, _value, compare_shards, copy_shards, scramble, shards
 
 HIDDEN, FFN, HEADS, GROUPS, CHANNELS, EXPERTS = 32, 48, 8, 4, 8, 3
 STEPS = 3
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
+#: torch's optimizers, but for two: LBFGS needs a closure, SparseAdam sparse gradients.
+_KINDS = {
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
+ALL = [
+    *sorted(_KINDS - {"Optimizer", "LBFGS", "SparseAdam", "Muon"}),
+    "Muon",
+]  # the one that rounds comes last
+# Two steps of 0.01 whose directions differ by the rounding of bf16 (2^-8) through five iterations that multiply it by
+# up to 3.4 each where singular values are small: some percent of a step of size 0.3, next to weights of about 0.1.
+MUON_ROUNDING = 2e-2
+WHY_MUON = "Newton-Schulz in bf16, products added in another order"
 
 
 class Model(nn.Module):
@@ -262,3 +277,46 @@ def refused(case: str) -> None:
         te_fsdp.Muon(model, [p for p in early if p.ndim == 2])
     elif case == "option":
         te_fsdp.Muon(model, adamw={"amsgrad": True})
+
+
+def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any) -> dict[str, str]:
+    """What each optimizer of torch does with sharded parameters: "same bits", "to rounding", or an error's name.
+
+    The parameters' updates are compared with one process' after two steps of given gradients.
+    """
+    import te_fsdp
+
+    outcomes: dict[str, str] = {}
+    models = _models(axes, how, interleaved=False, experts=False)
+    for name in only or ALL:
+        # One optimizer after the other goes on with the same weights; those of HFSDP stay with their model.
+        if how.get("outer_strategy") and outcomes:
+            models = _models(axes, how, interleaved=False, experts=False)
+        reference, subject = models
+        matrices = [n for n, p in reference.named_parameters() if p.ndim == 2 or name != "Muon"]
+        made = []
+        for model in (subject, reference):
+            chosen = [p for n, p in model.named_parameters() if n in matrices]
+            made.append(getattr(torch.optim, name)(chosen, lr=0.01))
+        try:
+            te_fsdp.check_optimizer(subject, made[0])
+            if how.get("outer_strategy"):
+                te_fsdp.shard_optimizer(made[0])
+            for step in range(2):
+                draw(reference, subject, step)
+                for optimizer in made:
+                    optimizer.step()
+        except te_fsdp.TeFsdpError as error:
+            assert f"{name}" in str(error), error
+            outcomes[name] = "refused"
+            continue
+        exact, rounded = Findings(), Findings()
+        compare(exact, name, subject, reference)
+        outcomes[name] = "same bits" if not exact.failures else "to rounding"
+        for own, parameter, info in shards(subject) if exact.failures else ():
+            full, local = reference.get_parameter(own).detach(), _local(parameter.detach())
+            for box in info.boxes:
+                pair = local[box.local_slices()], full[box.original_slices()]
+                rounded.attempt(rounded.close, f"{name} {own}", *pair, MUON_ROUNDING, WHY_MUON, floor=0.1)
+        rounded.settle(minimum=0)
+    return outcomes
