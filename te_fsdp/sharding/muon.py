@@ -80,6 +80,10 @@ class Muon(Optimizer):
         ValueError: Options that torch's optimizers refuse, or that AdamW has here no use for.
     """
 
+    # Of a copy, and of one from a pickle: torch's optimizers take their groups and state alone along.
+    _model: nn.Module | None = None
+    _plan: _Plan | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -102,7 +106,6 @@ class Muon(Optimizer):
         if adamw is not None and rest:
             groups.append({"params": rest, "algorithm": "adamw", **others})
         self._model, self._split_fused = model, split_fused
-        self._plan: _Plan | None = None
         super().__init__(groups, defaults)
         check_optimizer(model, self)
 
@@ -115,7 +118,18 @@ class Muon(Optimizer):
 
         Returns:
             What the closure returns.
+
+        Raises:
+            OrderError: A copy of another Muon, which knows no model.
         """
+        if self._model is None:
+            raise OrderError(
+                "Muon.step of a copy, or of one from a pickle",
+                expected="te_fsdp.Muon(model, ...)",
+                got="one without a model",
+                why="Which matrices its parameters hold follows from the model",
+                fix="build it anew, and give it state by load_state_dict or te_fsdp.checkpoint.load",
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,6 +220,7 @@ class Muon(Optimizer):
         """Who owns which matrix. Collective at the first step, and after the parameters have changed."""
         # Main weights are found by the parameters that they stand in for, which stay.
         key = tuple((id(original), tuple(_torch.local_of(parameter).shape)) for parameter, original in held)
+        assert self._model is not None
         if self._plan is None or self._plan.key != key:
             self._plan = _Plan(key, self._model, held, self._split_fused)
         return self._plan
@@ -437,7 +452,10 @@ class _Exchange:
         pieces = [[updates[self.weights[p].index] for p in owned] for owned in by_owner]
         sent = torch.cat([piece for owned in pieces for piece in owned])
         outgoing = [sum(piece.numel() for piece in owned) for owned in pieces]
-        held = [[sum(map(_numel, self._boxes[p][rank])) for p in mine] for rank in range(self._ranks)]
+        held = [
+            [sum(math.prod(box.sizes) for box in self._boxes[p][rank]) for p in mine]
+            for rank in range(self._ranks)
+        ]
         incoming = [sum(sizes) for sizes in held]
         received = sent.new_empty(sum(incoming))
         dist.all_to_all_single(received, sent, incoming, outgoing, group=self.group)
@@ -461,17 +479,13 @@ class _Exchange:
         views = []
         for boxes, piece in zip(self._boxes[place], pieces, strict=True):
             # The boxes of a local tensor follow each other in its memory: stacked blocks are cut along rows alone.
-            for box, values in zip(boxes, piece.split([_numel(box) for box in boxes]), strict=True):
+            for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
                 views.append((box.original_slices(), values.view(box.sizes)))
         for where, values in views:
             whole[where] = values
         result = orthogonalized(weight, whole)
         for where, values in views:
             values.copy_(result[where])
-
-
-def _numel(box: Box) -> int:
-    return math.prod(box.sizes)
 
 
 def _dealt_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:

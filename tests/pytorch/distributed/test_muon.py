@@ -59,6 +59,7 @@ def test_quantized_weights(pool, recipe, hidden):
     [
         ("no matrix", "PlacementError", ("0.bias of shape (48,)", "adamw={...} updates what Muon does not")),
         ("early", "OrderError", ("1 of 1 parameters are not the model's",)),
+        ("copy", "OrderError", ("te_fsdp.Muon(model, ...)", "one without a model")),
         ("option", "ValueError", ("lr, betas, eps, weight_decay", "amsgrad")),
     ],
 )

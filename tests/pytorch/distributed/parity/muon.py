@@ -6,6 +6,7 @@ differs. Gradients are given, not computed, so that they are equal too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -275,6 +276,8 @@ def refused(case: str) -> None:
         te_fsdp.Muon(model, model.parameters())
     elif case == "early":
         te_fsdp.Muon(model, [p for p in early if p.ndim == 2])
+    elif case == "copy":
+        copy.deepcopy(te_fsdp.Muon(model, adamw=ADAMW)).step()
     elif case == "option":
         te_fsdp.Muon(model, adamw={"amsgrad": True})
 
