@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,15 @@ PAGES = {
     "docs/errors.md": ["training"],
     "docs/graphs.md": ["microbatched"],
     "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
+    "docs/logging.md": ["logged", "profiled", "on_a_gpu"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
+    "docs/optimizers.md": ["built", "training"],
     "docs/porting.md": ["nothing", "built", "built"],
     "docs/precision.md": ["built", "passed", "training"],
     "docs/quantized.md": ["nothing"],
     "docs/strategies.md": ["copies", "training", "training"],
+    "docs/transport.md": ["built"],
 }
 WIDTH, SEQUENCE, BATCH = 64, 16, 2
 
@@ -75,6 +79,7 @@ class Reader:
         self.names: dict[str, Any] = {"te": te, "te_fsdp": te_fsdp, "torch": torch, "MyModel": MyModel}
         self.names |= {"recipe": Float8CurrentScaling(), "generator": torch.Generator()}
         self.names |= {"build_model": MyModel, "microbatches": [self.batch() for _ in range(2)]}
+        self.missing = False  # what a block needs and this machine lacks
         self.nothing()
 
     def batch(self) -> torch.Tensor:
@@ -142,6 +147,26 @@ class Reader:
         self.training(precision=self.names["te_fsdp"].MixedPrecisionPolicy())
         self.names["loss"] = self.names["loss"](self.names["model"](self.batch()))
 
+    def logged(self) -> None:
+        """A loop over two steps."""
+        self.training()
+        loss = self.names["loss"]
+        self.names.update(batch=BATCH, length=SEQUENCE, steps=2)
+        self.names["loss_of"] = lambda model, step: loss(model(self.batch()))
+        self.missing = find_spec("tensorboard") is None
+
+    def profiled(self) -> None:
+        self.logged()
+        self.missing = False
+        loss_of, model = self.names["loss_of"], self.names["model"]
+        self.names.update(
+            rank=torch.distributed.get_rank(), train_step=lambda n: loss_of(model, n).backward()
+        )
+
+    def on_a_gpu(self) -> None:
+        self.profiled()
+        self.missing = not torch.cuda.is_available()
+
     def saved(self) -> None:
         self.training()
         model, optimizer = self.names["model"], self.names["optimizer"]
@@ -156,6 +181,8 @@ class Reader:
         """Run a block; each further call of `fully_shard` in it gets a model of its own."""
         self.names["path"] = path
         getattr(self, given)()
+        if self.missing:
+            return
         for number, statement in enumerate(ast.parse(block).body):
             code = ast.unparse(statement)
             if number and given == "copies" and code.count("fully_shard(") and "Meshes" not in block:
