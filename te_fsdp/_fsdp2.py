@@ -33,33 +33,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = [
-    "accumulated_gradient",
-    "as_if_kept",
-    "begin_again",
-    "forget_events",
-    "forget_forward_order",
-    "forget_unreduced",
-    "gather_again",
-    "gathered_parameters",
-    "gathering_streams",
-    "gathers_ahead",
-    "gradients_copy_into",
-    "interrupted",
-    "is_gathered",
-    "is_root",
-    "make_room",
-    "records_of",
-    "reduce_outside_backward",
-    "reduced_dtype",
-    "reset_iteration",
-    "sharded_by_group",
-    "sharded_of",
-    "sharded_parameters",
-    "unreduced",
-    "wait_for_reductions",
-]
-
 
 @functools.cache
 def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:

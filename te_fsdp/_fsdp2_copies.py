@@ -27,8 +27,6 @@ from torch.profiler import record_function
 from te_fsdp._fsdp2_patches import gather_with, gathers_itself
 from te_fsdp._torch import copy_all_, fsdp_parameter_groups, local_of, owners_of
 
-__all__ = ["CopiedGathers", "Memory", "forget_copies", "ranks_of_gathers"]
-
 #: Each piece begins at a multiple of so many bytes: vectorised copies and kernels want aligned addresses.
 ALIGNMENT = 256
 #: Attribute of a parameter group: what gathers it.

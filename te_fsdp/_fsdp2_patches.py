@@ -30,22 +30,6 @@ from te_fsdp._torch import (
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "after_reductions",
-    "alias_whole_shards",
-    "around_apply",
-    "around_reductions",
-    "fill_unused",
-    "gather_with",
-    "gathers_itself",
-    "gradients_in",
-    "keep_no_flat_shard",
-    "keep_no_flat_shards",
-    "one_gradient_dtype",
-    "remember_shard_meshes",
-    "replace_outer_group",
-]
-
 
 # --- FSDPParamGroup.post_backward
 

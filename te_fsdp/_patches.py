@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["FSDP2", "Patch", "markdown"]
-
 
 @dataclass(frozen=True)
 class Patch:

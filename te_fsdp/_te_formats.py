@@ -23,8 +23,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["FORMATS", "GROUPED_BUFFERS", "SCALE_SOURCES", "Block", "Buffer", "Format", "unknown_format"]
-
 #: Rows and columns of the weight that one element of a buffer covers; ``None``: the whole weight.
 Block: TypeAlias = tuple[int, int] | None
 

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = [
-    "GroupedReads",
-    "amax_reduced_over",
-    "choice",
-    "delayed_states",
-    "describe_delayed_recipe",
-    "follow_scale",
-    "grouped_path_problem",
-    "has_recipe_state",
-    "make_delayed_states",
-    "set_delayed_scale",
-]
-
 
 def has_recipe_state(module: Any) -> bool:
     """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""

@@ -19,8 +19,6 @@ from te_fsdp import _te
 from te_fsdp._patches import Patch
 from te_fsdp._te_formats import FORMATS
 
-__all__ = ["PATCHES", "gathering_tensors", "install", "install_on"]
-
 _GROUP = "### The amax group of a weight is FSDP2's axis alone"
 
 #: By a name of te_fsdp's own.

@@ -23,8 +23,6 @@ import torch
 
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["TENSORS", "Quantized", "TableUnpickler", "UnknownNameError", "read_extra_state", "with_record"]
-
 _TENSORS = "transformer_engine.pytorch.tensor"
 #: TE's enum values (``transformer_engine.pytorch.constants.DType``, TE 2.18 to 2.20).
 _DTYPES = {7: "kFloat8E4M3", 8: "kFloat8E5M2", 9: "kFloat8E8M0", 10: "kFloat4E2M1"}

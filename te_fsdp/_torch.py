@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
@@ -22,54 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-__all__ = [
-    "OWN_ATTRIBUTES",
-    "ReduceScatter",
-    "at_end_of_backward",
-    "backward_id",
-    "concatenated_meshes",
-    "copy_all_",
-    "default_store",
-    "divide_factor",
-    "dtensor",
-    "dtensors",
-    "end_failed_capture",
-    "find_managed",
-    "flatten",
-    "flatten_mesh",
-    "fsdp_parameter_groups",
-    "group_by_name",
-    "in_backward",
-    "in_dtypes_of",
-    "is_absent_extra_state",
-    "is_fsdp_module",
-    "is_persistent",
-    "largest",
-    "local_of",
-    "locals_and_specs",
-    "locals_of",
-    "managed_by",
-    "multiply_all_",
-    "norms",
-    "owners_of",
-    "place_class",
-    "plain_results",
-    "pretended_world",
-    "reduction_of",
-    "shard_dim_of",
-    "spec_of",
-    "strided_shard",
-    "unflatten",
-    "unflatten_mesh",
-    "untraced",
-    "version_of",
-    "with_local",
-    "with_placements",
-    "without_data",
-    "without_modes",
-    "without_wrappers",
-]
 
 
 def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:

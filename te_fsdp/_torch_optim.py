@@ -12,8 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["has_fused_sgd_rule", "muon_arithmetic", "step_hooks"]
-
 
 def has_fused_sgd_rule() -> bool:
     """Whether DTensor can run ``torch._fused_sgd_`` with a learning rate on the device (``ShardingPropagator``)."""

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from te_fsdp._torch import default_store
 
-__all__ = ["Exchange", "barrier", "is_there", "share"]
-
 
 def is_there() -> bool:
     """Whether this torch has symmetric memory for CUDA devices."""

@@ -32,21 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_fsdp import errors
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-__all__ = [
-    "Ranks",
-    "all_agree",
-    "are_equal",
-    "digest",
-    "from_rank_0",
-    "gather",
-    "gather_if_any",
-    "maximum",
-    "own_ranks",
-    "raised_on_all_ranks",
-    "rank",
-    "world_size",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

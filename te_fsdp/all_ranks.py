@@ -36,8 +36,6 @@ from te_fsdp.errors import CollectiveError, message
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["collective_call", "collective_timeout", "is_simulated", "set_collective_timeout"]
-
 _log = logging.getLogger("te_fsdp")
 
 #: Seconds until a waiting rank says for whom it waits.

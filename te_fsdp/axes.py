@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "ALL_AXES",
-    "AXES",
-    "check_1d",
-    "check_ascending",
-    "check_nested",
-    "fill_sizes",
-    "own_names",
-    "ranks_of_a_node",
-    "slow_axes",
-]
-
 #: The axes that cut or copy dense parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")
 

@@ -34,7 +34,6 @@ from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import (
     ALL_AXES,
     AXES,
-    check_1d,
     check_ascending,
     check_nested,
     fill_sizes,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["ALL_AXES", "AXES", "Meshes", "as_meshes", "check_1d", "check_ascending", "default_device_type"]
 
 _log = logging.getLogger("te_fsdp")
 

@@ -39,27 +39,6 @@ if TYPE_CHECKING:
     from te_fsdp.layout.rules import ExpertRange
     from te_fsdp.layout.storage import ParameterPlan
 
-__all__ = [
-    "KEY",
-    "NO_SHARD",
-    "Binding",
-    "Facts",
-    "Place",
-    "ShardInfo",
-    "attributes_of",
-    "binding_of",
-    "carry_over",
-    "facts_of",
-    "is_exempt",
-    "label_of",
-    "noted",
-    "places_of",
-    "plan_of",
-    "shard_info",
-    "share",
-    "successor",
-]
-
 #: The attribute.
 KEY = "_te_fsdp"
 

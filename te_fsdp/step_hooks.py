@@ -52,19 +52,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.optim import Optimizer
 
-__all__ = [
-    "Step",
-    "StepFunctions",
-    "held_by",
-    "note_replaced",
-    "refuse_replaced",
-    "registered_at",
-    "replacing",
-    "run_around_steps",
-    "sync_tp_replicas",
-    "take_over_gradients",
-]
-
 
 def held_by(optimizer: Optimizer) -> list[tuple[torch.Tensor, Facts]]:
     """The parameters of an optimizer that te_fsdp has marked, each with its record. Local operation."""

@@ -34,19 +34,6 @@ import torch
 from te_fsdp.agree import rank
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
-__all__ = [
-    "Background",
-    "Block",
-    "HostMemory",
-    "SaveHandle",
-    "Staging",
-    "background",
-    "blocks_of",
-    "bytes_bar",
-    "flat_rows",
-    "threads_here",
-]
-
 K = TypeVar("K")
 
 #: Allocators of page-locked memory round up to powers of two: pieces of this size waste nothing.

@@ -39,19 +39,6 @@ from te_fsdp.modules.semantics import Difference, deciding, differences, from_js
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "GROUPS",
-    "SETTINGS",
-    "WHOLE_OPTIMIZER",
-    "Differences",
-    "Rectangle",
-    "Staged",
-    "compare_model",
-    "compare_semantics",
-    "read_stored",
-    "rectangle",
-]
-
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"
 #: Stand in ``Differences.optimizer`` for all of an optimizer, and for its groups' options and membership.

@@ -38,19 +38,6 @@ from te_fsdp.sharding.main_parameters import MAIN
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "Conversion",
-    "batches",
-    "compare_delayed",
-    "delayed_state",
-    "main_weight_of",
-    "make_delayed",
-    "other_format_modules",
-    "plan_conversion",
-    "reset_delayed",
-    "share_newest_amax",
-]
-
 #: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
 

@@ -31,30 +31,11 @@ from te_fsdp.checkpoint.manifest import (
     FILE_NAME,
     Manifest,
     check_files,
-    checksum,
     read_manifest,
     save_number,
 )
+from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, message
-
-__all__ = [
-    "begin",
-    "check_keep_last",
-    "commit",
-    "damaged",
-    "discard",
-    "hide_old",
-    "in_order",
-    "in_use",
-    "latest",
-    "new_directory",
-    "next_number",
-    "open_checkpoint",
-    "remove",
-    "sync",
-    "telling_full",
-    "visible",
-]
 
 _log = logging.getLogger("te_fsdp")
 _SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"

@@ -28,20 +28,6 @@ from te_fsdp.errors import CheckpointError
 if TYPE_CHECKING:
     from te_fsdp.layout.rules import Box
 
-__all__ = [
-    "GROUPED",
-    "Entry",
-    "ExpertPlace",
-    "Piece",
-    "add_entry",
-    "cut_entry",
-    "join_experts",
-    "of_all_experts",
-    "per_expert",
-    "stacked_name",
-    "whole_entry",
-]
-
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"
 

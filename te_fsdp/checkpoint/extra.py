@@ -15,19 +15,6 @@ from te_fsdp import _te
 from te_fsdp.checkpoint.entries import Entry, whole_entry
 from te_fsdp.errors import CheckpointError
 
-__all__ = [
-    "OwnParts",
-    "PerRank",
-    "decode",
-    "encode",
-    "for_rank",
-    "join_ranks",
-    "references",
-    "rng_state",
-    "set_rng_state",
-    "tensor_slots",
-]
-
 # Single-key objects stand for what JSON lacks.
 _TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
 _RESERVED = (_TUPLE, _TENSOR, _PER_RANK)

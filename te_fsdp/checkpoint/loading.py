@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Filling", "Loaded", "load"]
-
 _log = logging.getLogger("te_fsdp")
 
 

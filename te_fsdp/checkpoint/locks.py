@@ -29,8 +29,6 @@ from pathlib import Path
 
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["LOCK", "Owner", "check", "release", "release_dead", "take"]
-
 _log = logging.getLogger("te_fsdp")
 LOCK = ".te_fsdp-lock"
 #: Seconds between signs of life.

@@ -20,24 +20,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, checksum, silent
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, silent
 from te_fsdp.errors import CheckpointError
-
-__all__ = [
-    "DCP_METADATA",
-    "FILE_NAME",
-    "FORMAT_VERSION",
-    "STACKS_EXPERTS",
-    "Manifest",
-    "Tick",
-    "check_files",
-    "checksum",
-    "dtype_name",
-    "parse_manifest",
-    "read_manifest",
-    "save_number",
-    "write_manifest",
-]
 
 FILE_NAME = "te_fsdp.json"
 #: Raised when an older te_fsdp could misread what a newer one writes.

@@ -36,20 +36,6 @@ from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
 from te_fsdp.quantized.packing import derive_transposes
 from te_fsdp.sharding.state import settle, sharding_state
 
-__all__ = [
-    "ModelState",
-    "Owned",
-    "Part",
-    "clean_name",
-    "come_to_rest",
-    "mesh_sizes",
-    "model_state",
-    "modules_with_extra_state",
-    "own_experts",
-    "owned_parameters",
-    "tied_names",
-]
-
 
 @dataclass(frozen=True)
 class Part:

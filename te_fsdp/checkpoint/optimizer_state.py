@@ -36,19 +36,6 @@ from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = [
-    "OptimizerState",
-    "States",
-    "check_scaled_state",
-    "compare_optimizer",
-    "describe_groups",
-    "describe_state",
-    "join_ranks_experts",
-    "optimizer_state",
-    "prepare_loading",
-    "restore_groups",
-]
-
 #: The manifest's description of states, by name.
 States = dict[str, dict[str, Any]]
 

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["save"]
-
 _log = logging.getLogger("te_fsdp")
 
 

@@ -31,7 +31,6 @@ from te_fsdp.checkpoint.manifest import (
     Manifest,
     Tick,
     check_files,
-    checksum,
     read_manifest,
 )
 from te_fsdp.checkpoint.model_state import tied_names
@@ -39,13 +38,12 @@ from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
+from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-__all__ = ["Source", "compare_stacked", "open_source", "problems_of", "settle_scaling", "verify"]
 
 T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")

@@ -51,20 +51,6 @@ from te_fsdp import _torch
 from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.errors import CheckpointError
 
-__all__ = [
-    "CheckedFile",
-    "DamagedFileError",
-    "Listed",
-    "SummingWriter",
-    "Tick",
-    "checksum",
-    "crc32",
-    "frame_of",
-    "silent",
-    "view_of",
-    "without_collector",
-]
-
 _log = logging.getLogger("te_fsdp")
 #: Told the bytes that were just read or written.
 Tick = Callable[[int], None]

@@ -35,18 +35,6 @@ from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, crc32, silent, view_of, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
-__all__ = [
-    "Plan",
-    "Writing",
-    "as_failed_save",
-    "check_replicas",
-    "checksums",
-    "plan_writing",
-    "signature_of",
-    "write_again",
-    "write_tensors",
-]
-
 # Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
 _IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
 #: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).

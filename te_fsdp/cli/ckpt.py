@@ -42,8 +42,6 @@ from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
 from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import TeFsdpError
 
-__all__ = ["COMMANDS", "UsageError", "convert", "export", "main"]
-
 _Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
 _Size = Annotated[
     str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")

@@ -23,8 +23,6 @@ from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import folded
 
-__all__ = ["Json", "Key", "check_good", "diff", "inspect", "show_bar", "verify"]
-
 Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
 Key = Annotated[
     str | None, arg(help="Where in a nested torch.save file the model's state dict is, dots between keys.")

@@ -13,8 +13,6 @@ import tyro
 
 from te_fsdp.cli import ckpt, env, plan
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``te-fsdp completion SHELL``: print tyro's completion of all commands.

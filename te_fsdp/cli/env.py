@@ -18,8 +18,6 @@ import tyro
 from te_fsdp.cli.env_facts import Facts, gather
 from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
 
-__all__ = ["PYTHONS", "TES", "TORCHES", "Fault", "faults", "main", "show"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command.

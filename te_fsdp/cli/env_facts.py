@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Facts", "Gpu", "gather"]
-
 #: Variables that change what runs here; everything else of the environment stays unsaid.
 _VARIABLES = re.compile(
     r"NVTE_|NCCL_|TE_FSDP_|TORCH_NCCL_|TORCH_SYMM|TORCHINDUCTOR|PYTORCH_|CUDA_|CUDNN_|LD_LIBRARY_PATH$|OMP_NUM_THREADS$"

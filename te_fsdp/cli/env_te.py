@@ -10,8 +10,6 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 #: Of Llama-3-8B, one sequence of 4096: which backend is picked depends on the shape.
 _ATTENTION = {"heads": 32, "groups": 8, "head_dim": 128, "sequence": 4096}
 

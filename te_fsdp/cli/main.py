@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["human_bytes", "main", "print_json", "print_lines", "print_table"]
-
 #: Command, or group of commands -> its function, ``(arguments) -> exit code``, and what it is for.
 _GROUPS = {
     "ckpt": ("te_fsdp.cli.ckpt:main", "checkpoints: inspect, verify, diff, convert, export"),

@@ -20,8 +20,6 @@ from te_fsdp.errors import PlacementError, TeFsdpError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Plan, Sizes, plan, search
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
-__all__ = ["COMMANDS", "bytes_of", "main", "main_of_report"]
-
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
 _ARCHITECTURE = "9.0"
 

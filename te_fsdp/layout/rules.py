@@ -56,29 +56,6 @@ from dataclasses import dataclass
 
 from te_fsdp.errors import MeshError, PlacementError
 
-__all__ = [
-    "GATED_ACTIVATIONS",
-    "GROUPED",
-    "PLAIN",
-    "Box",
-    "Coordinates",
-    "ExpertRange",
-    "Layout",
-    "ParameterRule",
-    "attention_offset_rules",
-    "chunk_range",
-    "cut_boxes",
-    "expert_index",
-    "expert_ranges",
-    "grouped_linear_rules",
-    "linear_rules",
-    "mlp_rules",
-    "norm_rules",
-    "replicated_rules",
-    "shard_boxes",
-    "single_grouped_rules",
-]
-
 
 @dataclass(frozen=True)
 class Layout:

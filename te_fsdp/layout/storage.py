@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = ["EXEMPT", "OUTER_STRATEGIES", "STORAGE", "STRATEGIES", "ParameterPlan", "Storage", "SyncMode"]
-
 
 class SyncMode(Enum):
     """How a backward counts.

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
+from te_fsdp.axes import check_1d
 from te_fsdp.errors import PlacementError
-from te_fsdp.mesh import check_1d
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ExpertRange
     from te_fsdp.modules.plan import ModulePlan
-
-__all__ = ["bind", "bound_class", "mesh_class", "set_device_mesh", "watch_assignments"]
 
 
 @functools.cache

@@ -40,15 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "ForeignModule",
-    "MeshModule",
-    "OpMeshModule",
-    "ResettableModule",
-    "keep_returned",
-    "local_parameters",
-]
-
 
 class _ToLocal(torch.autograd.Function):
     """DTensor parameters -> their local tensors, one autograd node for a whole module."""

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather, raised_on_all_ranks
+from te_fsdp.axes import check_1d, check_ascending
 from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout.rules import ExpertRange, expert_ranges
-from te_fsdp.mesh import check_1d, check_ascending
 from te_fsdp.modules.grouped import single_cuts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
 from te_fsdp.parameters import Binding, binding_of, is_exempt
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.quantized.alignment import Grid
-
-__all__ = ["Selection", "find_experts", "plan_modules"]
 
 #: Which grouped modules are dealt out: names in the tree, classes; ``None``: all of them.
 Selection: TypeAlias = Iterable[type | str] | None

@@ -51,18 +51,6 @@ from te_fsdp.parameters import binding_of, shard_info
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "DELAYED",
-    "DamagedEntryError",
-    "bytes_of",
-    "condition_of",
-    "guard",
-    "marks_of",
-    "pack",
-    "unguard",
-    "unpack",
-]
-
 #: What entries begin with. No operation of pickle does, so that TE cannot take one for a pickle.
 _MAGIC = b"#te_fsdp "
 #: Digits of the length of the JSON, always as many.

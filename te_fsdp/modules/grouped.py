@@ -37,18 +37,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.quantized.alignment import Grid
 
-__all__ = [
-    "GroupedModule",
-    "SingleModule",
-    "adopt_single",
-    "check_single",
-    "check_single_recipe",
-    "check_switch",
-    "single_cuts",
-    "single_names",
-    "single_parameters",
-]
-
 _SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 
 

@@ -28,14 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "check_initialised",
-    "check_random_state",
-    "initialize_by_reset",
-    "initialize_te_parameters",
-    "target_device",
-]
-
 # TE raises when it finds these on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Meshing",
-    "ModulePlan",
-    "check_divisible",
-    "fused_matrices",
-    "original_layouts",
-    "plan_tree",
-    "quantizable",
-]
-
 #: Kinds whose constructors divide sizes by ``tp_size``.
 PARALLEL_KINDS = frozenset(
     {

@@ -41,15 +41,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.modules.plan import ModulePlan
 
-__all__ = [
-    "check_inputs",
-    "checksum",
-    "find_equal_shards",
-    "on_device",
-    "refuse_equal_shards",
-    "watch_inputs",
-]
-
 #: Attribute that a user sets on a parameter whose parts are meant to be equal.
 MEANT = "equal_shards"
 # Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.

@@ -22,22 +22,6 @@ from te_fsdp import _te, _torch
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "NOTHING",
-    "SETTINGS",
-    "Difference",
-    "Semantics",
-    "Setting",
-    "deciding",
-    "differences",
-    "folded",
-    "from_json",
-    "in_words",
-    "record",
-    "semantics_of",
-    "to_json",
-]
-
 #: ``error``: another function of the same weights. ``strict``: whether it matters only the user knows. ``note``: the
 #: same function, or another only while training. ``names``: names of parameters tell.
 Effect = Literal["error", "strict", "note", "names"]

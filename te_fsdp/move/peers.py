@@ -27,8 +27,6 @@ from te_fsdp import _torch_symm
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_timeout, is_simulated
 
-__all__ = ["PeerMemory", "Peers", "alias", "connect"]
-
 #: torch maps no empty file.
 _LEAST = 256
 

@@ -36,16 +36,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.mesh import Meshes
 
-__all__ = [
-    "Pending",
-    "PendingGathers",
-    "SideStream",
-    "UnitGather",
-    "UnitOrder",
-    "current_stream",
-    "own_group",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -41,20 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "COMM_DTYPES",
-    "LARGE",
-    "Buffer",
-    "GradComm",
-    "Rows",
-    "broadcast",
-    "comm_of",
-    "grad_comm",
-    "reduce_scatter",
-    "set_comm",
-    "start",
-]
-
 
 @dataclass(frozen=True)
 class Buffer:

@@ -36,8 +36,6 @@ from te_fsdp.planning.job import Gating
 if TYPE_CHECKING:
     from te_fsdp.planning.job import Job, Workload
 
-__all__ = ["VALUE_BYTES", "Moment", "Stage", "stages_of"]
-
 
 @dataclass(frozen=True)
 class Moment:

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.sharding_plan import Wish
 
-__all__ = [
-    "OPTIMIZERS",
-    "RECIPES",
-    "Gating",
-    "Job",
-    "Sizes",
-    "Workload",
-    "build_model",
-    "is_function",
-    "workload_of",
-]
-
 #: Names of recipes -> TE's class of them, in ``transformer_engine.common.recipe``.
 RECIPES = {
     "none": "",

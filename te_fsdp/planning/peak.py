@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from te_fsdp.planning.job import Job
     from te_fsdp.planning.weights import Weight
 
-__all__ = ["Peak", "peak_of"]
-
 #: Workspaces of cuBLAS, torch's and TransformerEngine's, each of 32 MiB on Hopper and later.
 _WORKSPACES = 2 * 2**25
 

@@ -28,8 +28,6 @@ from te_fsdp.planning.weights import Weight, checkpoint_bytes, optimizer_bytes, 
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.report import Report, Row, describe
 
-__all__ = ["Plan", "plan"]
-
 #: Version of the file that :meth:`Plan.as_json` makes.
 _VERSION = 1
 

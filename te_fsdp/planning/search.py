@@ -15,8 +15,6 @@ from te_fsdp.errors import PlacementError, TeFsdpError
 from te_fsdp.planning.job import Job, Sizes, is_function
 from te_fsdp.planning.plan import Plan, plan_here, pretended_ranks
 
-__all__ = ["LINK_RATIO", "Candidate", "search"]
-
 #: NVLink of Hopper (450 GB/s each way) against a network card of 400 Gb/s for each GPU (50 GB/s).
 LINK_RATIO = 9
 

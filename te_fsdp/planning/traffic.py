@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from te_fsdp.planning.job import Job, Sizes, Workload
     from te_fsdp.planning.weights import Weight
 
-__all__ = ["Traffic", "traffic_of"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from te_fsdp.planning.job import Job
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["Weight", "checkpoint_bytes", "optimizer_bytes", "weights_of"]
-
 
 @dataclass(frozen=True)
 class Weight:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.parameters import Binding
 
-__all__ = ["Grid", "Weight", "check_fit", "check_quantizer", "check_recipe", "fits", "fitting_dim"]
-
 
 @dataclass(frozen=True)
 class Grid:

@@ -67,17 +67,6 @@ if TYPE_CHECKING:
 
     from te_fsdp._te_formats import Format
 
-__all__ = [
-    "GATHERED",
-    "GATHERS",
-    "check_cut",
-    "gather_missing",
-    "mend_hooks",
-    "mend_new_zeros",
-    "note_gathered",
-    "release_of",
-]
-
 #: Attribute of the local tensor of a gathered weight, or of one that was gathered: its format.
 GATHERED = "_te_fsdp_gathered"
 #: Attribute of the local tensor of a quantized shard: what is known of its gathers (``all_gather``).

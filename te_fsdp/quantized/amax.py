@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.parameters import Binding
 
-__all__ = [
-    "attach_group",
-    "follow_history",
-    "quantize_shard",
-    "quantize_whole",
-    "remember_shard",
-    "requantize",
-]
-
 
 def attach_group(local: torch.Tensor, binding: Binding) -> None:
     """Tell a quantized local shard over which ranks its quantizations must reduce the amax.

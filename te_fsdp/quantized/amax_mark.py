@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "drop_group",
-    "is_marked",
-    "largest_of",
-    "make_marks_stick",
-    "mark",
-    "marked_group",
-    "mend_empty",
-    "reduce_newest_amax",
-    "share_scale",
-    "take_delayed_scale",
-]
-
 _MARK = "_te_fsdp_amax_group"
 _ATTRIBUTE = PATCHES["group"].attribute
 

@@ -24,21 +24,6 @@ from te_fsdp._te_formats import FORMATS, Block, Buffer, unknown_format
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.layout.rules import Box
 
-__all__ = [
-    "Component",
-    "block_of",
-    "buffers_of_parts",
-    "components_from",
-    "components_of",
-    "covering",
-    "dequantize_box",
-    "describe_format",
-    "empty_on_meta",
-    "finish_writing",
-    "keep_rows_alone",
-    "needed_components",
-]
-
 
 @dataclass(frozen=True)
 class Component:

@@ -42,18 +42,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "adopt_grouped",
-    "as_grouped",
-    "copy_experts",
-    "experts_of",
-    "grouped_cut",
-    "grouped_weight_class",
-    "is_grouped_weight",
-    "plain_of",
-    "quantize_experts",
-]
-
 
 def is_grouped_weight(tensor: torch.Tensor) -> bool:
     """Whether a (local) tensor is a quantized weight of all experts."""

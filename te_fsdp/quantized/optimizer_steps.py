@@ -43,20 +43,6 @@ if TYPE_CHECKING:
     from te_fsdp.parameters import Facts
     from te_fsdp.step_hooks import Step
 
-__all__ = [
-    "KEEPS_MAIN_WEIGHTS",
-    "Scaled",
-    "cast",
-    "has_current_scale",
-    "quantized_among",
-    "refresh_quantized",
-    "refuse",
-    "require_main_weights",
-    "shared_scales",
-    "take_out_main_weights",
-    "write_all",
-]
-
 #: Attribute of an optimizer to which te_fsdp has given main weights.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 

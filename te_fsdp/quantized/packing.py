@@ -29,22 +29,6 @@ from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.move.start import Buffer
 from te_fsdp.quantized.components import Component, components_of
 
-__all__ = [
-    "Columns",
-    "GroupedGather",
-    "Piece",
-    "Places",
-    "derive_transposes",
-    "join_columns",
-    "join_within",
-    "pack_columns",
-    "pack_flat",
-    "pack_stand_ins",
-    "sent_within",
-    "unpack_flat",
-    "unpack_stand_ins",
-]
-
 # Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to within a block.
 _ALIGNMENT = 256
 _STAND_IN_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale

@@ -36,15 +36,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.rules import ParameterRule
 
-__all__ = [
-    "adopt_shard",
-    "agree_on_weight_mesh",
-    "plan_cuts",
-    "restore_quantized",
-    "stash_quantized",
-    "weight_made_by",
-]
-
 Key: TypeAlias = tuple[int, str]
 """A parameter by its owner's id and its name there."""
 

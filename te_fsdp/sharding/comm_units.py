@@ -53,21 +53,6 @@ if TYPE_CHECKING:
     from te_fsdp.quantized.shards import Key
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = [
-    "OuterGroup",
-    "Transport",
-    "UnitReduceScatter",
-    "choose_transports",
-    "fuse_wgrad",
-    "install_comm",
-    "reduce_unused",
-    "refuse_whole",
-    "shared_bytes",
-    "sum_outer_in_fp32",
-    "take_in_shards",
-    "wgrad_fusion_set_aside",
-]
-
 
 def reduce_unused(model: nn.Module) -> None:
     """Let FSDP2 reduce zeros for trained parameters of a unit that had no gradient on this rank. Local operation.

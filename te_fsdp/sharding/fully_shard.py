@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from te_fsdp.modules.plan import ModulePlan
     from te_fsdp.sharding.no_shard import Exempt
 
-__all__ = ["fully_shard"]
-
 _log = logging.getLogger("te_fsdp")
 
 

@@ -24,8 +24,6 @@ from te_fsdp.sharding.outer_averages import averaged
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import shard_of, state_of
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
-
 # An axis of a mesh: the global ranks of its process group.
 _Axis = tuple[int, ...]
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this, so that a norm of zero does no harm.

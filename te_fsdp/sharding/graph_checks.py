@@ -27,19 +27,6 @@ from te_fsdp.step_hooks import held_by
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = [
-    "CudaRecorder",
-    "Inputs",
-    "LearningRates",
-    "Recorder",
-    "Replay",
-    "Signature",
-    "Snapshot",
-    "recorder_for",
-    "why_not",
-    "why_step_runs_eagerly",
-]
-
 
 # ----------------------------------------------------------------------------------------------------- what has changed
 

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["GraphedStep", "StepOutput", "graphed_step"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("te_fsdp")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["MAIN", "MainParameters", "beginning", "is_low"]
-
 #: Name of the main weight in an optimizer's state; FusedAdam's own.
 MAIN = "master_param"
 

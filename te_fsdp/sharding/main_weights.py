@@ -39,19 +39,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.step_hooks import Step
 
-__all__ = [
-    "check_optimizer",
-    "following",
-    "initialize_fused_adam",
-    "keeping_main_weights",
-    "lend_main_weights",
-    "main_weight",
-    "main_weights",
-    "optimizers_of",
-    "remember",
-    "set_main_weight",
-]
-
 
 @functools.cache
 def _met() -> weakref.WeakSet[Optimizer]:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.sharding_plan import ModelPlan
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["broadcast_params", "check_replicas", "check_same_model", "check_whole", "materialize"]
-
 _log = logging.getLogger("te_fsdp")
 
 

@@ -43,8 +43,6 @@ from te_fsdp.sharding.state import shard_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Muon"]
-
 #: How often matrices take turns along the rows of a fused weight, and how many rows each has in a turn.
 _Fused = tuple[int, tuple[int, ...]]
 _WHOLE: _Fused = (1, (1,))

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["NanReport", "report_nan"]
-
 _log = logging.getLogger("te_fsdp")
 
 #: What the gradients of parameters that FSDP2 does not manage go by.

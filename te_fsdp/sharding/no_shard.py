@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.move.start import GradComm
 
-__all__ = ["CAPACITY", "Bucket", "Exempt", "Ranks", "Reduction", "Slot", "all_ranks", "fsdp_no_shard", "pack"]
-
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
     """Keep parameters whole on every data-parallel rank when the model is sharded.

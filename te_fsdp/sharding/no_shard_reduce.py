@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.sharding.no_shard import Exempt
 
-__all__ = ["ReplicatedGradients"]
-
 
 class ReplicatedGradients:
     """Reduces the gradients of a model's exempt parameters by the end of each backward.

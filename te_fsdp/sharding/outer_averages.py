@@ -36,16 +36,6 @@ from te_fsdp.step_hooks import take_over_gradients
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = [
-    "OuterAverages",
-    "averaged",
-    "check_step",
-    "current",
-    "finish_averages",
-    "forget_average",
-    "gather_averages",
-]
-
 
 class Ready(NamedTuple):
     """An average that is there.

@@ -45,18 +45,6 @@ if TYPE_CHECKING:
 
     from te_fsdp._torch import DTensorSpec
 
-__all__ = [
-    "OUTER",
-    "Average",
-    "Averaging",
-    "OptimizerShard",
-    "Part",
-    "comm_for",
-    "optimizer_shard",
-    "rows_of_state",
-    "start_gather",
-]
-
 #: The outer axis.
 OUTER = "dp_replicate"
 

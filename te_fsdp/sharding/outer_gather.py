@@ -47,17 +47,6 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.main_parameters import MainParameters
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = [
-    "SINGLE",
-    "amax_group",
-    "check_overlap",
-    "install_by_unit",
-    "scales_of_rows",
-    "start_install",
-    "watch_state_dicts",
-    "why_not_bytes",
-]
-
 #: Why one tensor of all experts crosses as fp32.
 SINGLE = "one tensor of all experts"
 

@@ -31,20 +31,6 @@ from te_fsdp.sharding.outer_collectives import OUTER
 if TYPE_CHECKING:
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = [
-    "Seen",
-    "UnaveragedGradient",
-    "give_gradients",
-    "gradient_of",
-    "gradients_of",
-    "guard",
-    "guard_gradients",
-    "is_averaged",
-    "open_averaged",
-    "reopen",
-    "zero_gradient",
-]
-
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """A parameter's own gradient: the decoupled one of another dtype where there is one, else ``grad``."""

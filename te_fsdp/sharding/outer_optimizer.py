@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.sharding.state import ShardingState
 
-__all__ = ["main_parameters_of", "make_main_parameters", "optimizer_shard_in", "shard_optimizer"]
-
 _log = logging.getLogger("te_fsdp")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")

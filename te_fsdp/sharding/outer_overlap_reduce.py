@@ -39,8 +39,6 @@ from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, Optimi
 from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
 
-__all__ = ["EarlyAverages", "watch_units"]
-
 _log = logging.getLogger("te_fsdp")
 
 #: Dtypes that gradients may cross the wire in, ``None`` for their own: ranks compare their places here.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from te_fsdp.layout.storage import ParameterPlan
     from te_fsdp.quantized.shards import Key
 
-__all__ = ["MixedPrecisionPolicy", "PrecisionPlan", "gradient_dtype", "plan_precision"]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

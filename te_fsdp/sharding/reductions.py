@@ -37,24 +37,6 @@ from te_fsdp.sharding.state import (
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "finish_grad_reduce",
-    "finish_param_gather",
-    "has_failed",
-    "microbatch",
-    "no_sync",
-    "release_params",
-    "require_reduced",
-    "scale_gradients",
-    "set_auto_sync",
-    "set_sync_mode",
-    "start_grad_reduce",
-    "start_param_gather",
-    "sync",
-    "wait_for_reductions",
-    "zero_grad",
-]
-
 
 def start_grad_reduce(model: nn.Module) -> None:
     """Start the reduction of all gradients that wait for it, outside of backward.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Cost", "Report", "Row", "bytes_of", "cost_of", "describe", "report", "settled_shard"]
-
 
 @dataclass(frozen=True)
 class Row:

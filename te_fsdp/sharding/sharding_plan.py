@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.quantized.shards import Key
 
-__all__ = ["ModelPlan", "Request", "Wish", "exempt_of", "plan_sharding", "plan_storage"]
-
 #: How users name strategies: one, or one for each class or name.
 Wish = str | Mapping[type | str, str]
 

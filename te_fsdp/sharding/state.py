@@ -30,23 +30,6 @@ if TYPE_CHECKING:
     from te_fsdp.layout.storage import ParameterPlan, Storage
     from te_fsdp.mesh import Meshes
 
-__all__ = [
-    "Replicated",
-    "ShardingState",
-    "end_step",
-    "mark",
-    "mark_gathered",
-    "mesh_of",
-    "recover",
-    "refuse_in_backward",
-    "required_state",
-    "settle",
-    "shard_of",
-    "sharding_state",
-    "state_of",
-    "versions_of",
-]
-
 _log = logging.getLogger("te_fsdp")
 
 #: Key in the root model's ``__dict__``.

@@ -48,15 +48,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.step_hooks import Step
 
-__all__ = [
-    "AFTER_STEP",
-    "BEFORE_STEP",
-    "register_forward_method",
-    "watch_forward",
-    "watch_method",
-    "watch_steps",
-]
-
 
 def watch_steps() -> None:
     """Take part in every optimizer step from now on; later calls do nothing."""

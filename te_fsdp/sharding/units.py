@@ -16,19 +16,6 @@ from te_fsdp.sharding.state import state_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "DEFAULT",
-    "TRANSPORTS",
-    "check_accepted",
-    "check_order",
-    "check_outer",
-    "check_strategy",
-    "check_transport",
-    "find_units",
-    "nearest_strategy",
-    "unit_by_module",
-]
-
 #: How users name units: classes, or names in the tree.
 Wanted = Iterable[type | str] | type | str
 #: What a model gets that names no strategy.

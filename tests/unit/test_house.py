@@ -235,6 +235,24 @@ def patches(text: str) -> list[str]:
     return [f"line {part.lineno}: {part.attr}" for part in written if part.attr in PATCHED_NAMES]
 
 
+def lists_of_names(text: str) -> list[str]:
+    """`__all__`, which says again, and not always truly, what an underscore says."""
+    found = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and node.id == "__all__"
+    ]
+    return [f"line {node.lineno}: __all__" for node in found]
+
+
+def names_of_other_files(text: str) -> list[str]:
+    """Imports of what another file of te_fsdp keeps for itself; a door (`te_fsdp._torch`) is a file."""
+    names = [(line, name.split(".")) for line, name in imported(ast.parse(text))]
+    return [
+        f"line {line}: {'.'.join(parts)}"
+        for line, parts in names
+        if parts[0] == "te_fsdp" and parts[-1].startswith("_") and len(parts) > 2
+    ]
+
+
 def root_imports(text: str) -> list[str]:
     """Absolute imports of te_fsdp other than of its emulation."""
     names = [(line, name) for line, name in imported(ast.parse(text)) if name.split(".")[0] == "te_fsdp"]
@@ -349,6 +367,14 @@ def test_patches_stand_in_their_tables():
     check(patches, [path for path in LIBRARY if path not in TORCH_DOORS and path not in TE_DOORS])
 
 
+def test_an_underscore_says_what_is_a_files_own():
+    """What users import has a list of names besides: packages, and files that are public as they are."""
+    public = ("__init__.py", "te_fsdp/errors.py", "megatron_fsdp/experimental.py", "portable/huggingface.py")
+    inner = [path for path in LIBRARY if not path.endswith(public) and "/integrations/" not in path]
+    check(lists_of_names, inner)
+    check(names_of_other_files, LIBRARY)
+
+
 def test_the_emulation_imports_nothing_of_the_library():
     check(root_imports, sources("te_fsdp/emulation"))
 
@@ -413,6 +439,9 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (private_torch_names, "import torch\nx = torch.distributed.fsdp._fully_shard.FSDPState\n", 2),
         (private_torch_names, "def f():\n    from torch._C import _x\n", 1),
         (private_torch_names, "import torch\nx = torch.__version__\ny = self._torch\n", 0),
+        (lists_of_names, "__all__ = ['f']\n", 1),
+        (names_of_other_files, "from te_fsdp.axes import _check\n", 1),
+        (names_of_other_files, "from te_fsdp import _torch\nfrom te_fsdp._torch import placed\n", 0),
         (te_imports, "import transformer_engine.pytorch as te\n", 1),
         (te_imports, "def f():\n    from transformer_engine_torch import DType\n", 1),
         (te_imports, "importlib.import_module('transformer_engine.pytorch')\n", 1),

@@ -30,20 +30,6 @@ from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safeten
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 
-__all__ = [
-    "CHECKPOINT",
-    "DCP_KIND",
-    "MANIFEST_KEY",
-    "Contents",
-    "describe",
-    "empty_manifest",
-    "open_checkpoint_contents",
-    "open_safetensors_contents",
-    "resolve",
-    "split_experts",
-    "stack_experts",
-]
-
 CHECKPOINT = "te_fsdp checkpoint"
 #: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
 DCP_KIND = "torch.distributed.checkpoint"

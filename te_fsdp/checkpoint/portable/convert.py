@@ -41,20 +41,6 @@ from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import differences, from_json, in_words
 
-__all__ = [
-    "Difference",
-    "Report",
-    "Transform",
-    "check_apart",
-    "compare_contents",
-    "open_any",
-    "transformed",
-    "weights_only",
-    "write_checkpoint",
-    "write_pt",
-    "write_safetensors",
-]
-
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
     """Contents of whatever lies at a path. Local operation.

@@ -27,18 +27,6 @@ from te_fsdp.checkpoint.portable.torch_files import BEHIND, Window, stored
 from te_fsdp.checkpoint.sums import DamagedFileError, crc32, view_of, without_collector
 from te_fsdp.errors import CheckpointError, shorten
 
-__all__ = [
-    "Heads",
-    "Opened",
-    "Piece",
-    "check_metadata",
-    "open_dcp",
-    "read_metadata",
-    "stored_tensors",
-    "unpickle_metadata",
-]
-
-
 #: All that DCP's metadata is made of, besides dtypes.
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {

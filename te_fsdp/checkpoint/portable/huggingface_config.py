@@ -18,8 +18,6 @@ from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["Architecture", "Experts", "first_given", "read_config", "write_config"]
-
 
 @dataclass(frozen=True)
 class Experts:

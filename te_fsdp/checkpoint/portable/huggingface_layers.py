@@ -28,21 +28,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
 
-__all__ = [
-    "Form",
-    "Group",
-    "Recorded",
-    "Shape",
-    "TeBlocks",
-    "TeNames",
-    "centering",
-    "check_fits",
-    "known_blocks",
-    "layer_differences",
-    "parameter_names",
-    "semantics_of_config",
-]
-
 Shape = tuple[int, ...]
 
 

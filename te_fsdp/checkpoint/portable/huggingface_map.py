@@ -39,8 +39,6 @@ from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safeten
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout.rules import GROUPED, PLAIN, Layout
 
-__all__ = ["Tensors", "WeightMap"]
-
 _log = logging.getLogger("te_fsdp")
 
 #: Tensors by name, in memory or yet to be read.

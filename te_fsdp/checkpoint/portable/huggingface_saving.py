@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Told", "describe_shares", "plan_exchange", "save_huggingface"]
-
 #: Files are begun for more ranks to write at once only where each gets so many bytes.
 _SMALLEST_FILE = 256 << 20
 #: A rectangle of a tensor of the unsharded model: offsets and sizes.

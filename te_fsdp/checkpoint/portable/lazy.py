@@ -17,23 +17,6 @@ from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Chunked",
-    "Computed",
-    "Dequantized",
-    "InMemory",
-    "Lazy",
-    "Record",
-    "Stack",
-    "Stored",
-    "cast",
-    "read_bytes",
-    "slices",
-    "total_bytes",
-    "with_remainders",
-]
-
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
 #: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.

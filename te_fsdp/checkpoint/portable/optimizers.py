@@ -12,8 +12,6 @@ from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["add_optimizer", "optimizer_state_dict"]
-
 
 def add_optimizer(
     contents: Contents, state: Any, class_name: str | None, otherwise_class: str | None = None

@@ -22,8 +22,6 @@ from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
 from te_fsdp.errors import CheckpointError, message
 
-__all__ = ["INDEX", "deal", "is_safetensors", "open_safetensors", "write_file", "write_folder", "write_index"]
-
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {

@@ -36,8 +36,6 @@ from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
 
-__all__ = ["Choices", "Cuts", "open_dcp_contents", "open_torch_contents", "refuse_scrambled"]
-
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"

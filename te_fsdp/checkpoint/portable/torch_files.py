@@ -36,8 +36,6 @@ from te_fsdp.checkpoint.portable.safetensors import as_bytes
 from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
 
-__all__ = ["BEHIND", "Window", "stored", "write_torch"]
-
 #: Begins each member of a zip file.
 _MEMBER = b"PK\x03\x04"
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.

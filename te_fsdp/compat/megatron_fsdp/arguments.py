@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "CONFIG_WITHOUT_MEANING",
-    "WITHOUT_MEANING",
-    "DistributedDataParallelConfig",
-    "MixedPrecisionPolicy",
-    "native_strategy",
-    "native_units",
-    "say_what_has_no_meaning",
-]
-
 _log = logging.getLogger("te_fsdp")
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

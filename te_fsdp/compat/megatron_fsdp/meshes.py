@@ -17,8 +17,6 @@ from te_fsdp.mesh import Meshes, default_device_type
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FSDPDistributedIndex", "default_index", "native_meshes"]
-
 
 def native_meshes(
     device_mesh: DeviceMesh,

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["allocate_before_state_dict", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
-
 #: Whose state after a step on zeros, with "step" put back, is that of no step at all.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 

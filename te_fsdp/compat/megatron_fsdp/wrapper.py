@@ -39,8 +39,6 @@ from te_fsdp.sharding.reductions import (
 )
 from te_fsdp.sharding.state import ShardingState, required_state
 
-__all__ = ["MegatronFSDP"]
-
 _log = logging.getLogger("te_fsdp")
 
 
