@@ -97,7 +97,7 @@ def test_nan_is_seen_before_the_update(pool):
 
 
 def test_evaluations_read_new_weights(pool):
-    assert pool.run(bodies.evaluations, 2) == [[False, True]] * 2
+    assert pool.run(bodies.evaluations, 2) == [[False, True, True, False]] * 2
 
 
 def test_outputs_are_copies(pool):

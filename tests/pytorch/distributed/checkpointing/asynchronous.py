@@ -209,7 +209,8 @@ def planned_again(directory: str) -> dict[str, Any]:
             same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             wrong += [] if same and torch.equal(loaded["own"], own) else [number]
         model.ours += rank
-        drifted = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
+        # As the save before, whose plan is known; then with nothing besides, which is planned anew.
+        drifted = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer, **options))
         again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
     finally:
         writing._plan = plan

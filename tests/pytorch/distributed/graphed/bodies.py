@@ -331,23 +331,31 @@ def evaluations() -> list[bool]:
     """Evaluations before and after a replay, under a strategy that keeps weights gathered: the second reads new ones.
 
     Returns:
-        Whether they differ, and whether the second is that of weights gathered anew.
+        Whether they are equal, whether the second is that of weights gathered anew, whether an evaluation leaves
+        weights gathered, and whether a replay begins with some: on the CPU, where its Python runs.
     """
     import te_fsdp
+    from te_fsdp.sharding.state import sharding_state
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     model, _, step, inputs = _ready(meshes, {"strategy": "optim"})
-    seen = []
+    seen, left, begun, loop = [], [], [], step._call
+
+    def gathered() -> bool:
+        return bool(sharding_state(model).gathered())
+
+    step._call = lambda inputs: begun.append(gathered()) or loop(inputs)
     for _ in range(2):
         with torch.no_grad():
             seen.append(model(inputs[0]).clone())
+        left.append(gathered())
         step(inputs)
         with torch.no_grad():
             seen.append(model(inputs[0]).clone())
     te_fsdp.release_params(model)
     with torch.no_grad():
         again = model(inputs[0])
-    return [torch.equal(seen[0], seen[1]), torch.equal(seen[3], again)]
+    return [torch.equal(seen[0], seen[1]), torch.equal(seen[3], again), all(left), any(begun)]
 
 
 def outputs_are_copies() -> bool:
