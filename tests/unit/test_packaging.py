@@ -1,0 +1,187 @@
+"""What pip is told and what continuous integration runs: requirements, files, lint where little is installed."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from te_fsdp.cli import env
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli", reason="Python 3.10 reads pyproject.toml by tomli")
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
+EXTRAS = {name: list(map(Requirement, found)) for name, found in PROJECT["optional-dependencies"].items()}
+REQUIRED = {found.name: found.specifier for found in map(Requirement, PROJECT["dependencies"])}
+
+
+# ------------------------------------------------------------------------------------------------- requirements
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    {
+        "2.11.0": True,
+        "2.13.0+cpu": True,
+        "2.11.0a0+eb65b36914.nv26.02": True,  # of an NVIDIA container
+        "2.15.1": True,
+        "2.10.1": False,
+        "2.16.0": False,
+        "2.16.0a0+0123456789.nv27.01": False,
+    }.items(),
+)
+def test_which_torch_stays_as_it_is(version, fits):
+    """pip replaces an installed torch that the requirement does not admit."""
+    assert REQUIRED["torch"].contains(version, prereleases=True) == fits
+
+
+def test_a_plain_bound_would_replace_the_torch_of_a_container():
+    assert not SpecifierSet(">=2.11,<2.16").contains("2.11.0a0+eb65b36914.nv26.02", prereleases=True)
+
+
+def test_versions_are_the_same_everywhere():
+    """In the requirements, in the classifiers, and in what `te-fsdp env` judges by."""
+    for specifier, (first, beyond) in (
+        (SpecifierSet(PROJECT["requires-python"]), env.PYTHONS),
+        (REQUIRED["torch"], env.TORCHES),
+        *(
+            (found[0].specifier, env.TES)
+            for found in (EXTRAS["emulation"], EXTRAS["gpu"], EXTRAS["gpu-cu12"])
+        ),
+    ):
+        major = first[0]
+        inside = [minor for minor in range(60) if specifier.contains(f"{major}.{minor}.0")]
+        assert inside == list(range(first[1], beyond[1])), specifier
+    listed = re.findall(r":: Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))
+    assert list(map(int, listed)) == list(range(env.PYTHONS[0][1], env.PYTHONS[1][1]))
+
+
+def test_a_laptop_gets_nothing_of_cuda():
+    """TransformerEngine's compiled parts come with the extras for GPUs alone."""
+    for name in ("emulation", "test", "lint", "docs", "integrations"):
+        told = [*REQUIRED, *(found.name for found in EXTRAS[name])]
+        assert not [one for one in told if re.search(r"nvidia|cuda|flash|transformer[-_]engine[-_]", one)], (
+            name
+        )
+        assert not [one for one in EXTRAS[name] if one.name == "transformer-engine" and one.extras], name
+    assert "transformer-engine" not in REQUIRED
+    for name, core in (("gpu", "core_cu13"), ("gpu-cu12", "core_cu12")):
+        assert EXTRAS[name][0].extras == {core, "pytorch"}
+
+
+# ------------------------------------------------------------------------------------------- what is distributed
+
+
+def test_the_package_has_all_its_files():
+    """What lies beside the sources is named in the settings, or a wheel would lack it."""
+    package = ROOT / "te_fsdp"
+    patterns = SETTINGS["tool"]["setuptools"]["package-data"]["te_fsdp"]
+    others = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert "py.typed" in others
+    unnamed = [
+        path
+        for path in others
+        if not any(fnmatch.fnmatch(path, pattern.removeprefix("**/")) for pattern in patterns)
+    ]
+    assert not unnamed
+    folders = {path.parent for path in package.rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_a_source_distribution_has_what_its_pages_name():
+    told = (ROOT / "MANIFEST.in").read_text()
+    named = [
+        word for line in told.splitlines() if re.match("include|graft", line) for word in line.split()[1:]
+    ]
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert {"constraints", "docs", "examples", "scripts", "tests", "Makefile"} <= set(named)
+
+
+def test_the_command_exists():
+    for target in PROJECT["scripts"].values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+# ------------------------------------------------------------------------------- lint where little is installed
+
+#: Distribution -> what is imported, where the two differ.
+IMPORTED_AS = {"transformer-engine": "transformer_engine", "zlib-ng": "zlib_ng"}
+
+
+def imports(text: str) -> set[str]:
+    """Modules that a source imports from elsewhere, by their dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+    return {name for name in found if name.partition(".")[0] not in {*sys.stdlib_module_names, "te_fsdp"}}
+
+
+def unknown_to_lint(replaced: list[str]) -> list[str]:
+    """Imports of te_fsdp that pyrefly would not find where `make lint` has installed what it needs and nothing more."""
+    told = [*REQUIRED, *(found.name for extra in ("emulation", "lint") for found in EXTRAS[extra])]
+    there = {IMPORTED_AS.get(name, name) for name in told}
+    used = set().union(*(imports(path.read_text()) for path in (ROOT / "te_fsdp").rglob("*.py*")))
+    return sorted(
+        name
+        for name in used
+        if name.partition(".")[0] not in there
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in replaced)
+    )
+
+
+def test_lint_needs_none_of_the_frameworks():
+    """`make lint` installs the extras emulation and lint; with more packages at hand a missing entry does not show."""
+    replaced = SETTINGS["tool"]["pyrefly"]["replace-imports-with-any"]
+    assert not unknown_to_lint(replaced)
+    fewer = [pattern for pattern in replaced if pattern != "transformers"]
+    assert unknown_to_lint(fewer) == ["transformers"]
+
+
+# ------------------------------------------------------------------------------------------- continuous integration
+
+
+def commands(text: str) -> list[str]:
+    """Targets of make that a script runs, in order."""
+    return re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE)
+
+
+def test_the_workflow_runs_what_ci_runs():
+    """.github/workflows/ci.yml: the targets of .ci/run and the docs, on every Python, and nothing of its own."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML reads the workflow")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = commands("\n".join(scripts))
+    assert sorted(targets) == sorted([*commands((ROOT / ".ci/run").read_text()), "docs"])
+    assert all(set(line.split()[:1]) == {"make"} for script in scripts for line in script.splitlines()), (
+        scripts
+    )
+    makefile = (ROOT / "Makefile").read_text()
+    assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    pythons = jobs["test"]["strategy"]["matrix"]["python"]
+    assert pythons == [f"3.{minor}" for minor in range(env.PYTHONS[0][1], env.PYTHONS[1][1])]
+    for job in jobs.values():
+        assert job["timeout-minutes"] <= 90 and not job.get("continue-on-error")
+        (python,) = [step for step in job["steps"] if "setup-python" in step.get("uses", "")]
+        assert python["with"]["cache"] == "pip"
+        read = python["with"]["cache-dependency-path"].split()
+        assert read and not [pattern for pattern in read if not list(ROOT.glob(pattern))]
