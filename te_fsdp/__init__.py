@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from te_fsdp.move.start import grad_comm as grad_comm
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from te_fsdp.sharding.grad_norm import report_nan as report_nan
     from te_fsdp.sharding.graphed import graphed_step as graphed_step
     from te_fsdp.sharding.main_weights import check_optimizer as check_optimizer
     from te_fsdp.sharding.main_weights import main_weights as main_weights
     from te_fsdp.sharding.materialize import broadcast_params as broadcast_params
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.muon import Muon as Muon
-    from te_fsdp.sharding.nan_report import report_nan as report_nan
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -82,7 +82,7 @@ _HOMES = {
     "release_params": "te_fsdp.sharding.reductions",
     "MixedPrecisionPolicy": "te_fsdp.sharding.precision",
     "grad_comm": "te_fsdp.move.start",
-    "report_nan": "te_fsdp.sharding.nan_report",
+    "report_nan": "te_fsdp.sharding.grad_norm",
     "main_weights": "te_fsdp.sharding.main_weights",
     "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
     "Muon": "te_fsdp.sharding.muon",

@@ -1,13 +1,25 @@
-"""What a row of the tables of patches says, and the table for FSDP2 and torch.
+"""Everything that te_fsdp replaces in other libraries: the tables, and what installs those for TransformerEngine.
 
-That of TransformerEngine is in :mod:`te_fsdp._te_patches`, with what installs it; what this table names is done in
-:mod:`te_fsdp._fsdp2_patches` and its neighbours.
+What the table for FSDP2 and torch names is installed in :mod:`te_fsdp._fsdp2_patches` and its neighbours.
+
+Classes belong to the process, and with them their patches. Each replacement looks for a mark of te_fsdp's on the object
+at hand (a binding of the module, the name of a group on the quantizer) and does as TE does where there is none, so that
+models that te_fsdp does not know see no change. Nothing is replaced before :func:`install` is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp._te_formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -121,3 +133,174 @@ def markdown(patches: Iterable[Patch]) -> str:
             f"| {patch.owner} | `{patch.attribute}` | {patch.why} | {patch.versions} | `{patch.shown_by}` |"
         )
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------- TransformerEngine
+
+
+_GROUP = "### The amax group of a weight is FSDP2's axis alone"
+
+#: By a name of te_fsdp's own.
+PATCHES: dict[str, Patch] = {
+    "gather": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_pre_all_gather",
+        "reduces the amax over tp too, sends buffers as FSDP2 can gather them (`quantized/all_gather.py`)",
+        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
+        _GROUP,
+    ),
+    "gathered": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_post_all_gather",
+        "fills the tensor that kernels read, with the shard's scale and without a scrambled transpose",
+        "test_te_faults.py::test_as_strided_scrambles_the_transpose",
+        "### `as_strided` scrambles the cached transpose",
+    ),
+    "columnwise": Patch(
+        "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
+        "clear_columnwise_cache",
+        "leaves bytes on a gathered MXFP8 weight that cannot be computed from the others",
+        "test_recomputation.py::test_mxfp8_weights",
+        "- The backward of a module takes the columnwise half",
+        versions="those that have it",
+    ),
+    "copy": Patch(
+        "quantizers with one scale",
+        "copy",
+        "hands on the name of the group over which the amax is reduced",
+        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
+        _GROUP,
+    ),
+    "deepcopy": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__deepcopy__",
+        "does so too, and takes no process group along",
+        "test_te_faults.py::test_no_deep_copy_after_a_gather",
+        "### A gathered weight cannot be deep copied",
+    ),
+    "pickle": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__getstate__",
+        "leaves that name behind: in another process it may belong to other ranks",
+        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
+        _GROUP,
+    ),
+    "group": Patch(
+        "tensors of current scaling and NVFP4, and their storages",
+        "amax_reduction_group",
+        "is the group of that name, whatever a gather sets",
+        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
+        _GROUP,
+    ),
+    "delayed": Patch(
+        "`Float8Quantizer`",
+        "update_quantized",
+        "reduces the newest amax at once: TE does at the end of the next forward, over another group",
+        "test_one_scale.py::test_writes_by_anybody",
+        _GROUP,
+    ),
+    "quantize empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "quantize_impl",
+        "lets a shard without rows take part in the reduction of the amax",
+        "test_alignment.py::test_uneven_and_empty_shards",
+        "- A tensor without elements takes no part",
+    ),
+    "update empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "update_quantized",
+        "does so too when a weight is written",
+        "test_alignment.py::test_uneven_and_empty_shards",
+        "- A tensor without elements takes no part",
+    ),
+    "new zeros": Patch(
+        "MXFP8 weight that lies on the device",
+        "new_zeros",
+        "makes scales with padding, into which FSDP2 copies a piece",
+        "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
+        "- `fully_shard` on float8-block and NVFP4 weights",
+    ),
+    "save": Patch(
+        "`FusedAdam` with main weights of te_fsdp's",
+        "state_dict",
+        "has main weights in the groups to its end: it looks at them after torch's, and torch's hooks are over "
+        "by then",
+        "test_main_weights.py",
+    ),
+    "load": Patch(
+        "`FusedAdam` with main weights of te_fsdp's",
+        "load_state_dict",
+        "does so too",
+        "test_main_weights.py",
+    ),
+}
+
+
+def gathering_tensors() -> list[type[torch.Tensor]]:
+    """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
+    return [c for c in classes if c is not None and hasattr(c, "fsdp_pre_all_gather")]
+
+
+def _amax_tensors() -> tuple[type, ...]:
+    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    found = []
+    for row in FORMATS.values():
+        if "amax" in row.quantizers.values():
+            found.append(_te.tensor_attribute(row.module, row.tensor))
+            found.append(_te.tensor_attribute(f"storage.{row.module}_storage", f"{row.tensor}Storage"))
+    return tuple(found)
+
+
+def _modules_with(name: str) -> list[ModuleType]:
+    """TE's modules of linear layers that use a function under this name."""
+    files = ("linear", "layernorm_linear", "layernorm_mlp")
+    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in found if hasattr(module, name)]
+
+
+#: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
+_OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "gather": gathering_tensors,
+    "gathered": gathering_tensors,
+    "columnwise": functools.partial(_modules_with, "clear_columnwise_cache"),
+    "copy": functools.partial(_te.quantizer_classes, "amax", "history"),
+    "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
+    "pickle": functools.partial(_te.quantizer_classes, "amax"),
+    "group": _amax_tensors,
+    # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
+    "delayed": functools.partial(_te.quantizer_classes, "history"),
+    # NVFP4's shards hold whole blocks, so that none is empty.
+    "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+}
+
+#: Attribute of a patched class or module: the names of its replaced attributes.
+_PATCHED = "_te_fsdp_patched"
+
+
+def install(name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute wherever it has not been replaced; later calls do nothing.
+
+    Args:
+        name: Key of :data:`PATCHES`.
+        make: Gets what stands there, ``None`` if nothing does; gives what shall.
+    """
+    attribute = PATCHES[name].attribute
+    for owner in _OWNERS[name]():
+        done = owner.__dict__.get(_PATCHED, ())
+        if attribute not in done:
+            setattr(owner, attribute, make(getattr(owner, attribute, None)))
+            setattr(owner, _PATCHED, (*done, attribute))
+
+
+def install_on(owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute of one object.
+
+    Args:
+        owner: The object.
+        name: Key of :data:`PATCHES`.
+        replacement: What shall stand there.
+    """
+    setattr(owner, PATCHES[name].attribute, replacement)

@@ -47,19 +47,19 @@ def show(
     wrong = faults(facts)
     if as_json:
         document = dataclasses.asdict(facts)
-        document |= {"faults": list(map(dataclasses.asdict, wrong)), "patches": list(_patches())}
+        document |= {"faults": list(map(dataclasses.asdict, wrong)), "patches": list(_rows_of_patches())}
         print_json(document | {"ok": not any(fault.breaks for fault in wrong)})
     else:
         _show(facts, wrong)
     return int(any(fault.breaks for fault in wrong))
 
 
-def _patches() -> Iterable[dict[str, Any]]:
+def _rows_of_patches() -> Iterable[dict[str, Any]]:
     """Rows of the two tables of patches, each with the library that it belongs to."""
-    from te_fsdp import _patches, _te_patches
+    from te_fsdp import _patches
 
     for library, rows in (
-        ("TransformerEngine", _te_patches.PATCHES.values()),
+        ("TransformerEngine", _patches.PATCHES.values()),
         ("torch", _patches.FSDP2),
     ):
         for row in rows:
@@ -83,7 +83,7 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
         print_table(f"What TransformerEngine can do {where}", ("format", "available"), shown)
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
-    rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _patches()]
+    rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]
     title = "Replaced by te_fsdp, for its own models, from the first set_device_mesh or fully_shard on"
     print_table(title, ("in", "whose", "attribute", "what for"), [tuple(map(_plain, row)) for row in rows])
     for number, fault in enumerate(wrong, 1):

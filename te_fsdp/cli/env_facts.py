@@ -23,6 +23,8 @@ _VARIABLES = re.compile(
     r"NVTE_|NCCL_|TE_FSDP_|TORCH_NCCL_|TORCH_SYMM|TORCHINDUCTOR|PYTORCH_|CUDA_|CUDNN_|LD_LIBRARY_PATH$|OMP_NUM_THREADS$"
 )
 _PARTS = re.compile(r"transformer[-_.]engine([-_.].*)?$", re.IGNORECASE)
+#: Of Llama-3-8B, one sequence of 4096: which backend is picked depends on the shape.
+_ATTENTION = {"heads": 32, "groups": 8, "head_dim": 128, "sequence": 4096}
 _LIMIT = 120
 """Seconds that a command asked for facts may take."""
 
@@ -61,7 +63,7 @@ class Facts:
         cudnn_files: Other copies of cuDNN's main library that the loader could find: real paths, first found first.
         te: Parts of TransformerEngine as they are installed, "transformer_engine_cu13" -> versions found on the path.
         te_bindings: Whether its compiled part for PyTorch is there.
-        te_says: What :mod:`te_fsdp.cli.env_te` found, or ``{"error": ...}``.
+        te_says: What :func:`say_te` has found, or ``{"error": ...}``.
         flash_attention: Versions by distribution.
         nvcc: Path of the compiler that builds TE's bindings.
         symmetric_memory: Whether this torch has it.
@@ -160,7 +162,7 @@ def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
     environment = dict(os.environ)
     if not bindings:
         environment.setdefault("TE_FSDP_EMULATION", "10.0")
-    code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.env_te", environment=environment)
+    code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.env_facts", environment=environment)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if code == 0 and lines:
         return json.loads(lines[-1])
@@ -271,3 +273,44 @@ def _links() -> list[list[str]]:
     # The heading begins with GPU0 as well; only a row has an X, for the GPU itself.
     rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
     return [row[1 : 1 + len(rows)] for row in rows]
+
+
+def say_te() -> int:
+    """Import TE (emulated where ``TE_FSDP_EMULATION`` says so), print what it can do as one JSON line.
+
+    In a process of its own (``python -m te_fsdp.cli.env_facts``): mixed libraries do not only raise, they abort the
+    process that imports them.
+    """
+    import te_fsdp.emulation
+
+    emulated = te_fsdp.emulation.install_from_env()
+    from te_fsdp import _te
+    from te_fsdp._te_formats import FORMATS
+
+    te = _te.te()
+    recipes: dict[str, str] = {}
+    for row in FORMATS.values():
+        if row.available:
+            available, reason = getattr(te, row.available)(return_reason=True)
+            recipes[row.name] = "" if available else str(reason)
+    found = {
+        "version": importlib.metadata.version("transformer_engine"),
+        "emulated": te_fsdp.emulation.arch() if emulated else None,
+        "recipes": recipes,
+        "attention": _attention(),
+    }
+    print(json.dumps(found))
+    return 0
+
+
+def _attention() -> dict[str, Any]:
+    from te_fsdp import _te_modules
+
+    try:
+        return {**_te_modules.choice(**_ATTENTION), "shape": _ATTENTION}
+    except Exception as error:  # TE asks the device for what an emulation or another version may lack
+        return {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"], "shape": _ATTENTION}
+
+
+if __name__ == "__main__":
+    sys.exit(say_te())

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import math
+import operator
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 #: Command, or group of commands -> its function, ``(arguments) -> exit code``, and what it is for.
 _GROUPS = {
@@ -29,7 +31,7 @@ _GROUPS = {
         "te_fsdp.cli.plan:main_of_report",
         "what a plan or a checkpoint holds, parameter by parameter",
     ),
-    "completion": ("te_fsdp.cli.completion:main", "what a shell needs to complete all of this: bash or zsh"),
+    "completion": ("te_fsdp.cli.main:completion", "what a shell needs to complete all of this: bash or zsh"),
 }
 
 
@@ -64,6 +66,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"te-fsdp: no command {words[0]!r}", "", *lines]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Run ``te-fsdp completion SHELL``: print what the shell needs, as tyro makes it of one parser for all commands.
+
+    Args:
+        arguments: The shell's name.
+
+    Returns:
+        Exit code: 0, or 2 where the shell is none that tyro knows.
+    """
+    import tyro
+
+    # By name, as above: they import this file.
+    ckpt, env, plan = (importlib.import_module(f"te_fsdp.cli.{name}") for name in ("ckpt", "env", "plan"))
+    shells = ("bash", "zsh")
+    if len(arguments) != 1 or arguments[0] not in shells:
+        print(
+            f"usage: te-fsdp completion {'|'.join(shells)}    (expected {' or '.join(shells)})",
+            file=sys.stderr,
+        )
+        return 2
+
+    def checkpoints(command: Any) -> None:
+        """Checkpoints."""
+
+    checkpoints.__annotations__["command"] = _one_of(ckpt.COMMANDS)
+    every: Any = _one_of({"ckpt": checkpoints, "env": env.show, **plan.COMMANDS})
+    config = (
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.PositionalMetavarFromFieldName,
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.OmitSubcommandPrefixes,
+    )
+    with contextlib.suppress(SystemExit):
+        tyro.cli(every, prog="te-fsdp", args=["--tyro-print-completion", arguments[0]], config=config)
+    return 0
+
+
+def _one_of(commands: Mapping[str, Callable[..., Any]]) -> Any:
+    """A type for tyro that stands for one of some commands."""
+    import tyro
+
+    choices = []
+    for name, function in commands.items():
+        one = tyro.conf.subcommand(name, constructor=function)
+        choices.append(Annotated[Any, one])
+    return functools.reduce(operator.or_, choices)
 
 
 def _give_freed_memory_back() -> None:

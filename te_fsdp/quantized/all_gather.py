@@ -44,7 +44,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
-from te_fsdp._te_patches import install, install_on
+from te_fsdp._patches import install, install_on
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_exempt

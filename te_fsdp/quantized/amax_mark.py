@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp._te_patches import PATCHES, install
+from te_fsdp._patches import PATCHES, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
-from te_fsdp._te_patches import install_on
+from te_fsdp._patches import install_on
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from te_fsdp import _patches, _te_patches
+from te_fsdp import _patches
 from te_fsdp.cli import env, env_facts
 from te_fsdp.cli.env import faults
 from te_fsdp.cli.env_facts import Facts, Gpu
@@ -188,5 +188,5 @@ def test_this_environment(python, tmp_path):
     assert done.returncode == (0 if found["ok"] else 1), done.stderr
     assert found["te_says"]["recipes"]["float8"] == ""
     assert found["te_says"]["attention"]["backend"] in ("flash", "fused", "unfused")
-    rows = [*_te_patches.PATCHES.values(), *_patches.FSDP2]
+    rows = [*_patches.PATCHES.values(), *_patches.FSDP2]
     assert [row["why"] for row in found["patches"]] == [row.why for row in rows]

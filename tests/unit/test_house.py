@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp import _patches, _te_patches
+from te_fsdp import _patches
 from te_fsdp._te_formats import FORMATS, SCALE_SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,6 @@ TORCH_DOORS = tuple(
     for name in (
         "_patches",
         "_torch",
-        "_torch_optim",
         "_torch_symm",
         "_fsdp2",
         "_fsdp2_copies",
@@ -40,7 +39,7 @@ TE_DOORS = tuple(
         "_te",
         "_te_formats",
         "_te_modules",
-        "_te_patches",
+        "_patches",
         "_te_pickles",
     )
 )
@@ -190,7 +189,7 @@ TE_NAMES = """
 """
 TE_CLASSES = {row.tensor for row in FORMATS.values()} | set(SCALE_SOURCES)
 # Attributes that te_fsdp replaces: the tables of patches have all of them.
-PATCHED_NAMES = {row.attribute for row in (*_te_patches.PATCHES.values(), *_patches.FSDP2)}
+PATCHED_NAMES = {row.attribute for row in (*_patches.PATCHES.values(), *_patches.FSDP2)}
 # Those that optimizers and Hugging Face's models have, too.
 PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import _fsdp2, _te, _te_patches
+from te_fsdp import _fsdp2, _patches, _te
 from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized.all_gather import mend_hooks
@@ -20,7 +20,7 @@ from te_fsdp.quantized.amax_mark import make_marks_stick
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/upstream.md").read_text()
-TABLES = {"TransformerEngine": tuple(_te_patches.PATCHES.values()), "FSDP2": FSDP2}
+TABLES = {"TransformerEngine": tuple(_patches.PATCHES.values()), "FSDP2": FSDP2}
 ROWS = [row for rows in TABLES.values() for row in rows]
 
 
@@ -41,8 +41,8 @@ def test_a_row_names_what_there_is(row):
 
 def test_the_tables_are_read_without_a_change(python):
     program = (
-        "import sys; from te_fsdp import _te_patches, _patches\n"
-        "assert len(_te_patches.PATCHES) > 9 and len(_patches.FSDP2) > 5\n"
+        "import sys; from te_fsdp import _patches\n"
+        "assert len(_patches.PATCHES) > 9 and len(_patches.FSDP2) > 5\n"
         "assert not any(name.startswith('transformer_engine') for name in sys.modules)"
     )
     assert subprocess.run([python, "-c", program], cwd=ROOT, check=False).returncode == 0
@@ -52,9 +52,9 @@ def test_patches_of_classes_are_installed_once(te):
     make_marks_stick()
     mend_hooks()
     found = {}
-    for name, owners in _te_patches._OWNERS.items():
+    for name, owners in _patches._OWNERS.items():
         for owner in owners():
-            attribute = _te_patches.PATCHES[name].attribute
+            attribute = _patches.PATCHES[name].attribute
             assert attribute in owner.__dict__["_te_fsdp_patched"]
             found[owner, attribute] = owner.__dict__[attribute]
     make_marks_stick()
@@ -76,7 +76,7 @@ def weight_of(te, recipe: str) -> torch.Tensor:
 def test_te_takes_a_half_that_it_cannot_make_again(te):
     """Patch "columnwise"."""
     weight = weight_of(te, "MXFP8BlockScaling")
-    (module, *_) = _te_patches._modules_with("clear_columnwise_cache")
+    (module, *_) = _patches._modules_with("clear_columnwise_cache")
     inspect.unwrap(module.clear_columnwise_cache)(weight)
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
 

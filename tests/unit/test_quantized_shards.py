@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import te_fsdp
-from te_fsdp import _te, _te_patches
+from te_fsdp import _patches, _te
 from te_fsdp._te_formats import FORMATS
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout.rules import Box, Layout, ParameterRule
@@ -178,7 +178,7 @@ def test_packed_buffers_come_out_as_they_went_in(described):
 
 def test_hooks_are_mended_once(te):
     all_gather.mend_hooks()
-    classes = _te_patches.gathering_tensors()
+    classes = _patches.gathering_tensors()
     hooks = [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes]
     all_gather.mend_hooks()
     assert len(classes) >= 2

@@ -23,8 +23,8 @@ from te_fsdp.errors import InitError
 from te_fsdp.layout.storage import OUTER_STRATEGIES
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
+from te_fsdp.sharding.grad_norm import report_nan
 from te_fsdp.sharding.materialize import broadcast_params, materialize
-from te_fsdp.sharding.nan_report import report_nan
 from te_fsdp.sharding.reductions import (
     finish_grad_reduce,
     finish_param_gather,
