@@ -12,6 +12,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from te_fsdp import checkpoint as checkpoint
+    from te_fsdp import planning as planning
     from te_fsdp.all_ranks import set_collective_timeout as set_collective_timeout
     from te_fsdp.errors import CheckpointError as CheckpointError
     from te_fsdp.errors import CollectiveError as CollectiveError
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from te_fsdp.errors import TeFsdpError as TeFsdpError
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.apply import set_device_mesh as set_device_mesh
+    from te_fsdp.modules.classes import DotProductAttention as DotProductAttention
+    from te_fsdp.modules.classes import GroupedLinear as GroupedLinear
+    from te_fsdp.modules.classes import LayerNorm as LayerNorm
+    from te_fsdp.modules.classes import LayerNormLinear as LayerNormLinear
+    from te_fsdp.modules.classes import LayerNormMLP as LayerNormMLP
+    from te_fsdp.modules.classes import Linear as Linear
+    from te_fsdp.modules.classes import MultiheadAttention as MultiheadAttention
+    from te_fsdp.modules.classes import RMSNorm as RMSNorm
+    from te_fsdp.modules.classes import TransformerLayer as TransformerLayer
     from te_fsdp.move.start import grad_comm as grad_comm
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
@@ -114,17 +124,20 @@ _SUBPACKAGES = ("checkpoint", "planning")
 __all__ = ["__version__", *_HOMES, *_MODULES, *_SUBPACKAGES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module("te_fsdp.modules.apply").mesh_class(name)
-    elif name in _SUBPACKAGES:
-        return importlib.import_module(f"te_fsdp.{name}")
-    else:
-        raise AttributeError(f"module 'te_fsdp' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+# Hidden from type checkers, which would take any name for a public one.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        elif name in _MODULES:
+            value = importlib.import_module("te_fsdp.modules.apply").mesh_class(name)
+        elif name in _SUBPACKAGES:
+            return importlib.import_module(f"te_fsdp.{name}")
+        else:
+            raise AttributeError(f"module 'te_fsdp' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -343,7 +343,7 @@ class Meshes:
             return torch.device("cpu")
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
-    def te_kwargs(self) -> dict[str, object]:
+    def te_kwargs(self) -> dict[str, Any]:
         """Keywords for TE constructors: ``tp_group`` and ``tp_size`` of this mesh."""
         tp = self.tp
         return {"tp_group": tp.get_group() if tp is not None else None, "tp_size": self.size("tp")}

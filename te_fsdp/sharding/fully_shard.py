@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
+ModelT = TypeVar("ModelT", bound="nn.Module")
+
 
 def fully_shard(
-    model: nn.Module,
+    model: ModelT,
     meshes: Meshes | DeviceMesh,
     *,
     units: Wanted | None = None,
@@ -78,7 +80,7 @@ def fully_shard(
     average_gradients: bool = True,
     check_inputs: bool = True,
     transport: str = "auto",
-) -> nn.Module:
+) -> ModelT:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
     Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps

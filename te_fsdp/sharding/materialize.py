@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
+ModelT = TypeVar("ModelT", bound="nn.Module")
 
-def materialize(model: nn.Module, *, seed: int | None = None) -> nn.Module:
+
+def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     """Move a model from meta to the device and initialise it, each rank its own shards.
 
     The logical weights do not depend on the mesh: they are those that building the same model in one process
