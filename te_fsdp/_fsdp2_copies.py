@@ -63,7 +63,7 @@ class _Places(NamedTuple):
     """A record in a gather.
 
     Attributes:
-        key: Place in the memory for what is copied first, sizes and dtypes of the tensors that travel: what the rest
+        key: Place in the memory for what is copied first, sizes and dtypes of the tensors that are sent: what the rest
             depends on.
         outputs: FSDP2's list of gathered tensors.
         own: Where this rank's tensors lie, or are copied to.
@@ -113,7 +113,7 @@ class CopiedGathers:
     # --- shards
 
     def take_in(self, units: Iterable[torch.nn.Module], alias: Callable[..., torch.Tensor]) -> None:
-        """Move shards that travel as they are into memory that the others read. Collective over the ranks.
+        """Move shards that are sent as they lie into memory that the others read. Collective over the ranks.
 
         The parameters stay the same objects. Shards that are quantized, cast on their way or on meta stay where they
         are, as do those that another call has moved and nobody has moved away.
@@ -123,7 +123,7 @@ class CopiedGathers:
             alias: :func:`te_fsdp.move.peers.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
-        records = [managed for managed in records if self._travels_as_it_is(managed)]
+        records = [managed for managed in records if self._is_sent_as_it_lies(managed)]
         sizes = [_aligned(managed._sharded_param_data.nbytes) for managed in records]
         if not records:
             return
@@ -138,7 +138,7 @@ class CopiedGathers:
             local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
             offset += size
 
-    def _travels_as_it_is(self, managed: Any) -> bool:
+    def _is_sent_as_it_lies(self, managed: Any) -> bool:
         owner, name = owners_of(managed)[0]
         parameter = getattr(owner, name)
         if local_of(parameter).is_meta or gathers_itself(parameter):
@@ -315,7 +315,7 @@ def _wait(stream: Any, event: Any) -> None:
 
 
 def _inputs(managed: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """Flat tensors of a shard that travel, and the dtypes that they travel in (``FSDPParam.all_gather_inputs``)."""
+    """Flat tensors of a shard that are sent, and the dtypes that they are sent in (``FSDPParam.all_gather_inputs``)."""
     if gathers_itself(managed.sharded_param):
         sources = managed.all_gather_inputs
         return sources, [source.dtype for source in sources]

@@ -412,10 +412,10 @@ def derive_transpose(tensor: torch.Tensor) -> None:
         transpose.copy_(data.movedim(-1, 0))
 
 
-def travels_in_halves(tensor: torch.Tensor) -> bool:
+def gathers_one_direction(tensor: torch.Tensor) -> bool:
     """Whether a gather brings one of two directions of a quantized tensor, neither of which gives the other."""
     row = format_of(tensor)
-    return row is not None and row.halves
+    return row is not None and row.independent_directions
 
 
 def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -85,8 +85,8 @@ class Format:
         unknown_options: Options of TE's tensors, each with the value under which ``buffers`` does not hold.
         unsaid_options: Options that change the values without a trace in the buffers, each with the value that is not
             the usual one: no checkpoint says that they were on.
-        halves: Whether both directions are quantized independently: neither can be made from the other, and a gather
-            brings one of them. Other formats are sent in row-wise bytes alone.
+        independent_directions: Whether rowwise and columnwise data are quantized independently: neither can be made
+            from the other, and a gather brings one of them. Other formats are sent in row-wise bytes alone.
         dropped: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a
             backward (``fsdp_post_all_gather``).
         short_blocks: Whether a weight may end in a part of a block.
@@ -103,7 +103,7 @@ class Format:
     buffers: tuple[Buffer, ...] = ()
     unknown_options: Mapping[str, bool] = field(default_factory=dict)
     unsaid_options: Mapping[str, bool] = field(default_factory=dict)
-    halves: bool = False
+    independent_directions: bool = False
     dropped: tuple[Buffer, ...] = ()
     short_blocks: bool = False
     transpose: str = ""
@@ -166,7 +166,7 @@ _ROWS = (
             Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
         ),
         unknown_options={"with_gemm_swizzled_scales": True},
-        halves=True,
+        independent_directions=True,
     ),
     Format(
         name="float8-block",

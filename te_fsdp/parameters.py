@@ -227,7 +227,7 @@ class Binding:
         attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every
             object that replaces the parameter.
         under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
-        requantizes: Whether te_fsdp is sharding high-precision stand-ins of quantized weights right now.
+        requantizes: Whether te_fsdp is sharding high-precision values of quantized weights in their places right now.
         weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
         shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
         ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
@@ -314,7 +314,7 @@ def binding_of(module: object) -> Binding | None:
     return module.__dict__.get(BINDING)
 
 
-def is_exempt(module: Any, name: str) -> bool:
+def is_replicated(module: Any, name: str) -> bool:
     """Whether a module's own parameter is, or shall be, kept whole on all data-parallel ranks. Local operation."""
     mark = module.__dict__.get(NO_SHARD, ())
     if mark is True or name in mark:

@@ -146,7 +146,7 @@ def load(
             found.refuse_conversions()
         _refuse(opened, found.without([allow] if isinstance(allow, str) else allow, strict=strict))
         filling = Filling(opened, model, optimizer, state, found)
-        loaded = filling.told(filling.run())
+        loaded = filling.result(filling.run())
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
 
@@ -271,7 +271,7 @@ class Filling:
             self.notes.append(f"{text}: {shorten(homeless)}")
         return decode(extra, slots)
 
-    def told(self, extra: dict[str, Any]) -> Loaded:
+    def result(self, extra: dict[str, Any]) -> Loaded:
         """What a load gives back; what was not simply copied also goes to the log."""
         harmless = self.found.harmless()
         loaded = Loaded(

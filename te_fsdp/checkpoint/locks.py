@@ -73,7 +73,7 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.machine}.{self.pid}.{self.start}.{self.since}.{self.token}"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """For messages."""
         if not self.machine:
             return f"unknown: {self.token}"
@@ -170,7 +170,7 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
         raise CheckpointError(
             f"{target}: another job is writing it",
             expected="one writer for a path",
-            got=known.told(),
+            got=known.describe(),
             why="Nothing was written",
             fix="save under another name, such as a directory per run; or end that job, whose lock is then "
             "taken over",
@@ -179,7 +179,7 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
         os.rename(holder, lock / str(owner))
     except FileNotFoundError:
         return False
-    _log.warning("%s: taking over from a dead job, %s", target, known.told())
+    _log.warning("%s: taking over from a dead job, %s", target, known.describe())
     return True
 
 
@@ -233,8 +233,8 @@ def check(target: Path, owner: Owner) -> None:
     holder = _holder(lock)
     raise CheckpointError(
         f"{target}: another job has taken over, since this one gave no sign of life for {SILENCE:.0f} s",
-        expected=f"the lock of {owner.told()}",
-        got=Owner.parse(holder.name).told() if holder is not None else "none",
+        expected=f"the lock of {owner.describe()}",
+        got=Owner.parse(holder.name).describe() if holder is not None else "none",
         why="Nothing of this save has appeared",
         fix="save under another name; find out what held this process up",
     )

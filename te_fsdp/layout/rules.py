@@ -14,7 +14,7 @@ one tensor-parallel rank's part of it.
                               +------+
 
 A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it only as long as
-the tensor-parallel size does not change. The layout travels with the parameter so that initialisation,
+the tensor-parallel size does not change. The layout stays with the parameter so that initialisation,
 reports and checkpoints can be exact, or refuse.
 
 The placement table (``*_rules``) gives each parameter of a module kind and parallel mode its rule. Source of
@@ -120,7 +120,7 @@ class ParameterRule:
         )
 
 
-#: Activations whose fc1 produces two stacked halves ``[gate; up]`` (TE 2.20.2
+#: Activations whose fc1 produces two stacked parts ``[gate; up]`` (TE 2.20.2
 #: ``pytorch/module/layernorm_mlp.py``).
 GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
 

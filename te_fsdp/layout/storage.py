@@ -53,7 +53,7 @@ class Storage:
     whole, ``S`` where each holds a piece, ``P`` where each holds a contribution that is still to be added up.
 
     Attributes:
-        strategy: The user's word for what is cut over ``dp_shard``, or :data:`EXEMPT`.
+        strategy: The user's word for what is cut over ``dp_shard``, or :data:`REPLICATED`.
         outer: The user's word for what is cut over ``dp_replicate``.
         parameter: Of the parameter between two steps.
         gradient: Of its gradient after a backward that reduces.
@@ -99,7 +99,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: optimizer state are cut over both axes (HFSDP).
 OUTER_STRATEGIES = ("no_shard", "optim")
 #: Of parameters that stay whole in a unit that is cut (:func:`te_fsdp.fsdp_no_shard`).
-EXEMPT = "fsdp_no_shard"
+REPLICATED = "fsdp_no_shard"
 
 _ROWS = (
     #        strategy              outer       parameter gradient optimizer gather   reduce
@@ -107,12 +107,12 @@ _ROWS = (
     Storage("optim",              "no_shard",  "RS",     "RS",    "RS",     "step",  "last"),
     Storage("optim_grads",        "no_shard",  "RS",     "RS",    "RS",     "step",  "each"),
     Storage("optim_grads_params", "no_shard",  "RS",     "RS",    "RS",     "pass",  "each"),
-    Storage(EXEMPT,               "no_shard",  "RR",     "RR",    "SS",     "never", "last"),
+    Storage(REPLICATED,               "no_shard",  "RR",     "RR",    "SS",     "never", "last"),
     Storage("no_shard",           "optim",     "RR",     "RR",    "RR",     "never", "last"),
     Storage("optim",              "optim",     "RS",     "PS",    "SS",     "step",  "last"),
     Storage("optim_grads",        "optim",     "RS",     "PS",    "SS",     "step",  "each"),
     Storage("optim_grads_params", "optim",     "RS",     "PS",    "SS",     "pass",  "each"),
-    Storage(EXEMPT,               "optim",     "RR",     "RR",    "SS",     "never", "last"),
+    Storage(REPLICATED,               "optim",     "RR",     "RR",    "SS",     "never", "last"),
 )  # fmt: skip
 
 #: The table, by strategy and outer strategy.

@@ -300,9 +300,9 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     own = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
-    exempt = module.__dict__.get(NO_SHARD)
-    if isinstance(exempt, frozenset):
-        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, exempt))
+    replicated = module.__dict__.get(NO_SHARD)
+    if isinstance(replicated, frozenset):
+        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, replicated))
     _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})
 
 

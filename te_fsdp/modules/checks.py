@@ -16,7 +16,7 @@ from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout.rules import ExpertRange, expert_ranges
 from te_fsdp.modules.grouped import single_cuts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
-from te_fsdp.parameters import Binding, binding_of, is_exempt
+from te_fsdp.parameters import Binding, binding_of, is_replicated
 from te_fsdp.quantized.alignment import check_quantizer
 from te_fsdp.quantized.shards import plan_cuts
 
@@ -36,7 +36,7 @@ def plan_modules(
     of_experts: Meshing,
     experts: Selection = None,
     *,
-    stays_whole: Callable[[Any, str], bool] = is_exempt,
+    stays_whole: Callable[[Any, str], bool] = is_replicated,
 ) -> list[ModulePlan]:
     """Settle how each module is bound, and which dims of quantized weights FSDP2 shall cut. Changes nothing.
 

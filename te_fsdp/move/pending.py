@@ -272,11 +272,11 @@ class UnitOrder:
             meshes: The job's meshes; not the world, in which other stages of a pipeline have other units.
         """
         never = len(self._units)
-        told = [
+        mine = [
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
-        seen = torch.tensor(told, dtype=torch.int64, device=meshes.device)
+        seen = torch.tensor(mine, dtype=torch.int64, device=meshes.device)
         maximum(seen, meshes.device_mesh)
         left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
         self.agreed = tuple(self._units[at] for _, at in sorted(left))

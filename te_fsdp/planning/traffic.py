@@ -32,7 +32,7 @@ class Traffic:
 
     Attributes:
         axis: Name; ``"dp"`` where ``dp_replicate`` and ``dp_shard`` act as one.
-        what: What travels.
+        what: What is sent.
         collective: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"ring"``.
         ranks: How many take part.
         bytes: That a rank receives in a step.

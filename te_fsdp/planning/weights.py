@@ -58,7 +58,7 @@ class Weight:
         unreduced: Of its gradient as backward makes it.
         reduction: Of the buffer that its gradient is reduced from.
         gradient: Of its reduced gradient.
-        wire: Bytes of an element of its gradient when it travels.
+        wire: Bytes of an element of its gradient when it is sent.
     """
 
     label: str
@@ -133,7 +133,7 @@ def _weight(
         forward = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype, backward=False))
         every = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype))
         gathered = again = forward
-        if kind is not None and kind.halves:
+        if kind is not None and kind.independent_directions:
             kept = plan.storage.gather == "step" or job.recompute
             gathered = every if kept else forward
             again = every if kept else every - forward

@@ -22,9 +22,9 @@ modules without a te_fsdp binding alone:
    been computed from the row-wise ones. MXFP8's were gathered, and a weight may be used twice.
 9. Before a backward FSDP2 gathers a resharded unit again, and TE then keeps of a weight only what backward GEMMs read.
    When the forward is run again there for its activations, what forward GEMMs read is missing (TE raises from deep
-   inside). Float8 and float8-block weights travel in the bytes that forward reads, so that te_fsdp hands these back at
-   no cost. Of MXFP8 weights TE gathers one of two independent halves. Where one is missed, both are gathered, then and
-   there; later backwards gather both at once.
+   inside). Float8 and float8-block weights are sent in the bytes that forward reads: te_fsdp hands these back at no
+   cost. Of MXFP8 weights TE gathers rowwise or columnwise data, which are independent. Where one is missed, both are
+   gathered, then and there; later backwards gather both at once.
 
 FSDP2 assigns parameters through the module's ``__setattr__``: once when it cuts them, then the gathered one before
 each forward and backward and the sharded one after it. These are the only moments at which te_fsdp learns of a
@@ -47,7 +47,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp._patches import install, install_on
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout.rules import ParameterRule
-from te_fsdp.parameters import BINDING, Binding, is_exempt
+from te_fsdp.parameters import BINDING, Binding, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, mend_empty, share_scale
@@ -134,7 +134,7 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
         PlacementError: Names the weight, and the nearest mesh and shape that fit; also for a parameter that was to
             stay whole.
     """
-    if is_exempt(module, name):
+    if is_replicated(module, name):
         raise PlacementError(
             f"{binding.label(name)}: cut by FSDP2, though te_fsdp.fsdp_no_shard was called for it",
             why="torch's fully_shard does not know the mark",
@@ -239,9 +239,9 @@ def mend_hooks() -> None:
 def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
-        # Gathered halves were not computed from one another: TE could not make this one again.
+        # Gathered columnwise data that were not computed from rowwise data: TE could not make them again.
         row: Format | None = weight.__dict__.get(GATHERED)
-        if row is None or not row.halves:
+        if row is None or not row.independent_directions:
             stock(weight)
 
     return clear_columnwise_cache
@@ -267,8 +267,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             known = None
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         again = binding.recomputed or module.__dict__.get("checkpoint") is True
-        # Gathers for backward must bring both halves where the module runs its forward again there.
-        group = _te.fsdp_group_of(module) if again and _te.travels_in_halves(self) else None
+        # Gathers for backward must bring both directions where the module runs its forward again there.
+        group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
         both = group is not None and _torch.in_backward()
         with _fsdp2.as_if_kept(group) if both else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
@@ -344,9 +344,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             buffers, own, inner = (data[: metadata.rows],), metadata.metadata, ()
         elif isinstance(metadata, Columns):
             buffers, own, inner = join_columns(all_gather_outputs, metadata), metadata.metadata, ()
-            for stand_in in all_gather_outputs:
+            for output in all_gather_outputs:
                 # FSDP2 would free them with the weight only, and allocates them anew.
-                stand_in.untyped_storage().resize_(0)
+                output.untyped_storage().resize_(0)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
         # What TE has taken off for backward lives until FSDP2 frees it, on the weight or not (fault 9).
         known: _Shard | None = self.__dict__.get(GATHERS)
@@ -375,10 +375,10 @@ def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor
 
 
 def gather_missing(module: nn.Module, binding: Binding) -> None:
-    """Complete gathered weights of which a half is missing, before a forward that runs inside a backward.
+    """Complete gathered weights of which one direction is missing, before a forward that runs inside a backward.
 
-    Collective over ``dp_shard`` when a half is missing, at most in a module's first such forward: one all-gather.
-    Every rank gathers the same halves and misses the same.
+    Collective over ``dp_shard`` when one is missing, at most in a module's first such forward: one all-gather.
+    Every rank gathers the same direction and misses the same.
 
     Args:
         module: A bound module under FSDP2, whose forward is about to run in a backward.
@@ -387,7 +387,7 @@ def gather_missing(module: nn.Module, binding: Binding) -> None:
     missing = []
     for name, parameter in module._parameters.items():
         local = None if parameter is None else _torch.local_of(parameter)
-        if local is not None and _te.travels_in_halves(local) and not is_grouped_weight(local):
+        if local is not None and _te.gathers_one_direction(local) and not is_grouped_weight(local):
             usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
             if not all(usages.values()):
                 missing.append(name)

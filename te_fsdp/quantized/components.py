@@ -148,7 +148,7 @@ def empty_on_meta(
 def keep_rows_alone(shard: torch.Tensor) -> None:
     """Drop a float8 shard's transpose, now and in writes to come; of other formats nothing. Local operation.
 
-    A gather brings the bytes, of which TE makes the gathered weight's transpose. One tensor of all experts travels as
+    A gather brings the bytes, of which TE makes the gathered weight's transpose. One tensor of all experts is sent as
     it is.
     """
     row = _te.format_of(shard)

@@ -29,11 +29,11 @@ from te_fsdp.quantized.amax_mark import mark, marked_group
 from te_fsdp.quantized.packing import (
     GroupedGather,
     join_within,
+    pack_bytes,
     pack_flat,
-    pack_stand_ins,
     sent_within,
+    unpack_bytes,
     unpack_flat,
-    unpack_stand_ins,
 )
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ class _Behaviour:
         if within:
             names = tuple(sent_within(self.grouped, self.experts[0]))
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
-            flats, stand_ins = pack_stand_ins(buffers, tuple(self.shape))
-            return flats, GroupedGather(names, total, None, stand_ins, within[0], tuple(outer_size))
+            flats, places = pack_bytes(buffers, tuple(self.shape))
+            return flats, GroupedGather(names, total, None, places, within[0], tuple(outer_size))
         rows = -(-total // ranks)
         like = (
             self
@@ -215,8 +215,8 @@ class _Behaviour:
             flat, pieces = pack_flat(tuple(inputs))
             return (flat,), GroupedGather(tuple(names), total, pieces)
         if total % ranks:
-            flats, stand_ins = pack_stand_ins(inputs, (rows, *outer_size[1:]))
-            return flats, GroupedGather(tuple(names), total, stand_ins=stand_ins)
+            flats, places = pack_bytes(inputs, (rows, *outer_size[1:]))
+            return flats, GroupedGather(tuple(names), total, places=places)
         return tuple(inputs), GroupedGather(tuple(names), total)
 
     def fsdp_post_all_gather(
@@ -231,10 +231,10 @@ class _Behaviour:
         outputs = all_gather_outputs
         if metadata.dim:
             return self._gathered_within(outputs, metadata, param_dtype, out)
-        if metadata.stand_ins is not None:
-            outputs = unpack_stand_ins(outputs, metadata.stand_ins)
+        if metadata.places is not None:
+            outputs = unpack_bytes(outputs, metadata.places)
         if out is not None:
-            if metadata.stand_ins is not None:
+            if metadata.places is not None:
                 _torch.local_of(out).refill(metadata, outputs)  # type: ignore[missing-attribute]
             return None
         if metadata.pieces is not None:
@@ -243,11 +243,11 @@ class _Behaviour:
             name: output[: metadata.experts].reshape(-1)
             for name, output in zip(metadata.names, outputs, strict=True)
         }
-        if metadata.stand_ins is not None:
+        if metadata.places is not None:
             found = {name: buffer.clone() for name, buffer in found.items()}
         shape = (metadata.experts, *self.shape[1:])
         whole = _from_buffers(found, shape, self._quantizer, param_dtype)
-        whole.owns_buffers = metadata.stand_ins is not None
+        whole.owns_buffers = metadata.places is not None
         return whole, ()
 
     def _gathered_within(
@@ -258,7 +258,7 @@ class _Behaviour:
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight of shards that hold rows or columns of every expert, in buffers of its own."""
-        assert metadata.stand_ins is not None
+        assert metadata.places is not None
         if out is None:
             whole = empty_experts(metadata.shape, self._quantizer, dtype, self.device)
             whole.owns_buffers = True
@@ -267,9 +267,9 @@ class _Behaviour:
             for _, buffer in _buffers(whole.grouped):
                 buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
                 buffer.zero_()  # the padding of scales
-        join_within(whole, self, outputs, metadata.stand_ins, metadata.dim)
-        for stand_in in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
-            stand_in.untyped_storage().resize_(0)
+        join_within(whole, self, outputs, metadata.places, metadata.dim)
+        for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+            output.untyped_storage().resize_(0)
         return (whole, ()) if out is None else None
 
 

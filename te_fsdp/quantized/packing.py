@@ -9,8 +9,8 @@ to 2.15, ``foreach_all_gather_copy_out``):
   two values each, have not.
 - For uneven shards, too.
 
-In the last two cases the bytes of all buffers are sent in one or more *stand-ins*: uint8 tensors of exactly the shard's
-shape. After the gather each rank's bytes are picked out of the stand-ins again, and each buffer is put together.
+In the last two cases the bytes of all buffers are sent in one or more *packed tensors*: uint8 tensors of exactly the
+shard's shape. After the gather each rank's bytes are picked out of them again, and each buffer is put together.
 
 The price: a weight of N values sends whole multiples of N bytes (two of them for MXFP8 and float8-block in one
 direction, as many as bf16 weights), and holds them for a moment beside the result.
@@ -31,7 +31,7 @@ from te_fsdp.quantized.components import Component, components_of
 
 # Kernels and vectorised copies want aligned buffers; 256 bytes is what torch's CUDA allocator aligns to within a block.
 _ALIGNMENT = 256
-_STAND_IN_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
+_BYTES_ALIGNMENT = 16  # of each buffer in its expert's bytes: enough for every dtype of a scale
 
 #: Shape and dtype of a buffer among others.
 Piece: TypeAlias = tuple[torch.Size, torch.dtype]
@@ -70,15 +70,15 @@ def _flat_buffer(pieces: tuple[Piece, ...]) -> Buffer:
     return Buffer(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), _ALIGNMENT)
 
 
-# --- stand-ins
+# --- packed tensors
 
 
-def pack_stand_ins(
+def pack_bytes(
     inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[tuple[torch.Tensor, ...], Places]:
     """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
     lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
-    buffer = Buffer(lengths, _STAND_IN_ALIGNMENT)
+    buffer = Buffer(lengths, _BYTES_ALIGNMENT)
     each = math.prod(shape[1:])
     count = max(1, math.ceil(buffer.numel / each))
     flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
@@ -89,8 +89,8 @@ def pack_stand_ins(
     return tuple(part.contiguous().view(shape) for part in parts), places
 
 
-def unpack_stand_ins(outputs: Sequence[torch.Tensor], places: Places) -> tuple[torch.Tensor, ...]:
-    """The buffers, (experts, ...) each, out of stand-ins that were gathered expert after expert."""
+def unpack_bytes(outputs: Sequence[torch.Tensor], places: Places) -> tuple[torch.Tensor, ...]:
+    """The buffers, (experts, ...) each, out of packed tensors that were gathered expert after expert."""
     flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
     return tuple(places.typed(flat))
 
@@ -98,10 +98,10 @@ def unpack_stand_ins(outputs: Sequence[torch.Tensor], places: Places) -> tuple[t
 def _bytes_of_ranks(
     outputs: Sequence[torch.Tensor], shape: Sequence[int], dim: int, ranks: int
 ) -> torch.Tensor:
-    """(experts, ranks, bytes) of stand-ins that ranks hold along ``dim`` of an (experts, rows, columns) shard.
+    """(experts, ranks, bytes) of packed tensors that ranks hold along ``dim`` of an (experts, rows, columns) shard.
 
     Args:
-        outputs: What FSDP2 made of the stand-ins: memory of the whole's shape, under whatever shape it shows.
+        outputs: What FSDP2 made of the packed tensors: memory of the whole's shape, under whatever shape it shows.
         shape: Of a shard.
         dim: 1 or 2.
         ranks: How many there are.
@@ -115,7 +115,7 @@ def _bytes_of_ranks(
 
 
 class Columns(NamedTuple):
-    """Metadata of a gather along columns: TE's own, the shard's shape, and what its stand-ins hold.
+    """Metadata of a gather along columns: TE's own, the shard's shape, and what its packed tensors hold.
 
     ``buffers``: shape of a rank's buffer, and columns of the whole one with its padding.
     """
@@ -129,7 +129,7 @@ class Columns(NamedTuple):
 def pack_columns(
     local: torch.Tensor, inputs: tuple[torch.Tensor, ...], metadata: Any, ranks: int
 ) -> tuple[tuple[torch.Tensor, ...], Columns]:
-    """Stand-ins of the buffers that TE would gather, without their padding. Local operation.
+    """Packed tensors of the buffers that TE would gather, without their padding. Local operation.
 
     Args:
         local: Shard of shape (M, K / ranks).
@@ -147,7 +147,7 @@ def pack_columns(
         (c.tensor.shape, _padded(local, c.name, (rows, columns * ranks), c.tensor.shape[1] * ranks))
         for c in found
     )
-    flats, places = pack_stand_ins([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
+    flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
     return tuple(flat[0] for flat in flats), Columns(metadata, (rows, columns), places, buffers)
 
 
@@ -162,7 +162,7 @@ def join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[to
     """The buffers of the whole weight, new tensors, in the order and shapes in which TE expects its own.
 
     Args:
-        outputs: What FSDP2 made of the stand-ins: memory of shape (M, K), under whatever shape it shows.
+        outputs: What FSDP2 made of the packed tensors: memory of shape (M, K), under whatever shape it shows.
         packed: From :func:`pack_columns`.
     """
     rows, columns = packed.shape
@@ -183,14 +183,14 @@ def join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[to
 class GroupedGather(NamedTuple):
     """Metadata of a gather: names of the buffers that are sent, experts of the whole weight, and how they are packed.
 
-    ``pieces``: all in one, for a shard axis of size 1. ``stand_ins``: where the buffers lie in stand-ins of the shard's
-    own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
+    ``pieces``: all in one, for a shard axis of size 1. ``places``: where the buffers lie in packed tensors of the
+    shard's own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
     """
 
     names: tuple[str, ...]
     experts: int
     pieces: tuple[Any, ...] | None = None
-    stand_ins: Places | None = None
+    places: Places | None = None
     dim: int = 0
     shape: tuple[int, ...] = ()
 
@@ -219,8 +219,8 @@ def join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places:
     Args:
         whole: ``GroupedWeight`` (experts, out, in) with zeroed padding.
         shard: One rank's part of it, of the same shape but along ``dim``.
-        outputs: What FSDP2 made of the stand-ins: memory of the whole's shape, under whatever shape it shows.
-        places: From :func:`pack_stand_ins`, of the buffers that :func:`sent_within` names.
+        outputs: What FSDP2 made of the packed tensors: memory of the whole's shape, under whatever shape it shows.
+        places: From :func:`pack_bytes`, of the buffers that :func:`sent_within` names.
         dim: 1 or 2.
     """
     experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]

@@ -23,7 +23,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import MeshError, message
 from te_fsdp.layout.rules import Box, chunk_range
-from te_fsdp.parameters import Binding, binding_of, is_exempt, places_of, successor
+from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import quantize_shard, remember_shard
 from te_fsdp.quantized.components import components_of, keep_rows_alone
@@ -119,7 +119,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
     stashed = []
     for _, module, name, parameter in places_of(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
-        if binding is None or local.is_meta or not _te.is_quantized(local) or is_exempt(module, name):
+        if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue
         kept = _te.high_precision_value(local)
         value = local.dequantize() if kept is None else kept.to(local.device)

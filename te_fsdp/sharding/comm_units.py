@@ -218,7 +218,7 @@ def _is_served(module: nn.Module) -> bool:
     return bool(names) and all(module._parameters.get(name) is not None for name in names)
 
 
-def refuse_whole(fused: list[nn.Module], exempt: Collection[Key], model: nn.Module) -> None:
+def refuse_whole(fused: list[nn.Module], replicated: Collection[Key], model: nn.Module) -> None:
     """Raise for a fused module whose weights FSDP2 does not reduce. Local operation, the same on all ranks.
 
     Raises:
@@ -227,7 +227,7 @@ def refuse_whole(fused: list[nn.Module], exempt: Collection[Key], model: nn.Modu
     names = {id(module): name for name, module in model.named_modules()}
     for module in fused:
         for weight in _WEIGHTS[_te.kind_of(module) or ""]:
-            if (id(module), weight) in exempt:
+            if (id(module), weight) in replicated:
                 raise PlacementError(
                     f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
                     why="TE gives no gradient that could be reduced",
@@ -375,7 +375,7 @@ def _tell(state: ShardingState, wanted: str) -> None:
 
 
 def take_in_shards(state: ShardingState) -> None:
-    """Move shards that travel as they are to where the other ranks read them, so that no gather copies them first.
+    """Move shards that are sent as they lie to where the other ranks read them, so that no gather copies them first.
 
     Collective over the ranks of each unit gathered by copies. Others are copied in every gather, shards on meta until
     this is called again.

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from te_fsdp.layout.storage import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import ModulePlan
-    from te_fsdp.sharding.no_shard import Exempt
+    from te_fsdp.sharding.no_shard import ReplicatedParameter
 
 _log = logging.getLogger("te_fsdp")
 
@@ -174,7 +174,7 @@ def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
     if precision is not None:
         precision.widen(model)
     options["shard_placement_fn"] = _placements(plan.modules)
-    options["ignored_params"] = {item.parameter for item in plan.exempt}
+    options["ignored_params"] = {item.parameter for item in plan.replicated}
     for name, row in reversed(plan.units.items()):
         if name in plan.whole:
             continue
@@ -267,12 +267,12 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         state.precision_plan.install(state.model, plan.parameters.values())
     reduce_unused(state.model)
     guard_gradients(state)
-    if exempt := plan.exempt:
+    if replicated := plan.replicated:
         if rank() == 0:
-            _log.info("%s", _told(exempt))
+            _log.info("%s", _whole_parameters(replicated))
         state.replicated = ReplicatedGradients(
             state.model,
-            exempt,
+            replicated,
             state.meshes,
             units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
             grads_dtype=getattr(state.precision, "main_grads_dtype", None),
@@ -289,14 +289,14 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     take_in_shards(state)
 
 
-def _told(exempt: Sequence[Exempt]) -> str:
+def _whole_parameters(replicated: Sequence[ReplicatedParameter]) -> str:
     """What stays whole, in a line for the log."""
-    parameters = [item.parameter for item in exempt]
+    parameters = [item.parameter for item in replicated]
     trained = sum(parameter.requires_grad for parameter in parameters)
     elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
-    names = ", ".join(item.plan.label for item in exempt[:3])
-    more = f" and {len(exempt) - 3} more" if len(exempt) > 3 else ""
+    names = ", ".join(item.plan.label for item in replicated[:3])
+    more = f" and {len(replicated) - 3} more" if len(replicated) > 3 else ""
     return (
-        f"no_shard: {len(exempt)} parameters of {elements:,} elements stay whole on every data-parallel "
+        f"no_shard: {len(replicated)} parameters of {elements:,} elements stay whole on every data-parallel "
         f"rank, {trained} of them trained: {names}{more}"
     )

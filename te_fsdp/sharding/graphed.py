@@ -11,7 +11,7 @@ besides, this runs again around each replay:
     between      ``report_nan`` is asked, so that an error leaves weights as they are
     after        versions of parameters are counted up; outputs are copied
 
-and this is what a recording rests on, since it is the same in each step: sync modes and ``told`` counters (compared
+and this is what a recording rests on, since it is the same in each step: sync modes and ``last_microbatches`` (compared
 with each other, and advanced by eager steps alone), the order and number of microbatches, FSDP2's own bookkeeping (as
 after any complete step), the exchanges over the CPU by which ranks agree on orders of reductions (agreed once).
 """

@@ -352,7 +352,7 @@ def _main_weight_of_fused(optimizer: Any, parameter: torch.Tensor) -> torch.Tens
     return optimizer.state[parameter].get(MAIN)
 
 
-def _give_as_they_are(optimizer: Any, stood_in: dict[int, torch.Tensor]) -> None:
+def _give_as_they_are(optimizer: Any, parameters: dict[int, torch.Tensor]) -> None:
     """Give main weights their parameters' gradients in the dtype that these have, of which FusedAdam takes any.
 
     In one group it takes one dtype for all parameters in fp32, and with ``capturable=True`` theirs alone. Where that is
@@ -360,16 +360,16 @@ def _give_as_they_are(optimizer: Any, stood_in: dict[int, torch.Tensor]) -> None
 
     Args:
         optimizer: TE's FusedAdam, with main weights in its groups.
-        stood_in: Parameter by the ``id`` of its main weight.
+        parameters: Parameter by the ``id`` of its main weight.
     """
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
         members = [p for p in group["params"] if p.dtype == torch.float32]
-        gradients = [getattr(stood_in.get(id(p), p), name, None) for p in members]
+        gradients = [getattr(parameters.get(id(p), p), name, None) for p in members]
         dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
         together = len(dtypes) <= 1 and not optimizer.capturable
         for main, gradient in zip(members, gradients, strict=True):
-            if id(main) not in stood_in:
+            if id(main) not in parameters:
                 continue
             if gradient is not None:
                 if not together:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.storage import ParameterPlan
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.no_shard import Exempt
+    from te_fsdp.sharding.no_shard import ReplicatedParameter
     from te_fsdp.sharding.sharding_plan import ModelPlan
     from te_fsdp.sharding.state import ShardingState
 
@@ -346,7 +346,7 @@ def check_replicas(plan: ModelPlan) -> None:
             refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp, meshes.ep))
 
 
-def check_whole(parameters: Iterable[Exempt], meshes: Meshes) -> None:
+def check_whole(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
     """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut.
 
     Args:

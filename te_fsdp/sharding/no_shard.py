@@ -1,7 +1,7 @@
 """``fsdp_no_shard``: parameters that stay whole on every data-parallel rank, inside a sharded model.
 
     sharded       cut over data parallel, gathered for each use, gradients reduce-scattered, by FSDP2
-    exempt        whole, never gathered, unknown to FSDP2, gradients reduced by ``no_shard_reduce``
+    replicated    whole, never gathered, unknown to FSDP2, gradients reduced by ``no_shard_reduce``
 
 The mark is kept by the owner: parameters are replaced all the time (meta init, ``to_empty``, ``deepcopy``,
 ``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose what hangs on them. Strategy ``no_shard`` is the
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
     """Keep parameters whole on every data-parallel rank when the model is sharded.
 
-    They are never gathered, and FSDP2 does not see them: no hooks on modules that are exempt as a whole, and no unit
+    They are never gathered, and FSDP2 does not see them: no hooks on modules with no other parameters, and no unit
     of them. What tensor parallelism cuts stays cut. Gradients of those that are trained are summed up over data
     parallel at the end of each backward, in one all-reduce per dtype; the ranks must hold equal values, which
     :func:`te_fsdp.fully_shard` checks. Frozen ones cost no communication at all.
@@ -97,7 +97,7 @@ def _check_unsharded(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Exempt:
+class ReplicatedParameter:
     """A parameter that stays whole, by its owner: initialisation and loading replace the parameter itself.
 
     Attributes:
@@ -190,10 +190,10 @@ def _flat(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
 
 @dataclass(eq=False)
 class Slot:
-    """One exempt parameter and the parts of its gradient.
+    """One replicated parameter and the parts of its gradient.
 
     Attributes:
-        exempt: The parameter by its owner.
+        replicated: The parameter by its owner.
         ranks: Over whom its gradient is added up.
         partial: Whether each tp rank computes a part of its gradient.
         unit: The unit that it is sent with; ``None``: at the end of backward, with all others of its kind.
@@ -204,7 +204,7 @@ class Slot:
         unreduced: What is waiting for its reduction.
     """
 
-    exempt: Exempt
+    replicated: ReplicatedParameter
     ranks: Ranks
     partial: bool
     unit: str | None
@@ -232,7 +232,7 @@ def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
     """
     kinds: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[Slot, torch.Size]]] = {}
     for slot in slots:
-        parameter = slot.exempt.parameter
+        parameter = slot.replicated.parameter
         local = _torch.local_of(parameter)
         kind = slot.ranks, slot.grads_dtype or parameter.dtype, local.device
         kinds.setdefault(kind, []).append((slot, local.shape))

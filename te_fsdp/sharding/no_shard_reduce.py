@@ -1,8 +1,8 @@
 """Gradients of parameters that every data-parallel rank holds whole: added up over the ranks, exactly once each.
 
     backward     .grad <- what earlier backwards left unreduced; autograd adds to it
-    its end      .grad <- .grad from before + the sum over the ranks of what is unreduced (or, told to wait, it is
-                 put aside)
+    its end      .grad <- .grad from before + the sum over the ranks of what is unreduced (or, where it shall
+                 not reduce, that is put aside)
 
 So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, and a plain loop over microbatches adds up
 reduced gradients: what was reduced is never reduced again.
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import OrderError
-from te_fsdp.layout.storage import EXEMPT
+from te_fsdp.layout.storage import REPLICATED
 from te_fsdp.move.pending import UnitOrder, current_stream
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.materialize import check_whole
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.no_shard import Exempt
+    from te_fsdp.sharding.no_shard import ReplicatedParameter
 
 
 class ReplicatedGradients:
-    """Reduces the gradients of a model's exempt parameters by the end of each backward.
+    """Reduces the gradients of a model's replicated parameters by the end of each backward.
 
     Args:
         model: The root. The reduction is bound to the gradients of what its forward returns.
-        exempts: What stays whole.
+        replicated: What stays whole.
         meshes: The job's meshes.
         units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
         grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
@@ -59,7 +59,7 @@ class ReplicatedGradients:
     def __init__(
         self,
         model: nn.Module,
-        exempts: Sequence[Exempt],
+        replicated: Sequence[ReplicatedParameter],
         meshes: Meshes,
         *,
         units: Sequence[str] = (),
@@ -71,13 +71,15 @@ class ReplicatedGradients:
         if not average:
             dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
         self._slots = []
-        for exempt in exempts:
-            plan = exempt.plan
+        for parameter in replicated:
+            plan = parameter.plan
             ranks = experts if plan.experts else dense
             partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
             # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
-            unit = None if partial or ranks.group is None or plan.storage.strategy == EXEMPT else plan.unit
-            self._slots.append(Slot(exempt, ranks, partial, unit, grads_dtype))
+            unit = (
+                None if partial or ranks.group is None or plan.storage.strategy == REPLICATED else plan.unit
+            )
+            self._slots.append(Slot(parameter, ranks, partial, unit, grads_dtype))
         self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
         self._device = meshes.device
         self._sync, self._owes = True, False
@@ -116,12 +118,12 @@ class ReplicatedGradients:
         has not, and all must come to the reduction, or refuse to go on.
         """
         return [
-            slot.exempt.plan.label
+            slot.replicated.plan.label
             for slot in self._slots
             if slot.unreduced is not None
             or slot in self._inside
             or slot in self._away
-            or (self._owes and slot.exempt.parameter.requires_grad)
+            or (self._owes and slot.replicated.parameter.requires_grad)
         ]
 
     @property
@@ -187,7 +189,7 @@ class ReplicatedGradients:
         self.recover()
         for slot in self._slots:
             slot.unreduced = None
-            parameter = slot.exempt.parameter
+            parameter = slot.replicated.parameter
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -197,7 +199,7 @@ class ReplicatedGradients:
         """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
         replaced = False
         for slot in self._slots:
-            parameter = slot.exempt.parameter
+            parameter = slot.replicated.parameter
             if not parameter.requires_grad or (slot.hooked is not None and slot.hooked() is parameter):
                 continue
             for handle in slot.handles:
@@ -221,7 +223,7 @@ class ReplicatedGradients:
             InitError: They do not.
         """
         self.attach()
-        check_whole([slot.exempt for slot in self._slots], self._meshes)
+        check_whole([slot.replicated for slot in self._slots], self._meshes)
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
@@ -258,7 +260,7 @@ class ReplicatedGradients:
         if slot.unit is not None:
             self._order.arrived(slot.unit, slot)
         if slot not in self._inside:
-            parameter = slot.exempt.parameter
+            parameter = slot.replicated.parameter
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
             self._inside[slot] = None
@@ -270,7 +272,7 @@ class ReplicatedGradients:
         """
         if slot in self._away:
             raise OrderError(
-                f"{slot.exempt.plan.label}: a gradient after the reduction of its unit has begun",
+                f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
                 expected="no more uses of the parameter than in the first backward that reduced",
                 got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
                 fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
@@ -299,7 +301,7 @@ class ReplicatedGradients:
         Gradients that were cleared since then stay cleared.
         """
         for slot in self._inside:
-            parameter = slot.exempt.parameter
+            parameter = slot.replicated.parameter
             slot.unreduced = parameter.grad if keep else None
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
@@ -312,7 +314,7 @@ class ReplicatedGradients:
 
     def _new_reduction(self) -> Reduction:
         """A reduction of all that is trained now, not begun."""
-        trained = tuple(slot for slot in self._slots if slot.exempt.parameter.requires_grad)
+        trained = tuple(slot for slot in self._slots if slot.replicated.parameter.requires_grad)
         if trained != self._trained:
             self._trained, self._buckets = trained, None
             self._order = self._orders.setdefault(trained, UnitOrder(self._units))
@@ -336,7 +338,7 @@ class ReplicatedGradients:
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
         for slot, value in reduction.finish():
-            _add(slot.exempt.parameter, value)
+            _add(slot.replicated.parameter, value)
         if reduction.may_begin_early:
             self._say(False)
 
@@ -344,7 +346,7 @@ class ReplicatedGradients:
         """A slot's gradient, for a bucket: it is nobody's else from now on."""
         gradient, slot.unreduced = slot.unreduced, None
         if slot in self._inside:  # backward still runs
-            parameter = slot.exempt.parameter
+            parameter = slot.replicated.parameter
             gradient, parameter.grad = parameter.grad, slot.reduced
             slot.reduced = None
             del self._inside[slot]

@@ -1,4 +1,4 @@
-"""``MixedPrecisionPolicy``: in which dtypes weights are kept, gradients add up, and gradients travel.
+"""``MixedPrecisionPolicy``: in which dtypes weights are kept, gradients add up, and gradients are sent.
 
     main weights    main_params_dtype   what the optimizer updates and checkpoints hold (FSDP2's sharded parameters)
     compute         param_dtype         what forward and backward see (FSDP2's unsharded parameters)
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.errors import PrecisionError
 from te_fsdp.move.start import COMM_DTYPES, GradComm, set_comm
-from te_fsdp.parameters import facts_of, is_exempt, places_of, plan_of, successor
+from te_fsdp.parameters import facts_of, is_replicated, places_of, plan_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
 
@@ -161,7 +161,7 @@ class PrecisionPlan:
             return
         done: dict[int, torch.nn.Parameter] = {}
         for _, module, name, parameter in places_of(model):
-            if is_exempt(module, name) or not _trained(parameter) or parameter.dtype == dtype:
+            if is_replicated(module, name) or not _trained(parameter) or parameter.dtype == dtype:
                 continue
             if id(parameter) not in done:
                 done[id(parameter)] = successor(parameter, _torch.local_of(parameter).detach().to(dtype))

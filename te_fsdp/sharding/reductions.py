@@ -193,7 +193,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
 def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     """Multiply all gradients in place, for example by the inverse of a number of tokens.
 
-    Local operation; but with HFSDP, after a backward that :func:`te_fsdp.microbatch` has told to be the last one, it
+    Local operation; but with HFSDP, after a backward that :func:`te_fsdp.microbatch` has marked as the last one, it
     completes the averages over ``dp_replicate``, as :func:`te_fsdp.clip_grad_norm_` does, and works on these.
 
     Args:

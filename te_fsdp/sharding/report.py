@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
 from te_fsdp.layout.rules import chunk_range, expert_index
-from te_fsdp.parameters import binding_of, is_exempt, places_of, plan_of, shard_info
+from te_fsdp.parameters import binding_of, is_replicated, places_of, plan_of, shard_info
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.sharding.comm_units import shared_bytes
 from te_fsdp.sharding.precision import gradient_dtype
@@ -222,7 +222,7 @@ def settled_shard(module: nn.Module, name: str, parameter: torch.Tensor) -> torc
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:
     """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
-    if is_exempt(module, name):
+    if is_replicated(module, name):
         return "no_shard: whole on all data-parallel ranks"
     binding = binding_of(module)
     rule = binding.rules.get(name) if binding is not None else None

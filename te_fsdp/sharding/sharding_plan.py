@@ -12,12 +12,12 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
+from te_fsdp.layout.storage import REPLICATED, STORAGE, ParameterPlan, Storage
 from te_fsdp.modules.checks import Selection, find_experts, plan_modules
 from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
-from te_fsdp.parameters import NO_SHARD, Place, is_exempt, places_of
-from te_fsdp.sharding.no_shard import Exempt
+from te_fsdp.parameters import NO_SHARD, Place, is_replicated, places_of
+from te_fsdp.sharding.no_shard import ReplicatedParameter
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.units import (
     DEFAULT,
@@ -82,9 +82,9 @@ class ModelPlan:
     precision: PrecisionPlan | None
 
     @property
-    def exempt(self) -> list[Exempt]:
+    def replicated(self) -> list[ReplicatedParameter]:
         """The parameters that stay whole."""
-        return exempt_of(self.model, self.parameters)
+        return replicated_parameters(self.model, self.parameters)
 
     @property
     def mp_policy(self) -> Fsdp2Policy:
@@ -96,10 +96,12 @@ class ModelPlan:
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
         # Without numbers: ranks may hold different numbers of experts.
-        exempt = ", ".join(dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.exempt))
+        replicated = ", ".join(
+            dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
+        )
         return (
             f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
-            f"{request.precision or self.mp_policy}; transport={request.transport}; not sharded: {exempt or 'none'}"
+            f"{request.precision or self.mp_policy}; transport={request.transport}; not sharded: {replicated or 'none'}"
         )
 
 
@@ -184,7 +186,7 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
         Every place of a parameter, by its owner's id and its name there.
 
     Raises:
-        PlacementError: A parameter registered at several places, of which some are exempt, or in several units.
+        PlacementError: A parameter registered at several places, of which some are replicated, or in several units.
     """
     inside = unit_by_module(model, units)
     modules = model.named_modules(remove_duplicate=False)
@@ -193,8 +195,8 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
     for place in places_of(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
-        if not storage.is_whole and (id(place.owner) in marked or is_exempt(place.owner, place.name)):
-            storage = STORAGE[EXEMPT, storage.outer]
+        if not storage.is_whole and (id(place.owner) in marked or is_replicated(place.owner, place.name)):
+            storage = STORAGE[REPLICATED, storage.outer]
         tied.setdefault(_tensor_of(place), []).append((place, unit, storage))
     rows: dict[Key, ParameterPlan] = {}
     for places in tied.values():
@@ -215,16 +217,16 @@ def _tensor_of(place: Place) -> object:
 
 
 def _check_tied(places: Sequence[tuple[Place, str, Storage]]) -> None:
-    """All owners of a tied parameter must be gathered together, or be exempt.
+    """All owners of a tied parameter must be gathered together, or be replicated.
 
     FSDP2 cuts a parameter for the unit that owns it. Owned by two units it is cut twice: torch 2.11 then trains two
     parameters in silence, and torch 2.13 raises in the first forward, when the optimizer is built already.
     """
-    exempt = [place.label for place, _, storage in places if storage.is_whole]
+    whole = [place.label for place, _, storage in places if storage.is_whole]
     others = {place.label: unit for place, unit, storage in places if not storage.is_whole}
-    if exempt and others:
+    if whole and others:
         raise PlacementError(
-            f"{exempt[0]} is exempt from sharding, but tied to {', '.join(others)}",
+            f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
             expected="all owners of a tied parameter exempt, or none",
             why="One tensor cannot be whole for one owner and cut for another",
             fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
@@ -289,7 +291,7 @@ def _completed(
     return rows
 
 
-def exempt_of(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[Exempt]:
+def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
     """The parameters that stay whole, each once, in the order of the rows: the same on all ranks. Local operation.
 
     Args:
@@ -298,7 +300,7 @@ def exempt_of(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[Exemp
     """
     modules = {id(module): module for module in model.modules()}
     found = {
-        row.label: Exempt(row, modules[owner])
+        row.label: ReplicatedParameter(row, modules[owner])
         for (owner, _), row in rows.items()
         if row.storage.is_whole and row.label == row.owners[0]
     }

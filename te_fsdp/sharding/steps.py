@@ -22,7 +22,7 @@ from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.rank_checks import check_inputs
-from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_exempt, places_of, plan_of
+from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.main_weights import lend_main_weights, remember
 from te_fsdp.sharding.outer_averages import check_step
@@ -238,8 +238,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether all parameters in a module are exempt from sharding, and there are some."""
-    own = [is_exempt(place.owner, place.name) for place in places_of(module)]
+    """Whether all parameters in a module are replicated, and there are some."""
+    own = [is_replicated(place.owner, place.name) for place in places_of(module)]
     return bool(own) and all(own)
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-from te_fsdp.checkpoint.portable.huggingface_saving import Told, describe_shares, plan_exchange
+from te_fsdp.checkpoint.portable.huggingface_saving import Description, describe_shares, plan_exchange
 from te_fsdp.errors import CheckpointError
 
 
 def told(shape, *places, dtype=torch.float32):
     """A rank's description of a tensor of which it has rectangles."""
-    return Told(shape, torch.bfloat16, dtype, places)
+    return Description(shape, torch.bfloat16, dtype, places)
 
 
 def rows(name, height, width, ranks, rank):

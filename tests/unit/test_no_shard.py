@@ -11,8 +11,8 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.layout.storage import EXEMPT, STORAGE, ParameterPlan, Storage
-from te_fsdp.sharding.sharding_plan import Request, exempt_of, plan_sharding, plan_storage
+from te_fsdp.layout.storage import REPLICATED, STORAGE, ParameterPlan, Storage
+from te_fsdp.sharding.sharding_plan import Request, plan_sharding, plan_storage, replicated_parameters
 
 SHARD, WHOLE = STORAGE["optim_grads_params", "no_shard"], STORAGE["no_shard", "no_shard"]
 
@@ -41,7 +41,7 @@ def planned(model: nn.Module, **units: object) -> list[str]:
 
 def exempt(model: nn.Module, units: dict[str, Storage]) -> list[ParameterPlan]:
     """Plans of what stays whole."""
-    return [item.plan for item in exempt_of(model, plan_storage(model, units))]
+    return [item.plan for item in replicated_parameters(model, plan_storage(model, units))]
 
 
 def test_a_module_a_parameter_and_several():
@@ -62,7 +62,7 @@ def test_no_unit_is_made_of_what_stays_whole(fake_world):
     plan = plan_sharding(model, te_fsdp.Meshes.build(device_type="cpu"), Request(units))
     assert list(plan.units) == ["", "blocks.0", "head"]
     assert plan.whole == {"encoder", "encoder.0", "encoder.1", "encoder.1.0", "blocks.1"}
-    assert {item.parameter for item in plan.exempt} == {
+    assert {item.parameter for item in plan.replicated} == {
         *model.encoder.parameters(),
         *model.blocks[1].parameters(),
         model.scale,
@@ -122,7 +122,7 @@ def test_strategy_no_shard_holds_for_the_innermost_unit():
     assert "blocks.0.weight" not in [plan.label for plan in plans] and len(plans) == 9
     assert {plan.storage for plan in plans} == {WHOLE}
     te_fsdp.fsdp_no_shard(model.head)
-    assert {plan.storage for plan in exempt(model, {"": SHARD})} == {STORAGE[EXEMPT, "no_shard"]}
+    assert {plan.storage for plan in exempt(model, {"": SHARD})} == {STORAGE[REPLICATED, "no_shard"]}
 
 
 def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
@@ -158,7 +158,10 @@ def test_ties_with_an_exempt_owner():
         planned(model)
     te_fsdp.fsdp_no_shard(model.head.weight)
     rows = plan_storage(model, {"": SHARD, "blocks.0": SHARD})
-    assert [item.plan.label for item in exempt_of(model, rows)] == ["blocks.0.weight", "head.bias"]
+    assert [item.plan.label for item in replicated_parameters(model, rows)] == [
+        "blocks.0.weight",
+        "head.bias",
+    ]
     assert rows[id(model.head), "weight"].storage == rows[id(model.blocks[0]), "weight"].storage
     assert rows[id(model.head), "weight"].owners == ("blocks.0.weight", "head.weight")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp.layout.storage import EXEMPT, OUTER_STRATEGIES, STORAGE, STRATEGIES, SyncMode
+from te_fsdp.layout.storage import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import checks
 from te_fsdp.parameters import plan_of
 from te_fsdp.sharding import fully_shard as entry
@@ -37,7 +37,7 @@ def test_the_table():
     }
     assert found == TABLE
     assert STORAGE.keys() == {
-        (strategy, outer) for strategy in (*STRATEGIES, EXEMPT) for outer in OUTER_STRATEGIES
+        (strategy, outer) for strategy in (*STRATEGIES, REPLICATED) for outer in OUTER_STRATEGIES
     }
 
 
@@ -177,7 +177,7 @@ def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
     }  # fmt: skip
     owners = {row.owners for row in plan.parameters.values() if len(row.owners) > 1}
     assert owners == {("embedding.weight", "head.weight")}
-    assert [item.plan.label for item in plan.exempt if "blocks" not in item.plan.label] == [
+    assert [item.plan.label for item in plan.replicated if "blocks" not in item.plan.label] == [
         "embedding.weight"
     ]
     # "head" is whole, and no unit any longer; "blocks.1" was asked for as one that is not cut.

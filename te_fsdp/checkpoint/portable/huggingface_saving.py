@@ -47,7 +47,7 @@ _SMALLEST_FILE = 256 << 20
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Told(NamedTuple):
+class Description(NamedTuple):
     """What a rank tells of a tensor of the unsharded model.
 
     Attributes:
@@ -68,11 +68,11 @@ class Share:
     """What this rank holds of one tensor of the unsharded model.
 
     Attributes:
-        told: Its description.
+        about: Its description.
         read: Gives the values of the n-th rectangle; dequantizes what is quantized.
     """
 
-    told: Told
+    about: Description
     read: Callable[[int], torch.Tensor]
 
 
@@ -86,7 +86,7 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     for owned in owned_parameters(model):
         share = _share(owned, optimizer)
         if owned.is_grouped:
-            found |= {f"{owned.fqn}{n}": _of_expert(share, n) for n in range(share.told.shape[0])}
+            found |= {f"{owned.fqn}{n}": _of_expert(share, n) for n in range(share.about.shape[0])}
         else:
             found[owned.fqn] = share
     return found
@@ -101,7 +101,7 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
         places = tuple((p.offsets, tuple(p.tensor.shape)) for p in entry.pieces)
-        return Share(Told(shape, dtype, main.dtype, places), lambda n: entry.pieces[n].tensor)
+        return Share(Description(shape, dtype, main.dtype, places), lambda n: entry.pieces[n].tensor)
 
     def read(n: int) -> torch.Tensor:
         local: Any = owned.local
@@ -111,34 +111,34 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
         return whole[info.boxes[n].local_slices()]
 
     values = dtype if main is None else torch.float32
-    return Share(Told(shape, dtype, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
+    return Share(Description(shape, dtype, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
 
 
 def _of_expert(share: Share, expert: int) -> Share:
     """One expert's part of what is held of a tensor for all."""
-    places = share.told.places
+    places = share.about.places
     mine = [n for n, (at, size) in enumerate(places) if at[0] <= expert < at[0] + size[0]]
 
     def read(n: int) -> torch.Tensor:
         return share.read(mine[n])[expert - places[mine[n]][0][0]]
 
     own = tuple((places[n][0][1:], places[n][1][1:]) for n in mine)
-    return Share(share.told._replace(shape=share.told.shape[1:], places=own), read)
+    return Share(share.about._replace(shape=share.about.shape[1:], places=own), read)
 
 
-def describe_shares(seen: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
+def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
     """Every tensor of the unsharded model, from what the ranks tell, without their shares. Local operation.
 
     Raises:
         CheckpointError: Ranks that tell different things.
     """
-    found: dict[str, Told] = {}
-    empty: dict[str, Told] = {}
+    found: dict[str, Description] = {}
+    empty: dict[str, Description] = {}
     for number, every in enumerate(seen):
-        for name, told in every.items():
-            one = told._replace(places=())
+        for name, about in every.items():
+            one = about._replace(places=())
             # Of what it has nothing of, a rank may have no main weight either.
-            if (found if told.places else empty).setdefault(name, one) != one and told.places:
+            if (found if about.places else empty).setdefault(name, one) != one and about.places:
                 raise CheckpointError(
                     f"{name}: of another kind on rank {number}",
                     expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
@@ -167,7 +167,7 @@ class Transfer(NamedTuple):
 
 
 def plan_exchange(
-    seen: Sequence[Mapping[str, Told]], queues: Sequence[Sequence[Sequence[str]]]
+    seen: Sequence[Mapping[str, Description]], queues: Sequence[Sequence[Sequence[str]]]
 ) -> list[list[Transfer]]:
     """What each rank sends and receives, in one order for all, so that no two wait for each other. Local operation.
 
@@ -181,28 +181,28 @@ def plan_exchange(
     Raises:
         CheckpointError: Tensors of which the ranks do not hold every element once.
     """
-    told = describe_shares(seen)
-    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in told}
+    described = describe_shares(seen)
+    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in described}
     for holder, every in enumerate(seen):
         for name, one in every.items():
             for n, place in enumerate(one.places):
                 holders[name].setdefault(place, []).append((holder, n))
-    _check_whole(holders, told)
+    _check_whole(holders, described)
     load: Counter[int] = Counter()
     plans: list[list[Transfer]] = [[] for _ in seen]
     for turn in zip_longest(*queues, fillvalue=()):
         for writer, name in ((writer, name) for writer, names in enumerate(turn) for name in names):
             for place, have in holders[name].items():
                 holder, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
-                load[holder] += math.prod(place[1]) * told[name].values.itemsize * (holder != writer)
+                load[holder] += math.prod(place[1]) * described[name].values.itemsize * (holder != writer)
                 for rank_ in {holder, writer}:
                     plans[rank_].append(Transfer(holder, index, writer, name, place))
     return plans
 
 
-def _check_whole(holders: Mapping[str, Mapping[Place, Any]], told: Mapping[str, Told]) -> None:
+def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[str, Description]) -> None:
     wrong = []
-    for name, one in told.items():
+    for name, one in described.items():
         have, whole = sum(math.prod(size) for _, size in holders[name]), math.prod(one.shape)
         wrong += [f"{name} ({have} of {whole})"] if have != whole else []
     if wrong:
@@ -221,9 +221,13 @@ class Exchange:
     """
 
     def __init__(
-        self, ranks: Ranks, shares: Mapping[str, Share], told: Mapping[str, Told], plan: Sequence[Transfer]
+        self,
+        ranks: Ranks,
+        shares: Mapping[str, Share],
+        described: Mapping[str, Description],
+        plan: Sequence[Transfer],
     ) -> None:
-        self.ranks, self.shares, self.told, self.left = ranks, shares, told, deque(plan)
+        self.ranks, self.shares, self.described, self.left = ranks, shares, described, deque(plan)
         self.missing = Counter(one.name for one in plan if one.writer == ranks.rank)
         self.here: dict[str, torch.Tensor] = {}
         self.failed: Exception | None = None
@@ -243,7 +247,7 @@ class Exchange:
             raise self.failed
 
     def _move(self, one: Transfer) -> None:
-        about, (offsets, sizes) = self.told[one.name], one.place
+        about, (offsets, sizes) = self.described[one.name], one.place
         count = math.prod(sizes) * about.values.itemsize
         if one.holder != self.ranks.rank:
             data = torch.empty(count, dtype=torch.uint8, device="cpu")
@@ -262,7 +266,7 @@ class Exchange:
         self.missing[one.name] -= 1
 
     def _bytes_of(self, name: str, n: int) -> torch.Tensor:
-        value = self.shares[name].read(n).to(self.told[name].values)
+        value = self.shares[name].read(n).to(self.described[name].values)
         return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
@@ -310,12 +314,12 @@ def save_huggingface(
 
     with collective_call("checkpoint.save_huggingface"):
         saving = all_agree(lambda: _Saving(model, optimizer, config, names, blocks, dtype, max_file_bytes))
-        told, plan = own_ranks().round(
-            lambda: {name: share.told for name, share in saving.shares.items()}, saving.plan
+        described, plan = own_ranks().round(
+            lambda: {name: share.about for name, share in saving.shares.items()}, saving.plan
         )
         with ExitStack() as stack:
             folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
-            tensors = all_agree(lambda: saving.write(folder, told, plan))
+            tensors = all_agree(lambda: saving.write(folder, described, plan))
 
             def finish() -> None:
                 write_index(folder, tensors, saving.files(tensors))
@@ -348,24 +352,25 @@ class _Saving:
                 self.shares[name] = self.shares.pop(first)
         self.weights, self.dtype, self.max_file_bytes = weights.like(config), dtype, max_file_bytes
 
-    def plan(self, seen: list[dict[str, Told]]) -> list[tuple[dict[str, Told], list[Transfer]]]:
+    def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
         """For each rank what it needs to know of all, and what it does."""
-        told = describe_shares(seen)
-        files = self.files(self.tensors(told, None)).values()
+        described = describe_shares(seen)
+        files = self.files(self.tensors(described, None)).values()
         writers = {name: _writer(n, len(files), len(seen)) for n, names in enumerate(files) for name in names}
         queues: list[list[list[str]]] = [[] for _ in seen]
         for batch in self.weights.batches(to_te=False):
             queue = queues[writers[batch[0].written(to_te=False)[0]]]
-            queue.append([name for group in batch for name in group.te.names if name in told])
-        return [(told, plan) for plan in plan_exchange(seen, queues)]
+            queue.append([name for group in batch for name in group.te.names if name in described])
+        return [(described, plan) for plan in plan_exchange(seen, queues)]
 
-    def tensors(self, told: dict[str, Told], exchange: Exchange | None) -> dict[str, Lazy]:
+    def tensors(self, described: dict[str, Description], exchange: Exchange | None) -> dict[str, Lazy]:
         """What is written, of tensors that come over an exchange, or that are only described."""
 
-        def arriving(name: str, one: Told) -> Lazy:  # there, all of it and once, when its group has come
+        def arriving(name: str, one: Description) -> Lazy:
+            # There, all of it and once, when its group has come.
             return Computed(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
 
-        source = {name: arriving(name, one) for name, one in told.items()}
+        source = {name: arriving(name, one) for name, one in described.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
     def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:
@@ -374,10 +379,10 @@ class _Saving:
         together = (batch[0].written(to_te=False) for batch in self.weights.batches(to_te=False))
         return deal(tensors, together, most)
 
-    def write(self, folder: Path, told: dict[str, Told], plan: list[Transfer]) -> dict[str, Lazy]:
+    def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
-        exchange = Exchange(own_ranks(), self.shares, told, plan)
-        tensors = self.tensors(told, exchange)
+        exchange = Exchange(own_ranks(), self.shares, described, plan)
+        tensors = self.tensors(described, exchange)
         files = self.files(tensors)
         try:
             for n, (file, names) in enumerate(files.items()):

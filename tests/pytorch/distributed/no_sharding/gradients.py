@@ -89,11 +89,13 @@ def one_alone(average: bool) -> float:
     """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
     from te_fsdp.layout.storage import STORAGE
     from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
-    from te_fsdp.sharding.sharding_plan import exempt_of, plan_storage
+    from te_fsdp.sharding.sharding_plan import plan_storage, replicated_parameters
 
     meshes, model = meshes_of({}), nn.Linear(4, 4, bias=False, device=harness.device())
     rows = plan_storage(model, {"": STORAGE["no_shard", "no_shard"]})
-    reduction = ReplicatedGradients(model, exempt_of(model, rows), meshes, units=[""], average=average)
+    reduction = ReplicatedGradients(
+        model, replicated_parameters(model, rows), meshes, units=[""], average=average
+    )
     model(torch.full((1, 4), 1.0 + dist.get_rank(), device=harness.device())).sum().backward()
     assert not reduction.pending
     return float(model.weight.grad[1, 2])
