@@ -36,6 +36,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was cut out of, itself if it was not (``DeviceMesh._get_root_mesh``)."""
+    return mesh._get_root_mesh()
+
+
 def placed(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
 ) -> DTensor:

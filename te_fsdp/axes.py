@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from te_fsdp.agree import digest, gather
+from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import MeshError, meant, message
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 #: The axes that cut or copy dense parameters, in mesh order.
@@ -19,8 +23,12 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 #: The axes of a job, in mesh order.
 ALL_AXES = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
 
-#: Names of axes over which ranks hold other weights, whoever built the mesh: stages of a pipeline.
+#: The axis over which ranks hold other weights of one model: stages of a pipeline.
+STAGES = "pp"
+#: Its names, whoever built the mesh.
 _STAGES = ("pp", "pipe", "pipeline", "pipelineparallel", "stage", "stages")
+# More lists of stages than jobs have stages: a mistake, of which no more need be seen.
+_KINDS = 256
 #: Other libraries' names of axes, as :func:`te_fsdp.errors.meant` compares them.
 _ELSEWHERE = {
     **dict.fromkeys(("dp", "data", "dataparallel", "fsdp", "shard", "dpshardmod"), "dp_shard"),
@@ -32,11 +40,12 @@ _ELSEWHERE = {
 
 
 def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[str | None]:
-    """What each axis of a mesh is called here; ``None`` for one over which ranks hold other weights.
+    """What each axis of a mesh is called here; ``None`` for one over which ranks hold other models, or of one rank.
 
     Args:
         mesh: With named axes.
-        names: The mesh's own names -> names out of :data:`ALL_AXES`, or ``None``. Others are taken as they are.
+        names: The mesh's own names -> names out of :data:`ALL_AXES`, :data:`STAGES`, or ``None``. Others are taken as
+            they are.
 
     Raises:
         MeshError: A name that is no axis on either side, two axes of one name, or an axis of unknown meaning.
@@ -48,11 +57,14 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
             near = meant(name, have)
             fix = f"{near!r}, if that is meant" if near else "name axes of this mesh"
             raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
-        if target is not None and target not in ALL_AXES:
+        if target is not None and target not in (STAGES, *ALL_AXES):
             near = meant(target, ALL_AXES, _ELSEWHERE)
             fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis over which weights differ"
             raise MeshError(
-                f"{where}: names[{name!r}]", expected=f"one of {ALL_AXES}, or None", got=repr(target), fix=fix
+                f"{where}: names[{name!r}]",
+                expected=f"one of {(STAGES, *ALL_AXES)}, or None",
+                got=repr(target),
+                fix=fix,
             )
     found: list[str | None] = []
     for name, size in zip(have, mesh.shape, strict=True):
@@ -60,8 +72,8 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
         # One rank touches no weight, whatever the axis is for.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
-            own = None
-        if own is not None and own not in ALL_AXES:
+            own = STAGES if size > 1 else None
+        if own is not None and own not in (STAGES, *ALL_AXES):
             raise MeshError(_unknown_axis(name, size, have))
         if own is not None and own in found:
             raise MeshError(
@@ -144,6 +156,83 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
             "ascending order",
             fix="build the mesh with dp_shard before cp before ep",
         )
+
+
+def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
+    """Raise :class:`MeshError` unless a mesh of stages, given beside that of a stage, lies across it in this rank.
+
+    Args:
+        mesh: Of the stage.
+        found: What its axes are called here.
+        pp: Of the stages; ``None``: none was given.
+    """
+    if pp is None:
+        return
+    where = "Meshes.from_device_mesh"
+    check_1d(pp, "pp", where)
+    check_ascending(pp, "pp", where)
+    both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
+    if STAGES in found or both != [dist.get_rank()]:
+        raise MeshError(
+            f"{where}: pp",
+            expected=f"beside a mesh of one stage, ranks of which this one, {dist.get_rank()}, alone is in it",
+            got=f"ranks {pp.mesh.tolist()} beside axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
+            fix='slice both from one mesh: from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])',
+        )
+
+
+def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of this rank's stage, and that of the stages; collective over the world.
+
+    It is cut out of one of all ranks, since torch numbers process groups by counting them: ranks that each made the
+    groups of their own stage alone would give different groups one name, and meet in each other's.
+
+    Args:
+        device_type: The mesh's.
+        ranks: ``(models, stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
+
+    Returns:
+        The axes :data:`AXES`; and a 1-D mesh, ``None`` for one stage.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks.numel() < dist.get_world_size() and not is_simulated():
+        each = _all_models(ranks.tolist())
+        found = [torch.tensor(model, device="cpu") for model in each]
+        numbers = sorted(n for model in found for n in model.flatten().tolist())
+        if numbers != list(range(dist.get_world_size())) or any(
+            model.shape != ranks.shape[1:] for model in found
+        ):
+            raise MeshError(
+                "Meshes.from_device_mesh: a mesh of a part of the ranks",
+                expected="on every rank the mesh that it is part of, all of one shape",
+                got=f"ranks {each}",
+                fix="slice one mesh of all ranks on each of them",
+            )
+        ranks = torch.stack(found)
+    outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
+    shape = (*(ranks.shape[at] for _, at in outer), *ranks.shape[2:])
+    names = (*(name for name, _ in outer), *AXES)
+    mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
+    return mesh[AXES] if outer else mesh, mesh[STAGES] if STAGES in names else None
+
+
+def _all_models(mine: list) -> list:
+    """The models of all ranks, each once, in ascending order; the same on all ranks.
+
+    Collective over the world: a number from each rank, then each kind of list from the first rank that has it, so that
+    a rank receives one number for each rank and one rank's list for each model.
+
+    Args:
+        mine: This rank's, ``(models, stages, dp_replicate, dp_shard, tp)`` as nested lists of ranks.
+    """
+    digests = gather(digest(str(mine)))
+    lists: list[list] = []
+    for kind in list(dict.fromkeys(digests))[:_KINDS]:
+        received = [mine]
+        dist.broadcast_object_list(received, src=digests.index(kind))
+        lists += received
+    return sorted({str(model): model for one in lists for model in one}.values())
 
 
 def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:

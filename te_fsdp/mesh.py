@@ -11,6 +11,8 @@
       .ep                                           [--]             over what experts are dealt out
       .expert_fsdp       [---------------------]                     (or without dp_replicate)
       .expert_weight                    [------]    +        [--]    never ep: each expert has its own scale
+    stages of a pipeline hold other weights: all of the above is this rank's stage
+      .pp                the ranks at the same place in each stage
 
 Axes are bound by name, never by position, and always used in the order above. With ``ep`` = 1 the expert meshes are
 those of dense parameters. ``cp`` (context parallelism) adds ranks that see other tokens of the same sequences, and is
@@ -29,14 +31,17 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.agree import digest, gather
+from te_fsdp.agree import own_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.axes import (
     ALL_AXES,
     AXES,
+    STAGES,
     check_ascending,
     check_nested,
+    check_stages,
     fill_sizes,
+    mesh_of_stage,
     own_names,
     ranks_of_a_node,
     slow_axes,
@@ -50,8 +55,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-# More lists of stages than jobs have stages: a mistake, of which no more need be seen.
-_KINDS = 256
 # Those that are one axis for dense parameters.
 _SHARD_AXES = ("dp_shard", "cp", "ep")
 
@@ -68,17 +71,21 @@ class Meshes:
         expert_mesh: 4-D mesh of expert parameters with the axes (``dp_replicate``, ``dp_shard``, ``ep``, ``tp``); its
             ``dp_shard`` axis runs over ``dp_shard`` x ``cp``. ``None`` when ``ep`` has size 1.
         cp: 1-D mesh of the context-parallel axis, ``None`` when its size is 1.
+        pp: 1-D mesh of the stages of a pipeline, first to last; ``None`` without stages. The other meshes are those of
+            this rank's stage.
     """
 
     device_mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
     cp: DeviceMesh | None = None
+    pp: DeviceMesh | None = None
     _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def build(
         cls,
         *,
+        pp: int = 1,
         dp_replicate: int = 1,
         dp_shard: int = -1,
         cp: int = 1,
@@ -92,6 +99,7 @@ class Meshes:
         from torchrun's environment, or as a job of one process when there is none.
 
         Args:
+            pp: Stages of a pipeline, over whole blocks of neighbouring ranks: each stage is a model of its own.
             dp_replicate: Copies of the whole sharded model (HSDP's outer axis).
             dp_shard: Ranks that FSDP2 shards each weight over, ``cp`` and ``ep`` not counted; ``-1`` takes what the
                 other axes leave.
@@ -105,16 +113,19 @@ class Meshes:
         """
         device_type = device_type or default_device_type()
         _start_distributed(device_type)
-        asked = dict(zip(ALL_AXES, (dp_replicate, dp_shard, cp, ep, tp), strict=True))
+        asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
         sizes = fill_sizes(asked, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
         with collective_call("Meshes.build"):
-            mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-            return cls._of(mesh, sizes["cp"], sizes["ep"])
+            if sizes[STAGES] == 1:
+                mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+                return cls._of(mesh, sizes["cp"], sizes["ep"])
+            mesh = dist.init_device_mesh(device_type, (sizes[STAGES], *shape), mesh_dim_names=(STAGES, *AXES))
+            return cls._of(mesh[AXES], sizes["cp"], sizes["ep"], mesh[STAGES])
 
     @classmethod
-    def _of(cls, mesh: DeviceMesh, cp: int, ep: int) -> Meshes:
+    def _of(cls, mesh: DeviceMesh, cp: int, ep: int, pp: DeviceMesh | None = None) -> Meshes:
         """Cut ``cp`` and ``ep`` out of the dense mesh's shard axis; groups of the other axes are shared."""
         shards = mesh.shape[AXES.index("dp_shard")]
         experts = (
@@ -124,28 +135,47 @@ class Meshes:
         if cp > 1:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
             context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
-        found = cls(mesh, experts, context)
-        found._report_slow_axes()
+        found = cls(mesh, experts, context, pp)
+        found._begin()
         return found
 
+    def _begin(self) -> None:
+        """Tell of slow axes, and make the process groups that stages must make together.
+
+        A stage may have no use for a group that another one needs, but making one takes all ranks of the job.
+        """
+        self._report_slow_axes()
+        if self.pp is not None:
+            _ = self.weight, self.expert_weight, self.expert_amax
+            if not is_simulated():
+                own_ranks()
+
     @classmethod
-    def from_device_mesh(cls, mesh: DeviceMesh, *, names: Mapping[str, str | None] | None = None) -> Meshes:
+    def from_device_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        names: Mapping[str, str | None] | None = None,
+        pp: DeviceMesh | None = None,
+    ) -> Meshes:
         """Adopt a mesh that exists already; its axes are found by name, in any order.
 
         Ranks along an axis named as pipeline stages are (``"pp"``), or mapped to ``None``, hold other weights: this
-        object then has the axes of this rank's stage. Axes of size 1 may have any name.
+        object then has the axes of this rank's stage, and the former axis as :attr:`pp`. Axes of size 1 may have any
+        name.
 
-        Collective over the world when the axes must be reordered or an axis is missing (new process groups are made
-        then): call it on all ranks, each with the mesh that it is part of. Otherwise local.
+        Collective over the world when the axes must be reordered, an axis is missing, or ranks are (new process groups
+        are made then): call it on all ranks, each with the mesh that it is part of. Otherwise local.
 
         Args:
             mesh: Its axes are data, context, expert and tensor parallelism, and others.
-            names: The mesh's own names -> those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``; ``None`` for
-                an axis over which ranks hold other weights.
+            names: The mesh's own names -> those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``; ``"pp"`` for
+                stages of one model, ``None`` for an axis over which ranks hold models that have nothing in common.
+            pp: The stages' 1-D mesh, where ``mesh`` is one of this rank's stage alone: ``whole["pp"]``.
 
         Raises:
-            MeshError: Unnamed axes, unknown names, ranks that do not ascend along an axis, or axes dp_shard, cp and
-                ep that do not lie within each other in this order.
+            MeshError: Unnamed axes, unknown names, ranks that do not ascend along an axis, axes dp_shard, cp and
+                ep that do not lie within each other in this order, or a ``pp`` that does not lie across ``mesh``.
         """
         if not mesh.mesh_dim_names:
             raise MeshError(
@@ -156,19 +186,26 @@ class Meshes:
             )
         found = own_names(mesh, names)
         check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
-        if tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
+        check_stages(mesh, found, pp)
+        whole = mesh.size() == dist.get_world_size()
+        if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             adopted = cls(mesh)
-            adopted._report_slow_axes()
+            adopted._begin()
             return adopted
-        kept = [found.index(name) for name in ALL_AXES if name in found]
-        sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in ALL_AXES}
-        others = [axis for axis in range(mesh.ndim) if axis not in kept]
+        sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in (STAGES, *ALL_AXES)}
+        # Models that have nothing in common, the stages of each, and each stage's ranks.
+        order = [found.index(name) for name in (STAGES, *ALL_AXES) if name in found]
+        order = [*(axis for axis in range(mesh.ndim) if axis not in order), *order]
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
-        ranks = mesh.mesh.permute([*others, *kept]).reshape(-1, sizes["dp_replicate"], shards, sizes["tp"])
-        for stage in ranks:
+        shape = (sizes[STAGES], sizes["dp_replicate"], shards, sizes["tp"])
+        ranks = mesh.mesh.permute(order).reshape(-1, *shape)
+        for stage in ranks.flatten(0, 1):
             check_nested(stage, mesh)
         with collective_call("Meshes.from_device_mesh"):
-            return cls._of(_own_stage(mesh.device_type, ranks), sizes["cp"], sizes["ep"])
+            own, stages = mesh_of_stage(mesh.device_type, ranks)
+            if own.size() < dist.get_world_size() and pp is stages is None and not names:
+                _tell_of_other_models(own)
+            return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
 
     def size(self, axis: str) -> int:
         """Size of an axis; of ``dp_shard`` that of dense parameters, which takes in ``cp`` and ``ep``."""
@@ -358,55 +395,6 @@ class Meshes:
         return " x ".join(sizes.values())
 
 
-def _own_stage(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
-    """The mesh of this rank's stage. Collective over the world.
-
-    It is cut out of one of all ranks, since torch numbers process groups by counting them: ranks that each made the
-    groups of their own stage alone would give different groups one name, and meet in each other's.
-
-    Args:
-        device_type: The mesh's.
-        ranks: ``(stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if ranks.numel() < dist.get_world_size() and not is_simulated():
-        each = _all_stages(ranks.tolist())
-        found = [torch.tensor(stage, device="cpu") for stage in each]
-        numbers = sorted(n for stage in found for n in stage.flatten().tolist())
-        if numbers != list(range(dist.get_world_size())) or any(
-            stage.shape != ranks.shape[1:] for stage in found
-        ):
-            raise MeshError(
-                "Meshes.from_device_mesh: a mesh of a part of the ranks",
-                expected="on every rank the mesh that it is part of, all of one shape",
-                got=f"ranks {each}",
-                fix="slice one mesh of all ranks on each of them",
-            )
-        ranks = torch.stack(found)
-    if ranks.shape[0] == 1:
-        return DeviceMesh(device_type, ranks[0], mesh_dim_names=AXES)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("stage", *AXES))[AXES]
-
-
-def _all_stages(mine: list) -> list:
-    """The stages of all ranks, each once, in ascending order; the same on all ranks.
-
-    Collective over the world: a number from each rank, then each kind of list from the first rank that has it, so that
-    a rank receives one number for each rank and one rank's list for each stage.
-
-    Args:
-        mine: This rank's, ``(stages, dp_replicate, dp_shard, tp)`` as nested lists of ranks.
-    """
-    digests = gather(digest(str(mine)))
-    lists: list[list] = []
-    for kind in list(dict.fromkeys(digests))[:_KINDS]:
-        received = [mine]
-        dist.broadcast_object_list(received, src=digests.index(kind))
-        lists += received
-    return sorted({str(stage): stage for one in lists for stage in one}.values())
-
-
 def as_meshes(given: object, where: str) -> Meshes:
     """What a user gave as ``meshes``: :class:`Meshes`, or torch's own mesh, which is adopted.
 
@@ -425,6 +413,17 @@ def as_meshes(given: object, where: str) -> Meshes:
         got=type(given).__name__,
         fix="te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
+
+
+def _tell_of_other_models(own: DeviceMesh) -> None:
+    if dist.get_rank() == int(own.mesh.min()):
+        _log.warning(
+            "Meshes: a mesh of %d of %d ranks. Models on the others are taken for models of their own: clip_grad_norm_ "
+            "counts this one alone, and te_fsdp.checkpoint refuses it. If they are stages of one model, give the mesh "
+            'with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
+            own.size(),
+            dist.get_world_size(),
+        )
 
 
 def default_device_type() -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2
+from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import maximum
 
 if TYPE_CHECKING:
@@ -201,15 +201,17 @@ def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.P
     """A process group of the ranks of one axis, for these moves alone.
 
     Two that ranks may begin in different orders must not share one: FSDP2's own and these, when ranks use different
-    units. Collective over the world: makes process groups.
+    units. Collective over the world: makes process groups, those of all stages of a pipeline on each rank, since torch
+    names groups by counting them.
 
     Args:
-        root: The mesh of the job.
+        root: The mesh of the job, or of this rank's stage.
         axis: Name of its axis.
         backend: ``None``: the default one of the job.
     """
     at = (root.mesh_dim_names or ()).index(axis)
-    rows = root.mesh.movedim(at, -1).reshape(-1, root.size(at)).tolist()
+    stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
+    rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
     assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
     return group

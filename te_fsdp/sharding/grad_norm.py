@@ -58,15 +58,17 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    pp_mesh: DeviceMesh | bool = True,
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
 
-    The value is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, summed in float32.
+    The value is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, all stages of a pipeline included,
+    summed in float32.
 
-    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on; before that, what an optimizer
-    given to :func:`te_fsdp.shard_optimizer` would average over the outer axis at its step, which then does not do it
-    again. Call it on all ranks with the same parameters in the same order; a rank may lack gradients or hold empty
-    shards.
+    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on, and of one over the stages;
+    before that, what an optimizer given to :func:`te_fsdp.shard_optimizer` would average over the outer axis at its
+    step, which then does not do it again. Call it on all ranks, on those of a stage with the same parameters in the
+    same order; a rank may lack gradients or hold empty shards.
 
     Args:
         parameters: A model, or its parameters: DTensors on any meshes and plain tensors, which count as replicated.
@@ -74,6 +76,9 @@ def clip_grad_norm_(
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: Raise, on all ranks, if the norm is NaN or infinite; otherwise the gradients become what
             the arithmetic gives, as in torch.
+        pp_mesh: The stages whose gradients count too, a 1-D mesh. ``True``: :attr:`Meshes.pp` of the parameters' model.
+            ``False``: this stage alone. Several stages on a rank are given in one call. What stages share (a tied
+            embedding) counts once for each that has it.
 
     Returns:
         Norm before clipping: float32 scalar, equal on all ranks, on the gradients' device.
@@ -86,8 +91,10 @@ def clip_grad_norm_(
     """
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
-    chosen = _averaged(_parameters(parameters))
-    total = grad_norm(chosen, norm_type)
+    given = _listed(parameters)
+    stages = _stages(given, pp_mesh)
+    chosen = _averaged(_parameters(given))
+    total = grad_norm(chosen, norm_type, stages or False)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
             f"clip_grad_norm_: the gradients' norm of order {norm_type}",
@@ -102,7 +109,9 @@ def clip_grad_norm_(
 
 
 def grad_norm(
-    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    pp_mesh: DeviceMesh | bool = True,
 ) -> torch.Tensor:
     """Norm of all gradients over all ranks, every element counted once. See :func:`clip_grad_norm_`.
 
@@ -111,7 +120,9 @@ def grad_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
-    chosen = _averaged(_parameters(parameters))
+    given = _listed(parameters)
+    stages = _stages(given, pp_mesh)
+    chosen = _averaged(_parameters(given))
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     known: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
@@ -124,10 +135,13 @@ def grad_norm(
         _check_reduced(parameter)
         if parameter.grad is not None and _counts(parameter):
             gradients.append(_torch.local_of(parameter.grad))
-    device = _torch.local_of(chosen[0]).device if chosen else torch.device("cpu")
-    if not spread:
+    device = (
+        _torch.local_of(chosen[0]).device if chosen else torch.device(getattr(stages, "device_type", "cpu"))
+    )
+    if not spread and stages is None:
         return torch.zeros((), device=device)
-    sums = [_local_sum(gradients, norm_type, device) for gradients in spread.values()]
+    # A stage without parameters takes part with a zero.
+    sums = [_local_sum(gradients, norm_type, device) for gradients in spread.values() or [[]]]
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
         places = [i for i, axes in enumerate(spread) if axis in axes]
@@ -136,16 +150,31 @@ def grad_norm(
         for place, part in zip(places, parts.unbind(), strict=True):
             sums[place] = part
     whole = torch.stack(sums)
-    return whole.amax() if math.isinf(norm_type) else whole.sum() ** (1.0 / norm_type)
+    whole = whole.amax() if math.isinf(norm_type) else whole.sum()
+    if stages is not None:
+        dist.all_reduce(whole, op=op, group=stages.get_group())
+    return whole if math.isinf(norm_type) else whole ** (1.0 / norm_type)
 
 
-def _parameters(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Each trainable parameter once, as the optimizer has it; raises if gradients still wait for their reduction."""
+def _listed(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each parameter as the optimizer has it."""
     if isinstance(given, nn.Module):
         given = given.parameters()
     elif isinstance(given, torch.Tensor):
         given = [given]
-    chosen = [shard_of(parameter) for parameter in given]
+    return [shard_of(parameter) for parameter in given]
+
+
+def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> DeviceMesh | None:
+    """The stages over which gradients count, also those of a stage that trains nothing; ``None`` without any."""
+    if not isinstance(asked, bool):
+        return asked
+    states = (state_of(parameter) for parameter in parameters) if asked else ()
+    return next((state.meshes.pp for state in states if state is not None), None)
+
+
+def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Each trainable parameter once; raises if gradients still wait for their reduction."""
     states = {id(state): state for state in map(state_of, chosen) if state is not None}
     for state in states.values():
         require_reduced(state, "grad_norm", chosen)

@@ -323,6 +323,33 @@ def test_stages(fake_world, axes, names, rank):
     assert sorted(members(meshes.weight)) == sorted(own.flatten().tolist())
     assert members(meshes.tp) == members(mesh["tp"]) and meshes.te_kwargs()["tp_size"] == 2
     assert str(meshes) == "dp_replicate=1 x dp_shard=2 x tp=2"
+    # What is told to be another model is no stage of this one.
+    across = mesh[list(axes)[at]]
+    assert (ranks(meshes.pp), members(meshes.pp)) == (
+        (None, None) if names else (ranks(across), members(across))
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 6])
+def test_stages_from_one_call(fake_world, rank):
+    """Whole blocks of ranks, also beside experts; and the same from a mesh of one stage with one of the stages."""
+    fake_world(8, rank)
+    meshes = build(pp=2, ep=2, tp=2)
+    first = rank // 4 * 4
+    own = list(range(first, first + 4))
+    assert ranks(meshes.device_mesh) == [[own[:2], own[2:]]] and meshes.data_size == 2
+    assert ranks(meshes.pp) == members(meshes.pp) == [rank % 4, rank % 4 + 4]
+    assert sorted(members(meshes.weight)) == own and members(meshes.ep) == [
+        first + rank % 2,
+        first + rank % 2 + 2,
+    ]
+    whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    same = Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])
+    assert ranks(same.pp) == ranks(meshes.pp) and ranks(same.weight) == ranks(meshes.weight)
+    with pytest.raises(MeshError, match="Meshes.from_device_mesh: pp: expected beside a mesh of one stage"):
+        Meshes.from_device_mesh(whole, pp=whole["pp"])
+    with pytest.raises(MeshError, match="of which this one, [06], alone is in it"):
+        Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["tp"])
 
 
 def test_what_is_no_mesh(fake_world):

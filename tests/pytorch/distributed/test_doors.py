@@ -32,6 +32,11 @@ def test_meshes_of_others(pool, case):
 
 
 @pytest.mark.ranks(4)
+def test_groups_of_one_stage(pool):
+    assert pool.run(meshes.groups_of_their_own, 4, timeout=30) == [1, 1, 5, 5]
+
+
+@pytest.mark.ranks(4)
 def test_a_checkpoint_of_one_stage(pool, tmp_path):
     for (text,) in pool.run(meshes.checkpoint_of_a_stage, 4, directory=str(tmp_path)):
         assert "a model on 2 of 4 ranks" in text and "Fix: plain torch.distributed.checkpoint" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,42 @@ def training(
         for x in inputs:
             (loss_of(reference, x) / copies).backward()
         compare(checks, f"step {step}: gradient of", gradients(model), gradients(reference))
+        # Stages are of one model where the mesh says so, else models of their own.
+        expected = torch.nn.utils.get_total_norm(list(gradients(reference).values()))
+        if first == "pp" and not sliced:
+            squares = expected.square()
+            dist.all_reduce(squares, group=mesh.get_group("pp"))
+            checks.close(f"step {step}: norm of the stage", _norm_of_one(model), expected, RTOL, WHY)
+            expected = squares.sqrt()
         norm = te_fsdp.clip_grad_norm_(model.parameters(), 0.05)
-        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-        checks.close(f"step {step}: norm of the stage", norm, expected, RTOL, WHY)
+        torch.nn.utils.clip_grads_with_norm_(reference.parameters(), 0.05, expected)
+        checks.close(f"step {step}: norm", norm, expected, RTOL, WHY)
         for optimizer in (ours, wanted):
             optimizer.step()
             optimizer.zero_grad()
         compare(checks, f"step {step}: updated", parameters(model), parameters(reference))
     checks.require(STEPS * 6)
     return stage
+
+
+def _norm_of_one(model: nn.Module) -> torch.Tensor:
+    """The norm of a stage alone; gradients are left as they are."""
+    import te_fsdp
+
+    return te_fsdp.clip_grad_norm_(model, math.inf, pp_mesh=False)
+
+
+def groups_of_their_own() -> int:
+    """Process groups that the ranks of a stage make for themselves are of these ranks, in every stage."""
+    import te_fsdp
+    from te_fsdp.move.pending import own_group
+
+    meshes = te_fsdp.Meshes.build(pp=2, dp_shard=2, device_type=harness.device_type())
+    assert meshes.pp is not None
+    group = own_group(meshes.device_mesh, "dp_shard")
+    number = torch.tensor(float(dist.get_rank()), device=harness.device())
+    dist.all_reduce(number, group=group)
+    return int(number)
 
 
 def checkpoint_of_a_stage(directory: str) -> list[str]:
