@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from checkpointing.selection import is_full
 from harness import assert_same_bits
 from strategies import copied
 
@@ -32,6 +33,15 @@ CASES = {
     "tp2": {"recipe": "mxfp8", "axes": {"dp_shard": 2, "tp": 2}},
     "hsdp": {"recipe": "current", "axes": {"dp_replicate": 2, "dp_shard": 2}},
 }
+#: Axes and what `te_fsdp.fully_shard` does across replicas.
+MESHES = {
+    "dp2": (DP2, "no_shard"),
+    "tp2": ({"dp_shard": 2, "tp": 2}, "no_shard"),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, "no_shard"),
+    "hfsdp": ({"dp_replicate": 2, "dp_shard": 2}, "optim"),
+}
+#: HFSDP shards main weights over all data parallel ranks: units keep their weights or gather them in each pass.
+STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 
 
 def _ranks(case: dict) -> int:
@@ -64,6 +74,22 @@ def test_bits(pool):
 )
 def test_kinds(pool, case):
     for found in pool.run(copied.training, _ranks(CASES[case]), **CASES[case]):
+        _same(found)
+
+
+@pytest.mark.covering(strength=0)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(name, marks=pytest.mark.ranks(math.prod(MESHES[name][0].values()))) for name in MESHES],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_many_steps(pool, request, recipe, strategy, mesh):
+    """Twenty steps, fewer where only one case runs: errors that add up, and slots that are used again."""
+    axes, outer = MESHES[mesh]
+    options = {"axes": axes, "strategy": strategy, "outer": outer, "by_hand": False}
+    steps = 20 if is_full(request.config) else 5
+    for found in pool.run(copied.training, math.prod(axes.values()), recipe=recipe, steps=steps, **options):
         _same(found)
 
 

@@ -35,7 +35,13 @@ class Model(torch.nn.Module):
 
 
 def _build(
-    made: Any, axes: dict[str, int], strategy: str, precision: dict[str, Any], prefetch: int, transport: str
+    made: Any,
+    axes: dict[str, int],
+    strategy: str,
+    precision: dict[str, Any],
+    prefetch: int,
+    transport: str,
+    outer: str = "no_shard",
 ) -> tuple[Any, Any]:
     import transformer_engine.pytorch as te
 
@@ -47,6 +53,7 @@ def _build(
         meshes,
         units=[te.LayerNormMLP],
         strategy=strategy,
+        outer_strategy=outer,
         precision=te_fsdp.MixedPrecisionPolicy(**precision) if precision else None,
         transport=transport,
     )
@@ -56,7 +63,10 @@ def _build(
             layer.set_modules_to_forward_prefetch(list(model.layers[number + 1 : number + 1 + prefetch]))
             layer.set_modules_to_backward_prefetch(list(model.layers[:number][::-1][:prefetch]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    te_fsdp.main_weights(model, optimizer)
+    if outer == "no_shard":
+        te_fsdp.main_weights(model, optimizer)
+    else:
+        te_fsdp.shard_optimizer(optimizer)
     return model, optimizer
 
 
@@ -67,8 +77,8 @@ def _values(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [b.cpu() for b in (_te.values_of(local) if _te.is_quantized(local) else [local.detach()])]
 
 
-def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any]) -> None:
-    """Microbatches, evaluation, writes to shards right behind it, shards that move, and an old state."""
+def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: int, by_hand: bool) -> None:
+    """Microbatches and evaluation; by hand writes to shards right behind it, shards that move, and an old state."""
     import transformer_engine.pytorch as te
 
     def loss_of() -> torch.Tensor:
@@ -77,7 +87,7 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any]) -> None:
             return model(x).float().square().mean()
 
     first = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    for step in range(3):
+    for step in range(steps):
         for number in range(2):
             with te_fsdp.microbatch(model, is_last=number == 1):
                 loss = loss_of()
@@ -87,6 +97,9 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any]) -> None:
         optimizer.zero_grad()
         with torch.no_grad():
             seen["losses"].append(loss_of().cpu())
+        if not by_hand:
+            continue
+        with torch.no_grad():
             te_fsdp.release_params(model)
             for parameter in model.head.parameters():
                 parameter.mul_(1.25)
@@ -118,9 +131,12 @@ def training(
     prefetch: int = 0,
     models: int = 1,
     breaks: str = "",
+    steps: int = 3,
+    by_hand: bool = True,
+    outer: str = "no_shard",
     **precision: Any,
 ) -> dict[str, Any]:
-    """Three steps by both transports, of ``models`` models in turn.
+    """Steps by both transports, of ``models`` models in turn.
 
     Returns:
         By transport what all came to; of the copies the names of the units that they gather.
@@ -130,13 +146,13 @@ def training(
     made = None if recipe == "none" else recipe_of(recipe)
     found: dict[str, Any] = {}
     for transport in ("nccl", "copy_engine"):
-        built = [_build(made, axes, strategy, precision, prefetch, transport) for _ in range(models)]
+        built = [_build(made, axes, strategy, precision, prefetch, transport, outer) for _ in range(models)]
         if breaks and transport == "copy_engine":
             BREAKS[breaks](built[0][0])
         seen: dict[str, Any] = {"losses": [], "staged": [], "values": []}
         for model, optimizer in built:
             torch.manual_seed(0)
-            _steps(model, optimizer, made, seen)
+            _steps(model, optimizer, made, seen, steps, by_hand)
             for name, parameter in model.named_parameters():
                 seen["values"] += [(name, value) for value in _values(parameter)]
         state = te_fsdp.sharding.state.required_state(built[0][0], "")
