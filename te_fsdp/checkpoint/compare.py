@@ -344,7 +344,7 @@ def _pieces(
     for place in wanted:
         by_key.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
-    file_of = functools.cache(lambda name: path / name)
+    file_of = functools.cache(lambda name: dcp.file_in(path, name))
     heads: dcp.Heads = {}
     for key, places in by_key.items():
         saved, covered = metadata.state_dict_metadata.get(key), 0

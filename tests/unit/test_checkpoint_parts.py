@@ -15,15 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import background, writing
+from te_fsdp.checkpoint import background, sums, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.extra import for_rank, join_ranks
+from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums
 from te_fsdp.errors import CheckpointError
+from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
 
 def names(directory: Path) -> list[str]:
@@ -257,6 +261,71 @@ def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.Mo
     assert not Path("executed").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert Path("executed").exists(), "a plain pickle would have"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Path, "read_bytes"), (ChunkStorageMetadata, "offsets"), (ChunkStorageMetadata, "more")],
+)
+def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
+    """A pickle need not call anything to do harm: it may set attributes of a class that it names."""
+    state = pickle.dumps((None, {name: "set"}), protocol=2)[2:-1]
+    named = f"c{owner.__module__}\n{owner.__name__}\n".encode()
+    before = dict(vars(owner))
+    with pytest.raises(
+        pickle.UnpicklingError, match=f"it sets {owner.__name__}.{name}, which metadata never"
+    ):
+        unpickle_metadata(b"\x80\x02" + named + state + b"b.")
+    with pytest.raises(
+        pickle.UnpicklingError, match="system has no place"
+    ):  # put back when it fails later, too
+        unpickle_metadata(b"\x80\x02" + named + state + b"bcos\nsystem\n.")
+    assert dict(vars(owner)) == before
+    pickle.loads(b"\x80\x02" + named + state + b"b.")
+    assert getattr(owner, name) == "set", "the control: unpickled as usual it is changed"
+    if name in before:
+        setattr(owner, name, before[name])
+    else:
+        delattr(owner, name)
+
+
+def swap_in(path: Path, file: str) -> None:
+    """Make the metadata of a directory take all pieces from another file."""
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for place in found.storage_data.values():
+        place.relative_path, place.offset, place.length = file, 0, (path / file).stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+@pytest.mark.parametrize("kind", ["plain", "te_fsdp"])
+def test_stored_tensors_cannot_execute_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Pieces of both kinds of directories, with checksums that an attacker would have computed anew; other objects."""
+    monkeypatch.chdir(tmp_path)
+    path, model = tmp_path / "a", nn.Linear(2, 2)
+    if kind == "plain":
+        dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
+        dcp.save({**model.state_dict(), "_extra_state": Evil()}, checkpoint_id=tmp_path / "b", no_dist=True)
+        with pytest.raises(CheckpointError, match="_extra_state: not a state .* cannot be read weights-only"):
+            checkpoint.load(tmp_path / "b", model)
+    else:
+        checkpoint.save(path, model)
+        body = as_format_2(path)
+    torch.save(Evil(), path / "evil.distcp")
+    swap_in(path, "evil.distcp")
+    if kind == "te_fsdp":
+        for name in ("evil.distcp", METADATA):
+            body["files"][name] = [(path / name).stat().st_size, sums.checksum(path / name)]
+        (path / MANIFEST).write_bytes(sealed(body))
+    with pytest.raises(CheckpointError, match="cannot be read weights-only"):
+        checkpoint.load(path, model)
+    assert not Path("executed").exists()
+    torch.load(path / "evil.distcp", weights_only=False)
+    assert Path("executed").exists(), "the control"
+    swap_in(path, "../a/evil.distcp")
+    with pytest.raises(CheckpointError, match=r"refers to \.\./a/evil\.distcp"):
+        dcp_files.open_dcp(path)
 
 
 # ------------------------------------------------------------------------------------------------- values per rank

@@ -14,8 +14,9 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from types import FunctionType
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -48,23 +49,56 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        self._named: dict[type, dict[str, Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         known = name in _KNOWN.get(module, ())
         if not known and module == "torch":
             known = isinstance(getattr(torch, name, None), torch.dtype)
         if not known:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._named.setdefault(found, dict(vars(found)))
+        elif isinstance(found, FunctionType):
+            found = functools.partial(found)  # attributes are set on this one, then
+        return found
+
+    def restore(self) -> list[str]:
+        """Put back what the pickle has set on classes; which attributes of which."""
+        changed = []
+        for one, before in self._named.items():
+            for name in [n for n, value in vars(one).items() if before.get(n, _NOTHING) is not value]:
+                changed.append(f"{one.__name__}.{name}")
+                if name in before:
+                    setattr(one, name, before[name])
+                else:
+                    delattr(one, name)
+        return changed
+
+
+_NOTHING = object()
 
 
 def unpickle_metadata(data: bytes) -> Metadata:
     """DCP's ``.metadata``, a pickle, read with its own classes alone.
 
     Raises:
-        pickle.UnpicklingError: It names something else, or is damaged. Damaged ones may raise anything.
+        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged. Damaged ones may
+            raise anything.
     """
-    with without_collector():
-        metadata = _Unpickler(io.BytesIO(data)).load()
+    unpickler = _Unpickler(io.BytesIO(data))
+    try:
+        with without_collector():
+            metadata = unpickler.load()
+    finally:
+        changed = unpickler.restore()
+    if changed:
+        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
     return metadata
@@ -302,7 +336,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     pieces: dict[str, list[tuple[tuple[int, ...] | None, Window]]] = {}
     ends: dict[str, int] = {}
     heads: Heads = {}
-    file_of = functools.cache(lambda name: path / name)
+    file_of = functools.cache(lambda name: file_in(path, name))
     try:
         for index, place in metadata.storage_data.items():
             window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
@@ -328,6 +362,21 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         elif isinstance(meta, BytesStorageMetadata):
             opened.others[key] = pieces[key][0][1]
     return opened
+
+
+def file_in(path: Path, name: str) -> Path:
+    """A file of a directory, by the name that the metadata has for it. Local operation.
+
+    Raises:
+        CheckpointError: It lies elsewhere.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(
+            f"{path}: its {DCP_METADATA} refers to {name}",
+            expected="files in the directory",
+            fix="do not use it: no program that writes checkpoints does that",
+        )
+    return path / name
 
 
 def _check_files(path: Path, ends: Mapping[str, int]) -> None:
