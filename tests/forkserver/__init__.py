@@ -58,8 +58,10 @@ class ForkServer:
         # Children measure coverage themselves (`server.py`), and find modules by their own PYTHONPATH.
         dropped = ("PYTHONPATH", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        # But what it imports, torch of another version for one, must be what they would import.
+        first = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         self._process = subprocess.Popen(
-            [sys.executable, str(_HERE / "server.py"), self._folder.name],
+            [sys.executable, str(_HERE / "server.py"), self._folder.name, *first],
             stdin=subprocess.PIPE,  # closed with this process, which ends the server
             stdout=subprocess.PIPE,
             env={**environment, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

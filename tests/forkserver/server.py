@@ -1,4 +1,7 @@
-"""The program of a fork server; see `__init__.py`. `python server.py FOLDER`: listens at FOLDER/socket."""
+"""The program of a fork server; see `__init__.py`. `python server.py FOLDER [PATH...]`: listens at FOLDER/socket.
+
+What it imports before that it looks for in the paths first, as the programs will that it is to run.
+"""
 
 from __future__ import annotations
 
@@ -182,10 +185,11 @@ def end_of(job: dict[str, Any], path: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    own_path = sys.path[1:]
+    sys.path[1:1] = sys.argv[2:]
     for preloaded in PRELOADED:
         with contextlib.suppress(ImportError):  # what is not installed is not needed
             importlib.import_module(preloaded)
-    own_path = sys.path[1:]
     gc.collect()
     gc.freeze()  # keeps the collector of the forked processes from touching, and so copying, the shared pages
     # Not the interpreter's own end, which takes all modules apart, 0.3 s of CPU time with torch.

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import devices, wire
 
 START_TIMEOUT = 300.0
@@ -41,6 +43,7 @@ class Processes:
             "address": str(Path(self.run_dir) / "socket"),
             "run_dir": self.run_dir,
             "te": te,
+            "torch": torch.__version__,
             "coverage": _coverage_options(),
         }
         self._device_type = device_type

@@ -14,6 +14,8 @@ import traceback
 from multiprocessing.connection import Client
 from typing import Any
 
+import torch
+
 from . import state, wire, worker
 
 
@@ -22,6 +24,8 @@ def main(options: dict[str, Any]) -> None:
     started = time.perf_counter()
     control = Client(options["address"], family="AF_UNIX")
     try:
+        if torch.__version__ != options["torch"]:
+            raise ImportError(f"torch {torch.__version__} in the workers, {options['torch']} in the pool")
         state.preload(options["te"])
         if options["te"] and not options["coverage"]:  # which workers measure from their start
             state.preload_library()

@@ -1,0 +1,31 @@
+"""Programs that a fork server runs have the packages that this process would import, not those installed beside it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import ForkServer
+from tests.forkserver.server import PRELOADED
+
+
+def test_what_is_imported_before_is_found_as_by_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make torch-versions` puts other versions of torch in front by PYTHONPATH."""
+    for name in {preloaded.partition(".")[0] for preloaded in PRELOADED}:
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ForkServer()
+    try:
+        command = [
+            server.executable,
+            "-c",
+            "import sys, torch; print(torch.__file__, 'torch' in sys.modules)",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    finally:
+        server.close()
+    assert done.stdout.split() == [str(tmp_path / "torch.py"), "True"]
