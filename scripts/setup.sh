@@ -5,7 +5,8 @@
 #
 #   SETUP=auto   cpu or gpu, by whether there is an NVIDIA driver (the default)
 #   SETUP=cpu    torch's CPU build where pip knows one, TransformerEngine's plain wheel (no CUDA parts) for the emulation
-#   SETUP=gpu    a CUDA build of torch, real TransformerEngine (its PyTorch bindings are compiled: about ten minutes)
+#   SETUP=gpu    a CUDA build of torch, real TransformerEngine (its PyTorch bindings are compiled: about ten minutes); needs
+#                a C++ compiler, and neither a GPU nor a CUDA toolkit, which pip has for CUDA 13
 #   SETUP=none   no environment and no pip: run with the packages that PYTHON has
 #   PYTHON=...   the interpreter to begin with (default: the first of python3, python3.12, 3.11, 3.10 that fits)
 #   VENV=...     where the environment lies (default: .venv)
@@ -63,19 +64,38 @@ install_cpu() {
   pip_install -c constraints/cpu.txt -e "$spec"
 }
 
+# Sets CUDA_HOME: the machine's toolkit, or nvcc and headers from pip beside the libraries that torch brought.
+find_toolkit() {
+  local cuda=$1 site=$2 version
+  command -v c++ >/dev/null || command -v g++ >/dev/null || fail "no C++ compiler. Fix: a compiler and Python's headers (Debian and Ubuntu: g++ python3-dev)"
+  CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+  if [ ! -x "$CUDA_HOME/bin/nvcc" ] && command -v nvcc >/dev/null; then
+    CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+  fi
+  export CUDA_HOME
+  [ -x "$CUDA_HOME/bin/nvcc" ] && return
+  version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("cuda-toolkit"))' 2>/dev/null) ||
+    fail "no CUDA toolkit, and this torch for CUDA $cuda names none that pip has. Fix: a CUDA $cuda toolkit, and CUDA_HOME"
+  say "no CUDA toolkit on this machine: nvcc and headers of $version from pip"
+  pip_install "cuda-toolkit[nvcc,cccl]==$version"
+  export CUDA_HOME=$site/nvidia/cu$cuda
+}
+
 install_gpu() {
   say "installing torch with constraints/gpu.txt"
   pip_install -c constraints/gpu.txt torch numpy packaging "setuptools<82" wheel ninja pybind11 nvidia-cudnn-frontend
   local cuda site
   cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
-  [ -n "$cuda" ] || fail "pip chose a CPU build of torch on a machine with an NVIDIA driver. Fix: make ... SETUP=cpu, or give pip a CUDA build."
-  if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  [ -n "$cuda" ] || fail "pip chose a CPU build of torch. Fix: make ... SETUP=cpu, or give pip a CUDA build."
+  if ! has_driver; then
+    say "no NVIDIA driver here: everything is compiled and installed, which needs none, and nothing of it can run"
+  elif ! "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     fail "torch is built for CUDA $cuda but the driver does not run it ($(nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9.]*' || echo 'nvidia-smi says nothing')). Fix: a newer driver, or a build for the driver's CUDA version through PIP_EXTRA_INDEX_URL."
   fi
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  find_toolkit "$cuda" "$site"
   # The headers of cuDNN and NCCL come with torch's own packages; the compiler does not look there by itself.
-  local toolkit=${CUDA_HOME:-/usr/local/cuda}
-  export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu$cuda/include:$toolkit/include/cccl${CPATH:+:$CPATH}"
+  export CPATH="$site/nvidia/cudnn/include:$site/nvidia/nccl/include:$site/nvidia/cu$cuda/include:$CUDA_HOME/include/cccl${CPATH:+:$CPATH}"
   # NCCL_EP needs a newer NCCL than torch brings, and expert-parallel kernels are not used here.
   export NVTE_FRAMEWORK=pytorch NVTE_WITH_NCCL_EP="${NVTE_WITH_NCCL_EP:-0}" MAX_JOBS="${MAX_JOBS:-$(nproc)}"
   say "compiling TransformerEngine's PyTorch bindings for CUDA $cuda (about ten minutes)"

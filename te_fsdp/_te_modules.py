@@ -236,7 +236,8 @@ def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str
         sequence: Tokens.
 
     Returns:
-        ``backend`` ("flash", "fused", "unfused" or "none") and ``reasons``, the lines that TE logs about it.
+        ``backend`` ("flash", "fused", "unfused" or "none"), ``reasons``, the lines that TE logs about it, and
+        ``taken``: of each distribution of FlashAttention, whether TE has taken it.
 
     Raises:
         ImportError, AttributeError, TypeError: This TE selects in another way.
@@ -268,4 +269,15 @@ def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str
         logger.propagate = propagate
     # (flash, which flash, fused, which fused, unfused, all that could): TE 2.18 and later
     names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
-    return {"backend": next((name for name, taken in names.items() if taken), "none"), "reasons": seen.lines}
+    flags = {
+        "flash-attn": "is_installed",
+        "flash-attn-3": "v3_is_installed",
+        "flash-attn-4": "v4_is_installed",
+    }
+    return {
+        "backend": next((name for name, taken in names.items() if taken), "none"),
+        "reasons": seen.lines,
+        "taken": {
+            name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()
+        },
+    }

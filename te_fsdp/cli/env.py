@@ -76,11 +76,9 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
         print_table("GPUs", ("number", "name", "capability", "memory", "links"), rows)
     if "recipes" in facts.te_says:
         shown = [(name, reason or "yes") for name, reason in facts.te_says["recipes"].items()]
-        attention = facts.te_says["attention"]
-        because = "; ".join(attention["reasons"][:-2]) or "nothing speaks against it"
-        shown.append((f"attention: {attention['backend']}", because))
         where = "under emulation" if facts.te_says["emulated"] else "here"
         print_table(f"What TransformerEngine can do {where}", ("format", "available"), shown)
+        _show_attention(facts)
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
     rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]
@@ -91,6 +89,37 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
         print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  cure: {fault.cure}"])
     if not wrong:
         print_lines(["Nothing is wrong."])
+
+
+#: Backends of attention: what TE calls them when it says why not.
+_BACKENDS = {"flash": "FlashAttention", "fused": "FusedAttention", "unfused": "UnfusedDotProductAttention"}
+
+
+def _show_attention(facts: Facts) -> None:
+    """Which backend TE takes, for a layer of Llama-3-8B, and why not the others, in TE's words."""
+    attention = facts.te_says["attention"]
+    if facts.te_says["emulated"]:
+        print_lines(
+            [
+                "Attention: unfused, which is all that the emulation has. On a GPU TransformerEngine takes its fused "
+                "kernels (cuDNN) or those of flash-attn where it can; te-fsdp env says there which, and why."
+            ]
+        )
+        return
+    rows = []
+    for name, called in _BACKENDS.items():
+        against = [text for text in attention["reasons"] if re.match(f"Disabling {called}", text)]
+        if name == attention["backend"]:
+            against = ["taken"]
+        elif not against and name == "flash" and not facts.flash_attention:
+            against = ["flash-attn is not installed (the extra flash)"]
+        rows.append((name, "; ".join(map(str.strip, against)) or "not taken: another comes first"))
+    if attention["backend"] not in _BACKENDS:  # "none", "unknown": all that was said
+        rows.append((attention["backend"], "; ".join(attention["reasons"])))
+    told = "Attention in bf16, causal, " + ", ".join(
+        f"{k} {v}" for k, v in attention.get("shape", {}).items()
+    )
+    print_table(told, ("backend", "taken, or why not"), rows)
 
 
 def _plain(text: str) -> str:
@@ -165,6 +194,7 @@ def faults(facts: Facts) -> list[Fault]:
         *_builds(facts),
         *_te_itself(facts),
         *_cudnn(facts),
+        *_flash_attention(facts),
         *_gpus(facts),
     ]
     return sorted(found, key=lambda fault: not fault.breaks)
@@ -258,10 +288,11 @@ def _te_itself(facts: Facts) -> Iterator[Fault]:
             f"{_install(facts)} (minutes: it compiles with nvcc, which is {nvcc})",
         )
     elif facts.te_says.get("error"):
+        built = "flash-attn" if "flash_attn" in facts.te_says["error"] else "transformer_engine_torch"
         yield Fault(
             f"TransformerEngine cannot be imported: {facts.te_says['error']}",
             _why_no_import(facts),
-            "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer_engine_torch"
+            f"pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps {built}"
             if facts.te_bindings
             else "pip install 'te-fsdp[emulation]'",
         )
@@ -282,7 +313,8 @@ def _te_itself(facts: Facts) -> Iterator[Fault]:
 def _why_no_import(facts: Facts) -> str:
     said = str(facts.te_says["error"])
     if "undefined symbol" in said:
-        return f"its bindings were compiled against another torch than {facts.torch}"
+        whose = "flash-attn's kernels" if "flash_attn" in said else "its bindings"
+        return f"{whose} were compiled against another torch than {facts.torch}"
     if "signal" in said:
         return "it aborts the process that imports it: mixed libraries, most often"
     return "there are no modules to train"
@@ -306,6 +338,19 @@ def _cudnn(facts: Facts) -> Iterator[Fault]:
 def _release(path: str) -> str:
     """9.14.0 of libcudnn.so.9.14.0; the loader's link ends in 9 alone and was resolved before."""
     return PurePath(path).name.removeprefix("libcudnn.so.")
+
+
+def _flash_attention(facts: Facts) -> Iterator[Fault]:
+    """FlashAttention that is installed for nothing."""
+    taken = facts.te_says.get("attention", {}).get("taken", {})
+    for name, version in facts.flash_attention.items():
+        if facts.gpus and not taken.get(name.replace("_", "-"), True):
+            yield Fault(
+                f"TransformerEngine does not take {name} {version}",
+                "attention runs without it: its version is not one that this TransformerEngine knows",
+                "pip install --no-build-isolation 'te-fsdp[flash]'",
+                breaks=False,
+            )
 
 
 def _gpus(facts: Facts) -> Iterator[Fault]:

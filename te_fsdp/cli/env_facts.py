@@ -161,7 +161,7 @@ def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
         return {"error": "not installed"}
     environment = dict(os.environ)
     if not bindings:
-        environment.setdefault("TE_FSDP_EMULATION", "10.0")
+        environment["TE_FSDP_EMULATION"] = environment.get("TE_FSDP_EMULATION") or "10.0"
     code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.env_facts", environment=environment)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if code == 0 and lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import types
 
@@ -94,6 +95,19 @@ WRONG = {
         "cannot be imported: ImportError: x.so: undefined symbol",
         "--force-reinstall --no-deps transformer_engine_torch",
     ),
+    "flash-attn of another torch": (
+        {"te_says": {"error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10"}},
+        "flash_attn_2_cuda.so: undefined symbol",
+        "--force-reinstall --no-deps flash-attn",
+    ),
+    "flash-attn of another version": (
+        {
+            "flash_attention": {"flash-attn": "2.8.4"},
+            "te_says": {"attention": {"taken": {"flash-attn": False}}},
+        },
+        "does not take flash-attn 2.8.4",
+        "--no-build-isolation 'te-fsdp[flash]'",
+    ),
     "aborts": ({"te_says": {"error": "ended by signal 6"}}, "ended by signal 6", "--no-cache-dir"),
     "emulation beside gpus": (
         {"emulation": "9.0"},
@@ -167,6 +181,50 @@ def test_exit_code_and_text(monkeypatch, capsys):
     assert env.main(["--json"]) == 0  # a note: bf16 works
     assert [fault["breaks"] for fault in json.loads(capsys.readouterr().out)["faults"]] == [False]
     assert env.main(["--no-such-option"]) == 2
+
+
+HOPPER = [  # TransformerEngine's words, but for the last of an older GPU
+    "Disabling FlashAttention to give FusedAttention preference on Hopper+ for performance reasons",
+    "Available backends = {FlashAttention=True (2.8.3), FusedAttention=True, UnfusedDotProductAttention=True}",
+    "Selected backend = FusedAttention (sub-backend 1).",
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "reasons", "installed", "said"),
+    [
+        (
+            "fused",
+            HOPPER,
+            {"flash-attn": "2.8.3"},
+            ["flash .*Disabling FlashAttention to give", "fused .*taken"],
+        ),
+        (
+            "fused",
+            HOPPER[2:],
+            {},
+            ["flash .*not installed .the extra flash", "unfused .*another comes first"],
+        ),
+        ("unfused", ["Disabling FusedAttention due to NVTE_FUSED_ATTN=0"], {}, ["fused .*NVTE_FUSED_ATTN=0"]),
+        ("none", ["Disabling UnfusedDotProductAttention for X"], {}, ["unfused .*for X", "none .*for X"]),
+    ],
+    ids=["flash gives way", "flash is missing", "switched off", "none"],
+)
+def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reasons, installed, said):
+    attention = {"backend": backend, "reasons": reasons, "shape": {"heads": 32}}
+    te_says = {"recipes": {}, "emulated": None, "attention": attention}
+    facts = dataclasses.replace(SOUND, te_says=te_says, flash_attention=installed)
+    monkeypatch.setattr(env, "gather", lambda: facts)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert env.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(f"^ *{pattern}", shown, re.MULTILINE) for pattern in said), shown
+    assert "causal, heads 32" in shown
+    monkeypatch.setattr(
+        env, "gather", lambda: dataclasses.replace(facts, te_says=te_says | {"emulated": [10, 0]})
+    )
+    assert env.main([]) == 0
+    assert "Attention: unfused, which is all that the emulation has" in capsys.readouterr().out
 
 
 def test_the_emulation_is_not_taken_for_bindings(monkeypatch):

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -117,6 +118,46 @@ def test_the_command_exists():
     for target in PROJECT["scripts"].values():
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_image_is_built_from_what_is_there():
+    """Its lines, as a linter would look at them; scripts/setup.sh, which does the work, has no other way in here."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
+    assert {word for word, _ in steps} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
+    bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
+    (minor,) = {int(re.fullmatch(r"python:3\.(\d+)-slim-\w+", base)[1]) for base in bases}
+    assert env.PYTHONS[0][1] <= minor < env.PYTHONS[1][1]
+    ran = [rest for word, rest in steps if word == "RUN"]
+    for text in ran:
+        bash = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+        assert bash.returncode == 0, bash.stderr
+        if "apt-get" in text:
+            assert "--no-install-recommends" in text and text.endswith("rm -rf /var/lib/apt/lists/*"), text
+    (setup,) = [text for text in ran if "setup.sh" in text]
+    setups = (ROOT / "scripts/setup.sh").read_text()
+    (given,) = [rest for word, rest in steps if word == "ARG" and rest.startswith("SETUP")]
+    assert setup == "VENV=/opt/te_fsdp scripts/setup.sh" and f"#   {given} " in setups
+    copied = [rest.split() for word, rest in steps if word == "COPY"]
+    assert copied == [[".", "."], ["--from=build", "/opt/te_fsdp", "/opt/te_fsdp"]]
+    assert [rest for word, rest in steps if word == "USER"][-1] != "root"
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    needed = ["te_fsdp", "pyproject.toml", "README.md", "LICENSE", "constraints", "scripts", "setup.py"]
+    assert not [name for name in needed if any(fnmatch.fnmatch(name, pattern) for pattern in left_out)]
+
+
+def test_extras_on_pages_exist():
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "te_fsdp/cli/env.py",
+    ]
+    told = re.findall(
+        r"(?:te-fsdp|whl|[\"'. ]\.)\[([a-z0-9,-]+)\]", "".join(page.read_text() for page in pages)
+    )
+    assert {"emulation", "gpu", "flash"} <= set(told)
+    assert {name for names in told for name in names.split(",")} <= set(EXTRAS)
 
 
 # ------------------------------------------------------------------------------- lint where little is installed
