@@ -320,6 +320,7 @@ def read_stored(
     Raises:
         CheckpointError: Files that are not as they were saved, or that lack something.
     """
+    path = manifest.at(path)
     by_file = _pieces(path, metadata, wanted, names or {})
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():

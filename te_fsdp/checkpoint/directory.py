@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from te_fsdp.checkpoint import object_store
 from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, take
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
@@ -34,6 +35,7 @@ from te_fsdp.checkpoint.manifest import (
     read_manifest,
     save_number,
 )
+from te_fsdp.checkpoint.remote import is_remote, place_of
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, message
 
@@ -62,6 +64,8 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
     Raises:
         CheckpointError: Another process writes this target, something lies there already, or the disk is full.
     """
+    if is_remote(target):
+        return object_store.begin(target, force=force, is_file=is_file)
     owner = Owner.new()
     with telling_full(target):
         if not target.parent.exists():  # else what is wrong with it shows below
@@ -94,6 +98,8 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
         CheckpointError: Something lies at the target by now, or another process has its lock. :func:`discard` is
             still to be called.
     """
+    if is_remote(temporary):
+        return object_store.commit(temporary)
     owner = _owner_of(temporary)
     check(target, owner)
     _check_free(target, force)
@@ -116,6 +122,8 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
 
 def discard(temporary: Path) -> None:
     """Remove the hidden path of what failed, and give the lock back. Nothing after :func:`commit`. Local operation."""
+    if is_remote(temporary):
+        return object_store.discard(temporary)
     remove(temporary)
     found = _HIDDEN.fullmatch(temporary.name)
     assert found is not None
@@ -170,7 +178,12 @@ def _remove_left(left: Path, target: Path) -> None:
 
 @contextmanager
 def new_directory(
-    target: Path, *, force: bool = False, needed: int | None = None, is_file: bool = False
+    target: Path,
+    *,
+    force: bool = False,
+    needed: int | None = None,
+    is_file: bool = False,
+    is_checkpoint: bool = False,
 ) -> Iterator[Path]:
     """Yield a hidden directory beside ``target``, which becomes ``target`` when the block ends well.
 
@@ -179,16 +192,18 @@ def new_directory(
         force: Replace what lies there; it stays until the new one is whole.
         needed: Bytes that will be written, for messages.
         is_file: Yield the hidden path alone, for a file.
+        is_checkpoint: Whether a manifest is written too, without which nothing appears whole on object storage.
 
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
     """
     try:
         with telling_full(target, needed):
-            temporary = begin(target, force=force, is_file=is_file)
+            has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
+            temporary = begin(target, force=force, is_file=has_no_manifest)
             try:
                 yield temporary
-                for path in temporary.rglob("*"):
+                for path in () if is_remote(target) else temporary.rglob("*"):
                     sync(path)
                 commit(temporary, target, force=force)
             finally:
@@ -220,7 +235,7 @@ def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and getattr(cause, "errno", None) not in _FULL:
             cause = cause.__cause__ or cause.__context__
-        if not isinstance(cause, OSError):
+        if not isinstance(cause, OSError) or is_remote(target):
             raise
         what, fix = _FULL[cause.errno]  # type: ignore[index]
         place = next(path for path in target.parents if path.exists())
@@ -234,7 +249,9 @@ def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
 
 def remove(path: Path) -> None:
     """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
-    if path.is_dir() and not path.is_symlink():
+    if is_remote(path):
+        object_store.remove(path)
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -267,7 +284,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         Path of the checkpoint, or ``None`` where there is none, the directory itself included.
     """
     while True:
-        seen = visible(Path(directory))
+        seen = visible(place_of(directory))
         newest = next(
             (path for path, manifest in reversed(in_order(seen)) if _is_whole(path, manifest)), None
         )
@@ -313,18 +330,6 @@ def next_number(directory: Path) -> int:
     return 1 + max((save_number(path) for path in visible(directory)), default=0)
 
 
-def check_keep_last(keep_last: int | None) -> None:
-    """Refuse numbers that would remove the checkpoint that was just made.
-
-    Raises:
-        CheckpointError: ``keep_last`` is no positive whole number.
-    """
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise CheckpointError(
-            "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
-        )
-
-
 def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Path]:
     """Give all but the last few checkpoints of a directory hidden names; they are no checkpoints from then on.
 
@@ -346,7 +351,7 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Pa
     gone = [
         hidden for path in older[: max(0, len(older) + 1 - keep_last)] if (hidden := _hide(path)) is not None
     ]
-    if gone:
+    if gone and not is_remote(newest):
         # The new names must be on disk before the first file goes: a partial directory must not reappear.
         sync(newest.parent)
     return gone
@@ -355,6 +360,8 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Pa
 def _hide(path: Path) -> Path | None:
     """Rename a checkpoint that nobody reads; ``None`` if it stays."""
     try:
+        if is_remote(path):
+            return object_store.hide(path)
         with (path / FILE_NAME).open("r+b") as manifest:
             try:
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -377,9 +384,12 @@ def _hide(path: Path) -> Path | None:
 def in_use(path: Path) -> Iterator[None]:
     """Keep a checkpoint from being removed by ``keep_last``, in this or another process. Local operation.
 
-    Best effort: a file system without locks, or without the right to open the manifest, gives none. Where
+    Best effort: a file system without locks, object storage, or a manifest that we may not open gives none. Where
     there is no checkpoint, nothing is done.
     """
+    if is_remote(path):
+        yield
+        return
     try:
         manifest = (path / FILE_NAME).open("rb")
     except OSError:
@@ -397,7 +407,7 @@ def _problems(path: Path, manifest: Manifest) -> list[str]:
     """What is wrong with a checkpoint, as far as that shows without reading its tensors."""
     problems = check_files(path, manifest)
     listed = manifest.files.get(DCP_METADATA)
-    if not problems and (listed is None or checksum(path / DCP_METADATA) != listed[1]):
+    if not problems and (listed is None or checksum(manifest.at(path) / DCP_METADATA) != listed[1]):
         problems.append(f"{DCP_METADATA}: its contents have changed (CRC-32)")
     return problems
 

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +47,7 @@ from te_fsdp.checkpoint.optimizer_state import (
 )
 from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.portable.lazy import slices
+from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, shorten
@@ -136,7 +136,7 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    source = Path(os.path.abspath(path))
+    source = absolute(path)
     with collective_call("checkpoint.load"), in_use(source), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, optimizer, verify=verify)

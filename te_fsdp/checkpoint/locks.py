@@ -78,8 +78,13 @@ class Owner:
         if not self.machine:
             return f"unknown: {self.token}"
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        own = " (this process)" if self.is_alive() and self.pid == os.getpid() else ""
+        own = " (this process)" if self.is_here else ""
         return f"process {self.pid}{own} on {self.machine.rpartition('-')[0]}, since {since} by its clock"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this process."""
+        return self.pid == os.getpid() and self.is_alive() is True
 
     def is_alive(self) -> bool | None:
         """Whether the process lives; ``None`` if it is on another machine, or was before this one's boot."""

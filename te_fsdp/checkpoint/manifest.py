@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,16 +19,19 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, silent
+from te_fsdp.checkpoint.remote import is_remote, listing
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, silent, synced
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
-#: Raised when an older te_fsdp could misread what a newer one writes.
-FORMAT_VERSION = 3
+#: Raised when an older te_fsdp could misread what a newer one writes. What needs no folder is still written as 3.
+FORMAT_VERSION = 4
 #: From this version on, the weights of a layer's experts are one tensor. Before, each had its own.
 STACKS_EXPERTS = 2
 #: From this version on, files have checksums of their pieces, and all of a checkpoint the id of its save.
 SUMS_PIECES = 3
+#: From this version on, the other files may lie in a folder of their own.
+HAS_FOLDER = 4
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 _NO_DIGEST = "0" * 32
@@ -151,6 +153,9 @@ def _state(value: Any) -> Any:
 
 _NULL = Kind("null", lambda value: value is None)
 _TEXT = Kind("text", _encodes)
+_FOLDER = Kind(
+    "the name of a folder", lambda value: _encodes(value) and value not in (".", "..") and "/" not in value
+)
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind(
     "a plain value", lambda value: value is None or type(value) in (bool, int, float) or _encodes(value)
@@ -200,8 +205,9 @@ class Manifest:
         semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
             versions before 3, empty in those that come from files of other kinds.
         number: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers.
-        format_version: :data:`FORMAT_VERSION`.
+        format_version: Of the file; what needs no :data:`HAS_FOLDER` is written for the readers of before.
         save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
+        folder: Name of that with the other files, beside the manifest; empty: they lie beside it themselves.
 
     Beside the type of each stands the rule for its values. A new field needs a default if older checkpoints lack it.
     """
@@ -219,8 +225,26 @@ class Manifest:
     tied: Annotated[dict[str, str], {...: _TEXT}] = field(default_factory=dict)
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
     number: Annotated[int, _whole()] = 0
-    format_version: Annotated[int, _whole(1)] = FORMAT_VERSION
+    format_version: Annotated[int, _whole(1)] = SUMS_PIECES
     save_id: Annotated[str, _TEXT] = ""
+    folder: Annotated[str, _FOLDER] = ""
+
+    def at(self, path: Path) -> Path:
+        """Where the files of the checkpoint at a path lie."""
+        return path / self.folder if self.folder else path
+
+    def lay_out(self, folder: Path) -> None:
+        """Note where the other files are being written, and the format that this takes. Local operation."""
+        self.folder = folder.name if is_remote(folder) else ""
+        self.format_version = HAS_FOLDER if self.folder else SUMS_PIECES
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """By field, without those that older readers do not know and that say nothing."""
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.folder:
+            body.pop("folder")
+        return body
 
     def tensor(self, name: str) -> dict[str, Any]:
         """What is said of a parameter or buffer; of a buffer that it is in high precision."""
@@ -232,7 +256,8 @@ class Manifest:
 
         So nothing here can be changed alone, not even together with the digest that the manifest has of itself.
         """
-        body = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "files"}
+        body = self.body
+        body.pop("files")
         digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16)
         return f"{_OURS}{self.save_id}-{digest.hexdigest()}"
 
@@ -255,17 +280,15 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: It could not be read back.
     """
-    body = {f.name: getattr(manifest, f.name) for f in fields(manifest)}
-    with _unreadable(directory / FILE_NAME, "keep plain values in extra and in the optimizer's options"):
+    body, path = manifest.body, directory / FILE_NAME
+    with _unreadable(path, "keep plain values in extra and in the optimizer's options"):
         first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
         text = _lines({**first, **body}).encode("ascii")
         body = json.loads(text)
         body.pop("digest")
         _parse(body)
-    with (directory / FILE_NAME).open("wb") as file:
+    with synced(path) as file:
         file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -319,6 +342,8 @@ def parse_manifest(body: dict[str, Any], required: Iterable[str] = ()) -> Manife
 def _parse(body: dict[str, Any]) -> Manifest:
     manifest = parse_manifest(body, ("files", "format_version"))
     has_id = len(manifest.save_id) == 32 and set(manifest.save_id) <= set("0123456789abcdef")
+    if manifest.folder and manifest.format_version < HAS_FOLDER:
+        raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {manifest.folder!a:.80}")
     if has_id != (manifest.format_version >= SUMS_PIECES) or (manifest.save_id and not has_id):
         raise InvalidError(
             f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!a:.80}"
@@ -363,9 +388,11 @@ def check_files(
         checksums: Read them, and compare their checksums too.
         tick: Told the bytes that were read.
     """
-    problems = []
+    problems, folder = [], manifest.at(directory)
+    # One request for a thousand files, instead of one for each.
+    seen = {} if checksums else listing(folder)
     for name in manifest.files if names is None else names:
-        listed, path = manifest.files[name], directory / name
+        listed, path = manifest.files[name], seen.get(name) or folder / name
         try:
             if checksums:
                 with CheckedFile(path, listed, manifest.save_id) as file:

@@ -24,7 +24,7 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
-from te_fsdp.checkpoint.directory import check_keep_last, hide_old
+from te_fsdp.checkpoint.directory import hide_old
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
@@ -43,6 +43,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     join_ranks_experts,
     optimizer_state,
 )
+from te_fsdp.checkpoint.remote import absolute, listing
 from te_fsdp.checkpoint.sums import Listed, without_collector
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing, signature_of, write_again
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
@@ -101,7 +102,7 @@ def save(
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    began, handle = time.perf_counter(), SaveHandle(Path(os.path.abspath(path)))
+    began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
         waited = background().wait()
         writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
@@ -331,7 +332,7 @@ def _prepare(
 
     def mine() -> Any:
         background().raise_unasked()
-        check_keep_last(keep_last)
+        _check_keep_last(keep_last)
         found.append(_Collected(model, optimizer, extra, before))
         return found[0].seen(plan and plan.token)
 
@@ -363,6 +364,14 @@ def _prepare(
         for temporary in begun:
             directories.discard(temporary)
         raise
+
+
+def _check_keep_last(keep_last: int | None) -> None:
+    """Refuse numbers that would remove the checkpoint that was just made."""
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise CheckpointError(
+            "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
+        )
 
 
 def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
@@ -424,8 +433,10 @@ def _complete(
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
+        manifest.lay_out(writing.path)
         manifest.files = {name: values for _, files in written for name, values in files.items()}
-        absent = [name for name in manifest.files if not (writing.path / name).is_file()]
+        seen = listing(writing.path)
+        absent = [name for name in manifest.files if not (name in seen or (writing.path / name).is_file())]
         if absent:
             raise CheckpointError(
                 f"{writing.path}: rank 0 does not see {shorten(absent)}",

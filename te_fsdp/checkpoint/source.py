@@ -38,6 +38,7 @@ from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
+from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
 
@@ -300,7 +301,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: No checkpoint there, or a damaged one; names the files.
     """
-    source = Path(os.path.abspath(path))
+    source = absolute(path)
     with in_use(source):
         manifest = open_checkpoint(source)
         damaged(source, check_files(source, manifest, checksums=True))

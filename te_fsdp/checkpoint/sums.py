@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ except ImportError:  # an environment made by hand
 
 from te_fsdp import _torch
 from te_fsdp.checkpoint.background import flat_rows
+from te_fsdp.checkpoint.remote import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
@@ -91,6 +93,16 @@ def checksum(path: Path) -> int:
     """CRC-32 of a file."""
     with path.open("rb") as file:
         return _crc(file, path.stat().st_size, silent)
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[Any]:
+    """A file to write, which is on disk when the context ends well; on object storage when it is closed."""
+    with path.open("wb") as file:
+        yield file
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _crc(file: Any, length: int, tick: Tick) -> int:
@@ -170,9 +182,15 @@ class SummingWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, path: Path, save_id: str) -> None:
-        super().__init__(path, sync_files=False)
-        self.save_id, self.mark = save_id, ""
+        # DCP knows local paths alone.
+        self.is_remote = is_remote(path)
+        super().__init__("." if self.is_remote else path, sync_files=False)
+        self.folder, self.save_id, self.mark = path, save_id, ""
         self.listed: dict[str, Listed] = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the directory, where there are directories."""
+        return plan if self.is_remote else super().prepare_local_plan(plan)
 
     def storage_meta(self) -> StorageMeta:
         """What DCP's metadata says of the save; not where it was written, which is a name for the time being."""
@@ -183,16 +201,14 @@ class SummingWriter(dcp.FileSystemWriter):
 
         One file, synced to disk. Local operation.
         """
-        path, place = Path(self.path, f"{plan.storage_data.prefix}0.distcp"), _torch.place_class()
+        path, place = self.folder / f"{plan.storage_data.prefix}0.distcp", _torch.place_class()
         results: list[WriteResult] = []
-        with path.open("wb") as raw:
+        with synced(path) as raw:
             file = _SummedFile(raw)
             for items, rows in planner.blocks(plan):
                 for item, (offset, length) in zip(items, file.write(rows), strict=True):
                     results.append(WriteResult(item.index, length, place(path.name, offset, length)))
             self.listed[path.name] = file.finish(path.name, self.save_id)
-            raw.flush()
-            os.fsync(raw.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -217,13 +233,20 @@ class SummingWriter(dcp.FileSystemWriter):
                 # A new index would copy the offset.
                 object.__setattr__(result.index, "fqn", one(result.index.fqn))
                 object.__setattr__(result.index, "offset", one(result.index.offset))
-            super().finish(metadata, results)
+            if not self.is_remote:
+                super().finish(metadata, results)
+                return
+            with tempfile.TemporaryDirectory() as scratch:
+                self.path = Path(scratch)
+                super().finish(metadata, results)
+                (self.folder / ".metadata").write_bytes((self.path / ".metadata").read_bytes())
 
     def list_metadata(self) -> Listed:
         """Sync DCP's metadata to disk; the manifest's entry of it. Local operation."""
-        path = Path(self.path, ".metadata")
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        path = self.folder / ".metadata"
+        if not self.is_remote:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         return [path.stat().st_size, checksum(path)]
 
 
@@ -314,7 +337,7 @@ class CheckedFile:
         self._file = path.open("rb", buffering=0)
         #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known.
         self.pieces: dict[int, tuple[int, int]] | None = None
-        self.size = os.fstat(self._file.fileno()).st_size
+        self.size = self._file.seek(0, os.SEEK_END)
         try:
             if self.size != listed[0]:
                 raise DamagedFileError(f"expected {listed[0]} bytes, got {self.size}")
@@ -343,7 +366,7 @@ class CheckedFile:
         """
         view, have = view_of(data), 0
         while have < len(view):
-            count = os.preadv(self._file.fileno(), [view[have:]], offset + have)
+            count = read_at(self._file, view[have:], offset + have)
             if not count:
                 raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
             have += count
@@ -363,7 +386,8 @@ class CheckedFile:
 
     def _table(self, name: bytes, listed: Listed, save_id: bytes) -> dict[int, tuple[int, int]]:
         _, crc, begin = listed
-        table, head = os.pread(self._file.fileno(), self.size - begin, begin), _HEAD.size + len(name)
+        self._file.seek(begin)
+        table, head = self._file.read(self.size - begin), _HEAD.size + len(name)
         if table.startswith(_MARK) and table[8:40] != save_id:
             raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
         if table.startswith(_MARK) and table[_HEAD.size : head] != name:
@@ -388,6 +412,7 @@ class CheckedFile:
         Raises:
             DamagedFileError: Something in it has changed.
         """
+        self._file.seek(0)
         reader = io.BufferedReader(self._file)
         spans = {0: (self.size, crc)} if self.pieces is None else self.pieces
         for at, (length, expected) in spans.items():

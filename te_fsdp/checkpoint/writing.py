@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FORMAT_VERSION, Manifest, read_manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, crc32, silent, view_of, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
@@ -250,7 +250,7 @@ def _writing(
 ) -> Writing:
     check_replicas(ranks, {number: tensors[at] for number, at in plan.shared.items()}, plan.names)
     mine = [Block(items, [tensors[at] for at in places]) for items, places in plan.blocks]
-    return Writing(ranks, Path(writer.path), plan, is_known, mine, writer)
+    return Writing(ranks, writer.folder, plan, is_known, mine, writer)
 
 
 def signature_of(entries: dict[str, Entry]) -> list[Any]:
@@ -303,7 +303,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     Raises:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
-    manifest = replace(manifest, save_id=secrets.token_hex(16), format_version=FORMAT_VERSION, files={})
+    manifest = replace(manifest, save_id=secrets.token_hex(16), files={})
+    manifest.lay_out(path)
     entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items()}
     writing = plan_writing(Ranks(0, 1, None), path, entries, manifest.save_id, None)
     writing.copies = (([item], _rows_of(item, tensors)) for item in writing.plan.part.items)

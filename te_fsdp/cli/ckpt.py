@@ -37,6 +37,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
     write_huggingface,
 )
 from te_fsdp.checkpoint.portable.state_dicts import Choices
+from te_fsdp.checkpoint.remote import place_of
 from te_fsdp.cli import ckpt_show
 from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
 from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
@@ -155,7 +156,7 @@ def convert(
     """
     if from_ is None and te.is_described:
         raise UsageError("--te... describes the model for --from huggingface, which is not given")
-    place = Target(target, to, _bytes(max_shard_size), force)
+    place = Target(place_of(target), to, _bytes(max_shard_size), force)
     kind = place.settle(None)
     if from_ is None:
         contents = open_any(source, Choices(key, optimizer_class, extra_state))
@@ -202,7 +203,7 @@ def export(
     """
     if like is None and te.is_described:
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
-    place = Target(target, None, _bytes(max_shard_size), force, like)
+    place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
     place.settle("safetensors")
     contents = open_any(source)
     _check(contents, place, check, as_json)

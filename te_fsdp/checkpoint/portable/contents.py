@@ -27,6 +27,7 @@ from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype
 from te_fsdp.checkpoint.portable.dcp import check_metadata, open_dcp, stored_tensors
 from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Stack, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
+from te_fsdp.checkpoint.remote import is_remote, place_of
 from te_fsdp.errors import CheckpointError, message
 from te_fsdp.modules.semantics import NOTHING
 
@@ -143,6 +144,7 @@ def resolve(path: Path) -> tuple[Path, str]:
     Raises:
         CheckpointError: Nothing that can be read lies there, or a save that did not finish.
     """
+    path = place_of(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
         raise CheckpointError(
             f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
@@ -153,12 +155,14 @@ def resolve(path: Path) -> tuple[Path, str]:
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
         if is_safetensors(path):
+            _refuse_remote(path)
             return path, "safetensors"
         newest = latest(path)
         if newest is not None:
             return newest, CHECKPOINT
         open_checkpoint(path)  # raises, and tells what is there and what is near
     if path.is_file():
+        _refuse_remote(path)
         if path.suffix == ".safetensors":
             return path, "safetensors"
         if zipfile.is_zipfile(path):
@@ -170,6 +174,16 @@ def resolve(path: Path) -> tuple[Path, str]:
     raise CheckpointError(f"{path}: nothing there", fix="check the path")
 
 
+def _refuse_remote(path: Path) -> None:
+    if is_remote(path):
+        raise CheckpointError(
+            f"{path}: cannot be read on object storage",
+            expected="a checkpoint of te_fsdp, or a plain DCP directory",
+            got="safetensors or a file of torch.save",
+            fix="copy it to a local path",
+        )
+
+
 def open_checkpoint_contents(path: Path) -> Contents:
     """A checkpoint of te_fsdp. Local operation; needs no model and no process group.
 
@@ -178,7 +192,7 @@ def open_checkpoint_contents(path: Path) -> Contents:
     """
     manifest = open_checkpoint(path)
     metadata = check_metadata(path, manifest)
-    contents = Contents(path, CHECKPOINT, manifest, open_dcp(path, metadata).tensors)
+    contents = Contents(path, CHECKPOINT, manifest, open_dcp(manifest.at(path), metadata).tensors)
     _add_empty(contents)
     return contents
 
@@ -215,6 +229,7 @@ def portable_text(manifest: Manifest) -> str:
     """A manifest as text for a portable file."""
     body = asdict(manifest)
     body.pop("files")
+    body.pop("folder")  # of a file, not of what it holds
     return json.dumps(body)
 
 

@@ -37,6 +37,7 @@ from te_fsdp.checkpoint.portable.state_dicts import (
     refuse_scrambled,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
+from te_fsdp.checkpoint.remote import is_remote
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import differences, from_json, in_words
@@ -73,17 +74,25 @@ def check_apart(source: Path, target: Path) -> None:
         source: What is read, a file or directory.
         target: What is to be written; links on the way are followed.
     """
+    if is_remote(source) or is_remote(target):
+        if source == target:
+            raise _inside(source, target, "the source itself")
+        return
     one, other = (Path(os.path.realpath(path)) for path in (source, target))
     same = one == other or (other.exists() and os.path.samefile(one, other))
     if same or one.is_relative_to(other) or other.is_relative_to(one):
         where = "the source itself" if same else "inside of it" if other.is_relative_to(one) else "around it"
-        raise CheckpointError(
-            f"{target}: cannot be written",
-            expected=f"a path outside of the source {source}",
-            got=where,
-            why="The source would be changed while it is read, and be another checkpoint afterwards",
-            fix="choose another target",
-        )
+        raise _inside(source, target, where)
+
+
+def _inside(source: Path, target: Path, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: cannot be written",
+        expected=f"a path outside of the source {source}",
+        got=where,
+        why="The source would be changed while it is read, and be another checkpoint afterwards",
+        fix="choose another target",
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
-    with new_directory(target, force=force, needed=contents.bytes) as folder:
+    with new_directory(target, force=force, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
         write_manifest(folder, manifest)
     return sorted(manifest.files)

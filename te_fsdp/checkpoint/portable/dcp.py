@@ -25,6 +25,7 @@ from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, read_bytes
 from te_fsdp.checkpoint.portable.torch_files import BEHIND, Window, stored
+from te_fsdp.checkpoint.remote import listing
 from te_fsdp.checkpoint.sums import DamagedFileError, crc32, view_of, without_collector
 from te_fsdp.errors import CheckpointError, shorten
 
@@ -115,7 +116,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
         CheckpointError: It is unreadable, has changed, or is of another save.
     """
     try:
-        data = (path / DCP_METADATA).read_bytes()
+        data = ((path if manifest is None else manifest.at(path)) / DCP_METADATA).read_bytes()
         if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
             raise DamagedFileError("its contents have changed (CRC-32)")
         metadata = unpickle_metadata(data)
@@ -381,10 +382,10 @@ def file_in(path: Path, name: str) -> Path:
 
 def _check_files(path: Path, ends: Mapping[str, int]) -> None:
     """Every file is there, and as long as what it holds."""
-    problems = []
+    problems, seen = [], listing(path)
     for name, end in sorted(ends.items()):
-        file = path / name
-        if not file.is_file():
+        file = seen.get(name) or path / name
+        if not (name in seen or file.is_file()):
             problems.append(f"{name} is missing")
         elif file.stat().st_size < end:
             problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")

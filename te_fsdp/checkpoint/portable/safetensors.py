@@ -50,7 +50,7 @@ _MOST_HEADER = 100_000_000
 def is_safetensors(path: Path) -> bool:
     """Whether a path is a safetensors file or a folder of them."""
     if path.is_dir():
-        return (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+        return (path / INDEX).is_file() or any(p.suffix == ".safetensors" for p in path.iterdir())
     return path.suffix == ".safetensors"
 
 

@@ -20,12 +20,23 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from tests.unit import remote_storage
+
 ROOT = Path(__file__).resolve().parents[3]
 #: Page -> what each of its blocks takes for granted: methods of `Reader`.
 PAGES = {
     "README.md": ["nothing"],
     "docs/activations.md": ["nothing", "nothing"],
-    "docs/checkpoints.md": ["training", "training", "training", "saved", "saved_by_dcp", "nothing", "saved"],
+    "docs/checkpoints.md": [
+        "training",
+        "training",
+        "on_s3",
+        "training",
+        "saved",
+        "saved_by_dcp",
+        "nothing",
+        "saved",
+    ],
     "docs/compile.md": ["built"],
     "docs/data.md": ["data"],
     "docs/errors.md": ["training"],
@@ -171,6 +182,11 @@ class Reader:
         self.training()
         model, optimizer = self.names["model"], self.names["optimizer"]
         self.names["te_fsdp"].checkpoint.save(self.names["path"], model, optimizer, extra={"step": 1})
+
+    def on_s3(self) -> None:
+        """Local files in the place of a bucket."""
+        remote_storage.register(remote_storage.StandIn)
+        self.training()
 
     def saved_by_dcp(self) -> None:
         self.training()

@@ -1,0 +1,294 @@
+"""Checkpoints on object storage: whole or not at all without renaming and locks, and what does not work there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import object_store
+from te_fsdp.checkpoint.locks import Owner
+from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.remote import RemotePath, absolute, place_of
+from te_fsdp.cli.main import main
+from te_fsdp.errors import CheckpointError
+from tests.unit import remote_storage
+from tests.unit.remote_storage import SlowFileSystem
+
+ELSEWHERE = "elsewhere-00000000.7.1.1700000000.cafe"
+
+
+def trained(value: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def loaded(path: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, checkpoint.load(path, model, optimizer, **options)
+
+
+def text_of(call: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def memory() -> str:
+    fsspec.filesystem("memory").store.clear()
+    return "memory://bucket/run"
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    remote_storage.register()
+    return f"slow://{tmp_path}/run"
+
+
+def save_and_load(root: str) -> None:
+    model, optimizer = trained()
+    for step in range(4):
+        handle = checkpoint.save(
+            f"{root}/step-{step}",
+            model,
+            optimizer,
+            extra={"step": step},
+            keep_last=2,
+            asynchronous=step % 2 == 1,
+        )
+        assert str(handle.result()) == f"{root}/step-{step}"
+    assert sorted(path.name for path in place_of(root).iterdir()) == ["step-2", "step-3"]
+    newest = checkpoint.latest(root)
+    checkpoint.verify(newest)
+    again, other, extra = loaded(newest, verify=True)
+    assert extra == {"step": 3} and torch.equal(again.weight, model.weight)
+    states = [o.state[m.weight]["exp_avg"] for o, m in ((other, again), (optimizer, model))]
+    assert torch.equal(*states) and states[0].abs().sum() > 0
+    assert "exists already" in text_of(checkpoint.save, f"{root}/step-3", model)
+    text = text_of(loaded, f"{root}/step-9")
+    assert "no such checkpoint" in text and "step-2" in text
+
+
+def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
+    save_and_load(memory)
+    manifest = read_manifest(place_of(f"{memory}/step-3"))
+    assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
+    names = {path.name for path in manifest.at(place_of(f"{memory}/step-3")).iterdir()}
+    assert names == {".metadata", "__0_0.distcp"}
+    # What needs no folder is written for earlier readers.
+    checkpoint.save(tmp_path / "local", trained()[0])
+    local = (tmp_path / "local" / "te_fsdp.json").read_text()
+    assert '"format_version": 3' in local and '"folder"' not in local
+
+
+def test_a_copy_on_a_disk_is_a_checkpoint_too(memory: str, tmp_path: Path) -> None:
+    model, _ = trained(3.0)
+    checkpoint.save(f"{memory}/a", model)
+    fsspec.filesystem("memory").get("/bucket/run/a", str(tmp_path / "a"), recursive=True)
+    assert torch.equal(loaded_weights(tmp_path / "a"), model.weight)
+
+
+def test_a_plain_directory(memory: str, tmp_path: Path) -> None:
+    model, _ = trained(3.0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
+    fsspec.filesystem("memory").put(str(tmp_path / "plain"), "/bucket/plain", recursive=True)
+    assert torch.equal(loaded_weights("memory://bucket/plain"), model.weight)
+    assert main(["ckpt", "diff", "memory://bucket/plain", str(tmp_path / "plain")]) == 0
+
+
+def loaded_weights(path: Any) -> torch.Tensor:
+    model = nn.Linear(4, 4)
+    checkpoint.load(path, model)
+    return model.weight
+
+
+def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save(f"{memory}/a", *trained())
+    local, back, file = str(tmp_path / "b"), f"{memory}/c", str(tmp_path / "d.pt")
+    for command in (
+        ["inspect", memory],
+        ["verify", f"{memory}/a"],
+        ["convert", f"{memory}/a", local, "--to", "checkpoint"],
+        ["convert", local, back, "--to", "checkpoint"],
+        ["convert", back, file],
+        ["diff", f"{memory}/a", back],
+    ):
+        assert main(["ckpt", *command]) == 0, (command, capsys.readouterr())
+    place_of(f"{memory}/d.pt").write_bytes(Path(file).read_bytes())
+    for command, text in (
+        (["export", local, f"{memory}/e"], "got files without a manifest"),
+        (["convert", local, back, "--to", "checkpoint", "--force"], "cannot be replaced on object storage"),
+        (["convert", local, f"{memory}/a", "--to", "checkpoint"], "exists already"),
+        (["convert", back, back, "--to", "checkpoint"], "got the source itself"),
+        (["inspect", f"{memory}/d.pt"], "cannot be read on object storage"),
+        (["inspect", "nowhere://x/y"], "cannot be reached (Protocol not known: nowhere)"),
+    ):
+        capsys.readouterr()
+        assert main(["ckpt", *command]) == 1 and text in capsys.readouterr().err, command
+
+
+def test_damage_is_found(memory: str) -> None:
+    path = place_of(f"{memory}/a")
+    checkpoint.save(path, trained()[0])
+    file = read_manifest(path).at(path) / "__0_0.distcp"
+    whole = file.read_bytes()
+    at = whole.index(trained()[0].weight.detach().numpy().tobytes())
+    for data, text in (
+        (whole[:at] + b"\xff" + whole[at + 1 :], "its contents have changed (CRC-32"),
+        (whole[:-1], f"expected {len(whole)} bytes, got {len(whole) - 1}"),
+        (None, "__0_0.distcp is missing"),
+    ):
+        file.unlink() if data is None else file.write_bytes(data)
+        model = nn.Linear(4, 4)
+        before = model.weight.clone()
+        assert text in text_of(checkpoint.load, path, model)
+        assert torch.equal(model.weight, before)
+    manifest = path / "te_fsdp.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"folder": "te', b'"folder": "..'))
+    assert "expected digest" in text_of(loaded, path)
+
+
+def kill_after(operations: int) -> Any:
+    left = iter(range(operations))
+
+    def count(name: str) -> None:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+def test_killed_at_any_moment(slow: str) -> None:
+    """The newest whole checkpoint is exact; what was left goes with the next save, which may be to the same path."""
+    for moment in range(100):
+        root = f"{slow}-{moment}"
+        checkpoint.save(f"{root}/step-1", trained(1.0)[0], keep_last=1)
+        pid = os.fork()
+        if pid == 0:
+            SlowFileSystem.hook = staticmethod(kill_after(moment))
+            checkpoint.save(f"{root}/step-2", trained(2.0)[0], keep_last=1)
+            os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        newest = checkpoint.latest(root)
+        assert newest is not None and newest.name in ("step-1", "step-2")
+        value = {"step-1": 1.0, "step-2": 2.0}[newest.name]
+        assert torch.equal(loaded_weights(newest), trained(value)[0].weight), moment
+        if newest.name == "step-1":
+            checkpoint.save(f"{root}/step-2", trained(2.0)[0], keep_last=1)
+        checkpoint.save(f"{root}/step-3", trained(3.0)[0], keep_last=1)
+        left = sorted(
+            p.name for p in Path(root.removeprefix("slow://")).rglob("*") if p.name.endswith(".json")
+        )
+        assert left == ["te_fsdp.json"], moment
+        folders = list(Path(root.removeprefix("slow://")).glob("*/te_fsdp-data.*"))
+        assert len(folders) == 1, (moment, folders)
+        if not killed:
+            assert moment > 8
+            return
+    raise AssertionError("a save has no end")
+
+
+def test_two_jobs_at_one_path(
+    memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = place_of(f"{memory}/a")
+    monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
+    theirs = object_store.begin(path, force=None, is_file=False)
+    monkeypatch.undo()
+    checkpoint.save(f"{memory}/mine", trained(1.0)[0])
+    mine = place_of(f"{memory}/mine")
+    (theirs / "te_fsdp.json").write_bytes((mine / "te_fsdp.json").read_bytes())
+    checkpoint.save(path, trained(5.0)[0])  # we end first
+    assert "begun by another job as well, process 7 on elsewhere" in caplog.text
+    assert "exists already" in text_of(object_store.commit, theirs)
+    object_store.discard(theirs)
+    assert not theirs.exists() and torch.equal(loaded_weights(path), trained(5.0)[0].weight)
+
+    other = place_of(f"{memory}/b")
+    monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
+    theirs = object_store.begin(other, force=None, is_file=False)
+    monkeypatch.setattr(Owner, "is_alive", lambda self: True if self.pid == 7 else None)
+    assert "another job is writing it: expected one writer for a path, got process 7 on elsewhere" in text_of(
+        checkpoint.save, other, trained()[0]
+    )
+    monkeypatch.undo()
+    # A day later its job is taken for dead. What is not ours stays, however it is called.
+    foreign = place_of(f"{memory}/data/te_fsdp-data.v1/x")
+    foreign.write_bytes(b"x")
+    now = time.time()
+    monkeypatch.setattr(object_store.time, "time", lambda: now + 86399)
+    checkpoint.save(f"{memory}/c", trained()[0])
+    assert theirs.exists()
+    monkeypatch.setattr(object_store.time, "time", lambda: now + 86500)
+    checkpoint.save(f"{memory}/d", trained()[0])
+    assert not theirs.exists() and foreign.exists()
+
+
+def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = RemotePath.create
+
+    def twice(self: RemotePath, data: bytes) -> None:
+        create(self, data)
+        create(self, data)
+
+    monkeypatch.setattr(RemotePath, "create", twice)
+    checkpoint.save(f"{memory}/a", trained(1.0)[0])
+
+    class LostError(Exception):
+        pass
+
+    def failing(self: RemotePath, data: bytes) -> None:
+        create(self, data)
+        raise LostError("no answer")
+
+    # It was whole by then: what has begun to be seen is not removed.
+    monkeypatch.setattr(RemotePath, "create", failing)
+    text = text_of(checkpoint.save, f"{memory}/b", trained(2.0)[0])
+    assert "LostError: no answer" in text and "The checkpoint was whole by then, and lies there" in text
+    monkeypatch.undo()
+    assert torch.equal(loaded_weights(f"{memory}/b"), trained(2.0)[0].weight)
+
+    def broken(name: str, *arguments: Any, **options: Any) -> Any:
+        raise LostError("no such region")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", broken)
+    assert "LostError: no such region" in text_of(loaded, f"{memory}/b")
+
+
+def test_paths() -> None:
+    assert str(place_of(Path("s3://bucket/x/"))) == str(place_of("s3://bucket/x")) == "s3://bucket/x"
+    assert place_of("file:///x/y") == Path("/x/y") and absolute("x") == Path.cwd() / "x"
+    assert place_of("a:/b") == Path("a:/b") and place_of("s3:/b") == Path("s3:/b")
+    path = place_of("s3://bucket/x.pt")
+    assert (path.name, path.suffix, str(path.parent)) == ("x.pt", ".pt", "s3://bucket")
+    assert path == place_of(path) != place_of("s3://bucket/y")
+
+
+def test_s3(tmp_path: Path) -> None:
+    for library in ("s3fs", "moto", "flask"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed (te-fsdp[s3], moto[server])")
+    with remote_storage.s3_server(tmp_path):
+        save_and_load("s3://bucket/run")
+        first = place_of("s3://bucket/once")
+        first.create(b"1")
+        with pytest.raises(FileExistsError):
+            first.create(b"2")
+        assert first.read_bytes() == b"1" and first.stat().st_size == 1
+        assert "exist" in text_of(checkpoint.save, "s3://no-such-bucket/a", trained()[0])
