@@ -35,8 +35,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -240,3 +241,66 @@ def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]
             for name, parameter in candidate.__dict__.get("_parameters", {}).items():
                 if id(parameter) in parameters:
                     yield candidate, name
+
+
+# ---------------------------------------------------------------------------- gradients of an optimizer's parameters
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's own gradient: the decoupled one of another dtype where there is one, else ``grad``."""
+    decoupled = getattr(parameter, "decoupled_grad", None)
+    return decoupled if decoupled is not None else parameter.grad
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """:func:`gradient_of` several at once: every step asks twice for all parameters."""
+    found = []
+    for parameter in parameters:
+        decoupled = getattr(parameter, "decoupled_grad", None)
+        found.append(parameter.grad if decoupled is None else decoupled)
+    return found
+
+
+def give_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the gradient of each main parameter under both names that optimizers read."""
+    for main, gradient in zip(mains, gradients, strict=True):
+        main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
+
+
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Give a parameter without gradient one of zeros. Local operation."""
+    local = _torch.local_of(parameter)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)
+    parameter.grad = zeros
+    return zeros
+
+
+class Seen(NamedTuple):
+    """A gradient at some time, to tell later whether it is still what it was then.
+
+    Attributes:
+        gradient: The gradient, if it lives.
+        version: How often it had been written to in place.
+    """
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+
+    @classmethod
+    def now(cls, gradients: Sequence[torch.Tensor | None]) -> list[Seen | None]:
+        """Several as they are now. Local operation."""
+        together = zip(gradients, _torch.versions_of(gradients), strict=True)
+        return [
+            None if gradient is None else cls(weakref.ref(gradient), version)
+            for gradient, version in together
+        ]
+
+    @staticmethod
+    def are_same(seen: Sequence[Seen | None], gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Whether gradients are those that were seen, unchanged; where none was seen, whether there is none. Local."""
+        together = zip(seen, gradients, _torch.versions_of(gradients), strict=True)
+        return [
+            gradient is None if one is None else one.gradient() is gradient and one.version == version
+            for one, gradient, version in together
+        ]

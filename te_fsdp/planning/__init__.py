@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from te_fsdp.planning.job import OPTIMIZERS, RECIPES, Job, Sizes
 from te_fsdp.planning.peak import Peak
-from te_fsdp.planning.plan import Plan, plan
-from te_fsdp.planning.search import LINK_RATIO, Candidate, search
+from te_fsdp.planning.plan import LINK_RATIO, Candidate, Plan, plan, search
 from te_fsdp.planning.traffic import Traffic
 
 __all__ = [

@@ -41,7 +41,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_patches, _te, _torch
 from te_fsdp.agree import rank
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.move import peers
 from te_fsdp.move.start import reduce_scatter, start
 
@@ -368,10 +368,7 @@ def _tell(state: ShardingState, wanted: str) -> None:
     level = logging.INFO if wanted == "auto" else logging.WARNING
     for why in dict.fromkeys(t.why for t in state.transports.values() if t.name == "nccl"):
         units = [name or "the root" for name, t in state.transports.items() if t.why == why]
-        more = f" and {len(units) - 3} more" if len(units) > 3 else ""
-        _log.log(
-            level, "transport=%r: %s%s gathered by nccl, since %s", wanted, ", ".join(units[:3]), more, why
-        )
+        _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
 
 
 def take_in_shards(state: ShardingState) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
+from te_fsdp.errors import shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
@@ -43,7 +44,7 @@ from te_fsdp.sharding.comm_units import (
 )
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
-from te_fsdp.sharding.outer_gradients import guard_gradients
+from te_fsdp.sharding.outer_averages import guard_gradients
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
@@ -294,9 +295,8 @@ def _whole_parameters(replicated: Sequence[ReplicatedParameter]) -> str:
     parameters = [item.parameter for item in replicated]
     trained = sum(parameter.requires_grad for parameter in parameters)
     elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
-    names = ", ".join(item.plan.label for item in replicated[:3])
-    more = f" and {len(replicated) - 3} more" if len(replicated) > 3 else ""
+    names = shorten([item.plan.label for item in replicated], 3)
     return (
         f"no_shard: {len(replicated)} parameters of {elements:,} elements stay whole on every data-parallel "
-        f"rank, {trained} of them trained: {names}{more}"
+        f"rank, {trained} of them trained: {names}"
     )

@@ -28,8 +28,8 @@ from te_fsdp.quantized.optimizer_steps import write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard, rows_of_state
 from te_fsdp.sharding.outer_gather import install_by_unit, start_install
-from te_fsdp.sharding.outer_gradients import give_gradients, gradients_of
 from te_fsdp.sharding.state import state_of
+from te_fsdp.step_hooks import give_gradients, gradients_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -78,14 +78,14 @@ class MainParameters:
     """The main parameters of one optimizer.
 
     Attributes:
-        cuts: Whether state is cut over the replicas of parameters; otherwise there are main weights alone.
         pairs: Those in the parameters' places now; empty between steps.
-        averages: Of the gradients, over the replicas.
+        averages: Of the gradients, over the replicas; ``None`` where state is not cut over these: then there are main
+            weights alone.
         overlaps: Whether new weights arrive after the step, unit by unit.
     """
 
-    def __init__(self, optimizer: Optimizer, *, cuts: bool) -> None:
-        self.cuts = cuts
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.averages: OuterAverages | None = None
         self.overlaps = False
         self.pairs: list[Pair] = []
         # What the last look has found, by the parameter's id; without a pair for one that needs none. Holds as long as
@@ -97,7 +97,6 @@ class MainParameters:
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self._fused = _te.is_fused_adam(optimizer)
-        self.averages = OuterAverages(self._cut, self._mains)
         self._before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         # Before those of the user's: they shall see the parameters, with their new values.
@@ -105,9 +104,14 @@ class MainParameters:
 
     # --- which parameters
 
+    @property
+    def cuts(self) -> bool:
+        """Whether state is cut over the replicas of parameters."""
+        return self.averages is not None
+
     def cut(self) -> None:
         """From now on cut state over the replicas of parameters."""
-        self.cuts = True
+        self.averages = OuterAverages(self._cut, self._mains)
         self._settled.clear()
 
     def shard(self, parameter: torch.Tensor) -> OptimizerShard | None:
@@ -224,7 +228,7 @@ class MainParameters:
             if not parameter.requires_grad and not state:
                 found.append(None)
                 continue
-            ready = self.averages.ready.get(id(parameter))
+            ready = None if self.averages is None else self.averages.ready.get(id(parameter))
             known, of, pair = self._settled.get(id(parameter), (None, None, None))
             main = state.get(MAIN) if state and (pair is None or pair.low) else ready and ready.main
             is_same = pair is None or main is pair.main
@@ -240,7 +244,8 @@ class MainParameters:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
         give_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
         self.put_back(optimizer)
-        self.averages.clear()
+        if self.averages is not None:
+            self.averages.clear()
 
     def put_back(self, optimizer: Optimizer) -> None:
         """As :meth:`swap_out`, but averaged gradients stay."""
@@ -260,7 +265,7 @@ class MainParameters:
 
     def _cut(self) -> list[OptimizerShard]:
         """The trained parameters whose state is cut. Local operation."""
-        optimizer = self._optimizer() if self.cuts else None
+        optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         held = [p for group in groups for p in group["params"] if p.requires_grad]
         found = []
@@ -295,7 +300,8 @@ class MainParameters:
                 fix="call backward() first, then step() without a closure",
             )
         self.put_back(optimizer)
-        self.averages.make()
+        if self.averages is not None:
+            self.averages.make()
         self.swap_in(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if pair.shard is None]
         mains = [pair.main for pair in whole]

@@ -222,7 +222,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
                 fix="call te_fsdp.main_weights right after the optimizer was built",
             )
         if low:
-            main_parameters = make_main_parameters(optimizer, cuts=False)
+            main_parameters = make_main_parameters(optimizer)
             main_parameters.start(optimizer)
             setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
 
@@ -266,7 +266,7 @@ def lend_main_weights(step: Step) -> None:
     if main_parameters is None:
         if all(_te.has_delayed_scale(local) for _, _, local in quantized_among(step.held)):
             return
-        main_parameters = MainParameters(optimizer, cuts=False)
+        main_parameters = MainParameters(optimizer)
         setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
         # After a step that raised they are still there, and its state dicts know parameters alone.
         optimizer.register_state_dict_pre_hook(main_parameters.put_back)

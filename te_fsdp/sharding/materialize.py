@@ -20,7 +20,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
-from te_fsdp.errors import InitError, MeshError, message
+from te_fsdp.errors import InitError, MeshError, message, shorten
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
@@ -375,9 +375,8 @@ def _on_device(
 
 def _check_none(bad: list[str], count: int) -> None:
     if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise InitError(
-            f"{', '.join(bad[:5])}{more}: values differ between ranks that must hold the same",
+            f"{shorten(bad)}: values differ between ranks that must hold the same",
             expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
             got=f"{len(bad)} of {count} parameters differ",
             why="FSDP2 would cut each shard from another initialisation",

@@ -120,7 +120,7 @@ def _shard(
     """
     _check_fresh(optimizer)
     main_parameters: MainParameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_main_parameters(
-        optimizer, cuts=True
+        optimizer
     )
     main_parameters.cut()
     shards = [shard for p in held if (shard := main_parameters.shard(p)) is not None]
@@ -215,9 +215,9 @@ def _keep_main_weights(optimizer: Optimizer, shards: list[OptimizerShard]) -> No
             optimizer.state[shard.parameter][MAIN] = state[MAIN]
 
 
-def make_main_parameters(optimizer: Optimizer, *, cuts: bool) -> MainParameters:
+def make_main_parameters(optimizer: Optimizer) -> MainParameters:
     """The main parameters of an optimizer, taking part in its steps and its state dicts. Local operation."""
-    main_parameters = MainParameters(optimizer, cuts=cuts)
+    main_parameters = MainParameters(optimizer)
     dicts = _StateDicts(main_parameters)
     if _te.is_fused_adam(optimizer):
         # Its methods go on after torch's, and look at the groups again: hooks of torch's would be too early.

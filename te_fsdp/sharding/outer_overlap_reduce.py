@@ -36,8 +36,8 @@ from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, GradComm
 from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, OptimizerShard, comm_for
-from te_fsdp.sharding.outer_gradients import Seen, gradients_of
 from te_fsdp.sharding.state import ShardingState, state_of
+from te_fsdp.step_hooks import Seen, gradients_of
 
 _log = logging.getLogger("te_fsdp")
 

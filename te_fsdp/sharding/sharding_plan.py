@@ -24,8 +24,7 @@ from te_fsdp.sharding.units import (
     Wanted,
     check_accepted,
     check_order,
-    check_outer,
-    check_transport,
+    check_word,
     find_units,
     nearest_strategy,
     unit_by_module,
@@ -144,8 +143,8 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
 def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str, Storage]:
     """The units that are asked for, and those of experts; a rank may fail alone."""
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
-    outer = check_outer(request.outer_strategy)
-    check_transport(request.transport)
+    outer = check_word("outer_strategy", request.outer_strategy)
+    check_word("transport", request.transport)
     words = _with_expert_units(model, meshes, words, request.experts)
     units = {name: STORAGE[word, outer] for name, word in words.items()}
     if outer == "optim" and all(row.is_whole for row in units.values()):

@@ -26,7 +26,6 @@ from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicate
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.main_weights import lend_main_weights, remember
 from te_fsdp.sharding.outer_averages import check_step
-from te_fsdp.sharding.outer_gradients import gradients_of
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
 from te_fsdp.sharding.state import (
@@ -40,7 +39,14 @@ from te_fsdp.sharding.state import (
     state_of,
     versions_of,
 )
-from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
+from te_fsdp.step_hooks import (
+    StepFunctions,
+    gradients_of,
+    refuse_replaced,
+    replacing,
+    run_around_steps,
+    sync_tp_replicas,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError, PlacementError, meant
+from te_fsdp.errors import OrderError, PlacementError, meant, shorten
 from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
 from te_fsdp.sharding.state import state_of
 
@@ -46,6 +46,18 @@ _OUTER_ELSEWHERE = {
         ("1", "2", "3", "zero1", "zero2", "zero3", "hfsdp", "full", "fullshard", "true"), "optim"
     ),
     **dict.fromkeys(("optimgrads", "optimgradsparams", "shardgradop", "optimizer", "zero"), "optim"),
+}
+_TRANSPORT_ELSEWHERE = {
+    "gloo": "nccl",
+    "default": "auto",
+    "none": "auto",
+    **dict.fromkeys(("ce", "p2p", "symmmem", "symmetricmemory"), "copy_engine"),
+}
+#: Option of ``fully_shard`` -> its words, and those of others.
+_WORDS = {
+    "strategy": (STRATEGIES, _ELSEWHERE),
+    "outer_strategy": (OUTER_STRATEGIES, _OUTER_ELSEWHERE),
+    "transport": (TRANSPORTS, _TRANSPORT_ELSEWHERE),
 }
 
 
@@ -134,7 +146,7 @@ def find_units(
         given = _strategies_by_name(names, strategy)
         chosen |= given.keys()
     else:
-        given[""] = check_strategy(strategy)
+        given[""] = check_word("strategy", strategy)
     inner = [name for name in names if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
 
@@ -158,7 +170,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
         near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
         raise PlacementError(
             f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
-            expected=f"a class or a name out of {_sample(names)}",
+            expected=f"a class or a name out of {shorten([n for n in names if n], 8)}",
             fix=f"{near!r}, if that is meant" if near else "name modules as model.named_modules() does",
         )
     return found
@@ -168,7 +180,7 @@ def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]
     """A mapping of classes and names, as one of names: a name beats a class."""
     found: dict[str, str] = {}
     for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-        word = check_strategy(strategy[want])
+        word = check_word("strategy", strategy[want])
         for name in _find(names, want):
             if isinstance(want, type) and found.get(name, word) != word:
                 raise PlacementError(
@@ -203,12 +215,6 @@ def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
     return given.get(name, DEFAULT)
 
 
-def _sample(names: dict[str, nn.Module], most: int = 8) -> str:
-    """The first few names of the tree, for a message."""
-    named = [n for n in names if n]
-    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
-
-
 def unit_by_module(model: nn.Module, units: Collection[str]) -> dict[str, str]:
     """The innermost unit around each module, by name; a module of several names has them all. Local operation.
 
@@ -224,46 +230,22 @@ def unit_by_module(model: nn.Module, units: Collection[str]) -> dict[str, str]:
     return inside
 
 
-def check_strategy(word: Any) -> str:
-    """``word`` if it is one of :data:`te_fsdp.layout.storage.STRATEGIES`.
+def check_word(option: str, given: Any) -> str:
+    """What an option of ``fully_shard`` was given, if it is one of the option's words.
+
+    Args:
+        option: ``"strategy"``, ``"outer_strategy"`` or ``"transport"``.
+        given: By the user.
 
     Raises:
-        PlacementError: It is not.
+        PlacementError: It is none; suggests the word that it probably stands for.
     """
-    if not isinstance(word, str) or word not in STRATEGIES:
-        raise _no_such("strategy", word, STRATEGIES, _ELSEWHERE)
-    return word
-
-
-def check_outer(outer: Any) -> str:
-    """``outer`` if it is one of :data:`te_fsdp.layout.storage.OUTER_STRATEGIES`.
-
-    Raises:
-        PlacementError: It is not.
-    """
-    if not isinstance(outer, str) or outer not in OUTER_STRATEGIES:
-        raise _no_such("outer_strategy", outer, OUTER_STRATEGIES, _OUTER_ELSEWHERE)
-    return outer
-
-
-def check_transport(word: Any) -> str:
-    """``word`` if it is one of :data:`TRANSPORTS`.
-
-    Raises:
-        PlacementError: It is not.
-    """
-    if not isinstance(word, str) or word not in TRANSPORTS:
-        elsewhere = {"gloo": "nccl", "default": "auto", "none": "auto"}
-        elsewhere |= dict.fromkeys(("ce", "p2p", "symmmem", "symmetricmemory"), "copy_engine")
-        raise _no_such("transport", word, TRANSPORTS, elsewhere)
-    return word
-
-
-def _no_such(option: str, given: Any, words: tuple[str, ...], elsewhere: Mapping[str, str]) -> PlacementError:
-    """The error of a word that is none of ours, with the one that it probably stands for."""
+    words, elsewhere = _WORDS[option]
+    if isinstance(given, str) and given in words:
+        return given
     near = meant(given, words, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
-    return PlacementError(
+    raise PlacementError(
         f"fully_shard: {option}",
         expected=f"one of {words}",
         got=repr(given),

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStra
 import te_fsdp
 from te_fsdp.errors import PlacementError, meant
 from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
-from te_fsdp.sharding.units import check_outer, check_strategy, find_units
+from te_fsdp.sharding.units import check_word, find_units
 
 WORDS = {
     "no_shard": [
@@ -53,7 +53,7 @@ WORDS = {
 @pytest.mark.parametrize(("ours", "word"), [(ours, word) for ours, words in WORDS.items() for word in words])
 def test_the_word_meant(ours, word):
     with pytest.raises(PlacementError) as caught:
-        check_strategy(word)
+        check_word("strategy", word)
     text = str(caught.value)
     assert text.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in text
     assert text.endswith(f"Fix: strategy='{ours}'.")
@@ -61,7 +61,7 @@ def test_the_word_meant(ours, word):
 
 @pytest.mark.parametrize("ours", STRATEGIES)
 def test_ours_is_taken(ours):
-    assert check_strategy(ours) == ours
+    assert check_word("strategy", ours) == ours
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_two_axes_in_a_word(word):
     with pytest.raises(
         PlacementError, match=r"Fix: strategy='optim_grads.*Meshes.build\(dp_replicate="
     ) as caught:
-        check_strategy(word)
+        check_word("strategy", word)
     assert ("outer_strategy='optim'" in str(caught.value)) == (word == "hfsdp")
 
 
@@ -79,7 +79,7 @@ def test_two_axes_in_a_word(word):
 def test_no_word_at_all(word):
     """Nothing is suggested that nobody can have meant."""
     with pytest.raises(PlacementError, match=r"Fix: one of these; strategy may be left out\.$"):
-        check_strategy(word)
+        check_word("strategy", word)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_no_word_at_all(word):
 )
 def test_the_outer_word_meant(ours, word):
     with pytest.raises(PlacementError, match=f"outer_strategy: .*Fix: outer_strategy='{ours}'"):
-        check_outer(word)
-    assert all(check_outer(known) == known for known in OUTER_STRATEGIES)
+        check_word("outer_strategy", word)
+    assert all(check_word("outer_strategy", known) == known for known in OUTER_STRATEGIES)
 
 
 def test_a_misspelt_unit():
