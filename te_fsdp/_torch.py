@@ -215,6 +215,21 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(device.index, pool)
 
 
+def is_of_another_rank(value: object, parameter: DTensor) -> bool:
+    """Whether a tensor is the part that another rank of a parameter's mesh holds. Local operation.
+
+    Pickles of a mesh keep the coordinate of the rank that wrote them (``DeviceMesh.__getstate__``, torch 2.11 to 2.15).
+    """
+    if not isinstance(value, DTensor) or value.device_mesh != parameter.device_mesh:
+        return False
+    return value.device_mesh.get_coordinate() != parameter.device_mesh.get_coordinate()
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``Tensor.register_hook`` was called for it (``Tensor._backward_hooks``)."""
+    return bool(tensor._backward_hooks)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1

@@ -25,7 +25,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
@@ -344,31 +344,42 @@ def _before_load(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
 ) -> None:
     """Runs for the module that is loaded first: all that is below it is checked before anything changes."""
-    if not metadata.get(_ASSIGN):
-        return
+    assign = bool(metadata.get(_ASSIGN))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and value is not None:
-            _check(prefix + name, parameter, value)
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+            _check(prefix + name, parameter, value, assign)
+    if not assign:
+        return
     own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
     if own and not any(parameter.is_meta for parameter in own):
         metadata[_ASSIGN] = False
 
 
-def _check(label: str, parameter: DTensor, value: torch.Tensor) -> None:
-    """The value must be cut as the parameter is."""
+def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:
+    """The value must be cut as the parameter is, and be this rank's."""
+    if _torch.is_of_another_rank(value, parameter):
+        raise CheckpointError(
+            f"{label}: load_state_dict of a sharded parameter",
+            expected="this rank's part",
+            got="that of another rank, as torch.load of a file that one rank saved gives it",
+            why="torch.save writes of a sharded tensor the part of the rank that calls it",
+            fix="te_fsdp.checkpoint.save and load, on all ranks",
+        )
     wanted = f"a DTensor with placements {tuple(parameter.placements)}"
     if not isinstance(value, DTensor):
         got = f"a plain tensor of shape {tuple(value.shape)}"
-    elif value.placements != parameter.placements or value.device_mesh != parameter.device_mesh:
+    elif assign and (value.placements != parameter.placements or value.device_mesh != parameter.device_mesh):
         got = f"one with {tuple(value.placements)} on {value.device_mesh}"
     else:
         return
     raise PlacementError(
-        f"{label}: load_state_dict(assign=True) of a sharded parameter",
+        f"{label}: load_state_dict({'assign=True' if assign else ''}) of a sharded parameter",
         expected=wanted,
         got=got,
-        why="It would take the place of this rank's part",
+        why="It would take the place of this rank's part"
+        if assign
+        else "Of a whole tensor each rank needs its part",
         fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
         "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
         "te_fsdp.set_device_mesh and te_fsdp.fully_shard",

@@ -11,6 +11,8 @@ forward with known shapes costs a look at the arguments and sends nothing.
     floating                                 compared, unless any module is sequence-parallel, or all begin with a part
                                              of the features: only row-parallel layers, or core attention
     DTensors, other wrappers, meta, sparse   left alone: they say themselves what they hold
+    random numbers of dropout                compared as floating inputs are, in training: masks that differ over tp are
+                                             inputs that differ
 
 Parts of a weight must be drawn from different random numbers. With equal seeds on all ranks, modules that are built
 on the device get the same numbers on every rank of ``tp`` (and the same experts on every rank of ``ep``). Training
@@ -216,11 +218,13 @@ class _Check:
         tp_mesh: Over whose ranks inputs are compared.
         seen: What was found equal: method, mode, and path, shape and dtype of each tensor.
         compared: Whether integers, and whether floating inputs, are compared; ``None`` before the first forward.
+        drops: Whether the model draws dropout masks that must be equal.
     """
 
     tp_mesh: DeviceMesh
     seen: set[Any] = field(default_factory=set)
     compared: tuple[bool, bool] | None = None
+    drops: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Check:
         """Meshes are shared by the copy: process groups cannot be copied."""
@@ -270,6 +274,7 @@ def check_inputs(
         return
     if check.compared is None:
         check.compared = _compared(module)
+        check.drops = check.compared[1] and any(map(_drops, module.modules()))
     found = [(path, t) for path, t in _tensors((args, kwargs), ()) if check.compared[_is_floating(t)]]
     key = method, module.training, tuple((path, t.shape, t.dtype) for path, t in found)
     if not found or key in check.seen or len(check.seen) >= _MOST:
@@ -281,7 +286,7 @@ def check_inputs(
     )
     # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
     with collective_call("forward with inputs of new shapes", check.tp_mesh), _torch.without_modes():
-        different = _differences(tensors, module.training, check.tp_mesh)
+        different = _differences(tensors, module.training, check.drops, check.tp_mesh)
     if different:
         raise InputError(_text(f"{type(module).__name__}.{method}", different))
     check.seen.add(key)
@@ -348,9 +353,28 @@ def _positional(call: Any) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _differences(tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceMesh) -> list[str]:
+def _drops(module: nn.Module) -> bool:
+    """Whether a module zeroes values that every tp rank holds. Attention's own masks are of each rank's heads."""
+    kinds = (
+        torch.nn.Dropout,
+        torch.nn.Dropout1d,
+        torch.nn.Dropout2d,
+        torch.nn.Dropout3d,
+        torch.nn.AlphaDropout,
+    )
+    return (isinstance(module, kinds) and module.p > 0) or (
+        _te.kind_of(module) == "TransformerLayer" and getattr(module, "hidden_dropout", 0) > 0
+    )
+
+
+def _differences(
+    tensors: dict[str, torch.Tensor], training: bool, drops: bool, mesh: DeviceMesh
+) -> list[str]:
     """One entry per input that differs, the same on all ranks. Collective over ``mesh``."""
     mine: Seen = {"training": (str(training), 0)}
+    if training and drops:
+        state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
+        mine["the random state that dropout draws from"] = mesh.device_type, int(checksum(state))
     for name, tensor in tensors.items():
         mine[name] = (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
     everyone = gather(mine, mesh)

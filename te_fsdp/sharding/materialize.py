@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ from te_fsdp.parameters import Place, binding_of, places_of, plan_of
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.reductions import release_params
-from te_fsdp.sharding.state import mesh_of, settle, sharding_state
+from te_fsdp.sharding.state import mesh_of, settle, shard_of, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -266,6 +266,33 @@ def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
     own = place.parameter.device_mesh.mesh_dim_names if isinstance(place.parameter, DTensor) else ()
     alike = [axis for axis, letter in zip(AXES, plan.storage.parameter, strict=False) if letter == "R"]
     return [root.get_group(axis) for axis in alike if axis not in (own or ()) and root[axis].size() > 1]
+
+
+def differing_copies(state: ShardingState) -> list[str]:
+    """Names of the parameters of which ranks that hold copies hold different ones. Changes nothing.
+
+    Collective over every axis along which a parameter is replicated: one max all-reduce of two integers each.
+
+    Returns:
+        What the groups of this rank differ in: not the same on all ranks.
+    """
+    found: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+    for place in places_of(state.model):
+        # Weights may be gathered now.
+        shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
+        groups = [*_own_groups(shard.parameter), *_holders(state, shard)]
+        if groups:
+            value = checksum(_torch.local_of(shard.parameter))
+            for group in groups:
+                found.setdefault(group, []).append((place.label, value))
+    bad: dict[str, None] = {}
+    for group, held in found.items():
+        mine = torch.stack([value for _, value in held])
+        extremes = torch.stack([mine, -mine])
+        maximum(extremes, group)
+        differs = (extremes[0] != -extremes[1]).tolist()
+        bad |= {name: None for (name, _), flag in zip(held, differs, strict=True) if flag}
+    return list(bad)
 
 
 # Characters of settings that a message shows.

@@ -195,6 +195,10 @@ class ReplicatedGradients:
             elif parameter.grad is not None:
                 parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
 
+    def reduced(self) -> set[int]:
+        """``id`` of the parameters whose gradients are reduced here."""
+        return {id(slot.replicated.parameter) for slot in self._slots}
+
     def attach(self) -> None:
         """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
         replaced = False

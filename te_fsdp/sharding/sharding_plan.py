@@ -27,6 +27,7 @@ from te_fsdp.sharding.units import (
     check_word,
     find_units,
     nearest_strategy,
+    refuse_hooks,
     unit_by_module,
 )
 
@@ -116,6 +117,8 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         units = _plan_units(model, meshes, request)
         placed = plan_storage(model, units)
         whole = _whole(model, placed)
+        kept = {id(p.parameter) for p in places_of(model) if placed[id(p.owner), p.name].storage.is_whole}
+        refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
         # No unit is made of a module that stays whole.
         units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
         check_accepted(model, units)

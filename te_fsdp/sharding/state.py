@@ -56,6 +56,10 @@ class Replicated(Protocol):
         """Forget all gradients, pending ones included."""
         ...
 
+    def reduced(self) -> set[int]:
+        """``id`` of the parameters whose gradients it reduces."""
+        ...
+
     @property
     def interrupted(self) -> bool:
         """Whether a backward has raised before its end."""
@@ -116,6 +120,10 @@ class ShardingState:
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
+        modes: Training or evaluation, with gradients or without, of the forwards that have run.
+        optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
+        emptied: Whether ``to_empty`` may have left memory that nothing was written to.
+        inferred: Whether the first forward ran under ``torch.inference_mode``.
         transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
     """
 
@@ -147,6 +155,12 @@ class ShardingState:
     on_meta: bool = True
     recognised: set[str] = field(default_factory=set)
     transports: dict[str, Any] = field(default_factory=dict)
+    modes: set[tuple[bool, bool]] = field(default_factory=set)
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    emptied: bool = False
+    inferred: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
         raise OrderError(

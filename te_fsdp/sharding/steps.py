@@ -24,6 +24,14 @@ from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.rank_checks import check_inputs
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.sharding.first_looks import (
+    before_first_forward,
+    before_first_step,
+    leave_unset,
+    meet_in_new_mode,
+    refuse_conversion,
+    refuse_inference_mode,
+)
 from te_fsdp.sharding.main_weights import lend_main_weights, remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.precision import gradient_dtype
@@ -79,6 +87,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
     state.pending_gathers.wait()
+    refuse_conversion(state, args[0])
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = attributes_of(parameter)
@@ -87,7 +96,11 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
             gradients[name], parameter.grad = parameter.grad, None
     try:
         with replacing(state.model, "to_empty, or another call that converts the model"):
-            return stock(*args, **kwargs)
+            result = stock(*args, **kwargs)
+        if "to_empty" in getattr(args[0], "__qualname__", ""):
+            leave_unset(state.model)
+            state.emptied = state.on_meta = True
+        return result
     finally:
         for name, parameter in state.parameters().items():
             carry_over(known[name], parameter)
@@ -135,6 +148,7 @@ def watch_method(unit: nn.Module, method: str) -> None:
 def _check_initialised(state: ShardingState) -> None:
     """Before FSDP2 does: it would advise ``to_empty``, which leaves whatever the memory held. Local operation."""
     check_initialised(state.parameters().items())
+    before_first_forward(state)
     state.on_meta = False
 
 
@@ -142,6 +156,8 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
     if state.on_meta:
         _check_initialised(state)
     if not _torch.in_backward() and not state.methods:
+        refuse_inference_mode(state)
+        meet_in_new_mode(state)
         recover(state)
         has_failed(state)  # gradients that were cleared since are forgotten before there are new ones
         if state.replicated is not None and state.replicated.settle():
@@ -381,6 +397,7 @@ BEFORE_STEP: StepFunctions = (
     refuse_gathered,
     wait_for_new_weights,
     refuse_closure,
+    before_first_step,
     wait_for_gradients,
     look_for_nan,
     require_outer_averages,

@@ -92,6 +92,33 @@ def check_order(model: nn.Module) -> None:
             )
 
 
+def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
+    """Raise for gradient hooks that never run, or would be lost. Local operation.
+
+    Args:
+        named: Parameters that FSDP2 manages, or is to manage, by name.
+        sharded: Whether it does so by now: then hooks that run after a gradient was added are right.
+
+    Raises:
+        OrderError: Names the first.
+    """
+    hooked = [
+        name
+        for name, p in named
+        if _torch.has_gradient_hooks(p) or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        raise OrderError(
+            f"{hooked[0]}: a gradient hook on a parameter that {'is' if sharded else 'is about to be'} sharded",
+            expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
+            got=f"{len(hooked)} parameter(s) with hooks"
+            + (" by register_hook" if sharded else " from before fully_shard"),
+            why="FSDP2 puts a new parameter in each one's place, and autograd gives gradients to the gathered ones: "
+            "the hook would never run",
+            fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
+        )
+
+
 def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
     """What FSDP2 would refuse half way, when some units are cut already."""
     for name in units:

@@ -32,6 +32,7 @@ def test_the_order():
             "refuse_gathered",
             "wait_for_new_weights",
             "refuse_closure",
+            "before_first_step",
             "wait_for_gradients",
             "look_for_nan",
             "require_outer_averages",

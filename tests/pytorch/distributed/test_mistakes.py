@@ -1,0 +1,79 @@
+"""Mistakes of a new user's training script: an error on all ranks, with the fix; and what works as it is meant.
+
+docs/troubleshooting.md has the table, with those that other files test; tests/unit/test_mistakes.py compares.
+"""
+
+from __future__ import annotations
+
+import bodies_mistakes as bodies
+import pytest
+
+# mistake -> class, what its text must say
+ERRORS = {
+    "a_new_head_after_sharding": (
+        "OrderError",
+        "head.weight, head.bias: trained, but not in the model that te_fsdp.fully_shard was given",
+    ),
+    "adapters_after_the_first_step": (
+        "OrderError",
+        "layer.adapter.weight, layer.adapter.bias: trained, but not in the model",
+    ),
+    "gradient_hooks_before_sharding": (
+        "OrderError",
+        "head.weight: a gradient hook on a parameter that is about to be sharded",
+    ),
+    "gradient_hooks_after_sharding": (
+        "OrderError",
+        "layer.fc1_weight: a gradient hook on a parameter that is sharded",
+    ),
+    "to_empty_in_place_of_materialize": (
+        "InitError",
+        "head.weight, head.bias: never initialised: expected values after to_empty",
+    ),
+    "seeds_by_rank_for_copies": ("InitError", "copies differ between ranks"),
+    "seeds_by_rank_for_whole_weights": ("InitError", "copies differ between ranks"),
+    "seeds_by_rank_for_dropout": ("InputError", "the random state that dropout draws from"),
+    "an_optimizer_that_one_rank_saved": (
+        "CheckpointError",
+        "expected this rank's part, got that of another rank",
+    ),
+    "whole_tensors_into_shards": (
+        "PlacementError",
+        "inp.weight: load_state_dict() of a sharded parameter: expected a DTensor",
+    ),
+    "a_cast_after_the_first_forward": (
+        "OrderError",
+        "a conversion from torch.float32 to torch.bfloat16 after the first forward",
+    ),
+    "inference_mode_before_training": ("OrderError", "forward after a first one under torch.inference_mode"),
+    "averaged_model_after_sharding": ("OrderError", "deepcopy of a model after fully_shard"),
+}
+
+
+@pytest.mark.ranks(2)
+def test_errors(pool, tmp_path):
+    assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
+    for found in pool.run(bodies.all_mistakes, 2, directory=str(tmp_path)):
+        for mistake, (name, phrase) in ERRORS.items():
+            kind, text = found.get(mistake, ("no error", ""))
+            assert kind == name and phrase in text and "Fix: " in text, (mistake, kind, text)
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_one_rank_saved(pool, tmp_path):
+    """The rank that saved gets its own part back; the others would get that too."""
+    (first, _), (text, unchanged) = pool.run(bodies.weights_that_one_rank_saved, 2, directory=str(tmp_path))
+    assert first == "" and unchanged
+    assert "expected this rank's part, got that of another rank" in text and "Fix: te_fsdp.checkpoint" in text
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_on_one_rank(pool):
+    text, other = pool.run(bodies.evaluation_on_one_rank, 2)
+    assert "first forward in evaluation without gradients: rank 1 has not called it" in text and other == ""
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_mistake(pool):
+    for found in pool.run(bodies.all_meant, 2):
+        assert found == {make.__name__: True for make in bodies.MEANT}
