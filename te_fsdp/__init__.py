@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from te_fsdp.modules.classes import MultiheadAttention as MultiheadAttention
     from te_fsdp.modules.classes import RMSNorm as RMSNorm
     from te_fsdp.modules.classes import TransformerLayer as TransformerLayer
+    from te_fsdp.modules.context_parallel import context_parallel_shard as context_parallel_shard
+    from te_fsdp.modules.context_parallel import set_context_parallel as set_context_parallel
     from te_fsdp.move.start import grad_comm as grad_comm
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
@@ -68,6 +70,8 @@ _HOMES = {
     "Meshes": "te_fsdp.mesh",
     # sharding
     "set_device_mesh": "te_fsdp.modules.apply",
+    "set_context_parallel": "te_fsdp.modules.context_parallel",
+    "context_parallel_shard": "te_fsdp.modules.context_parallel",
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "fsdp_no_shard": "te_fsdp.sharding.no_shard",
     "register_forward_method": "te_fsdp.sharding.steps",

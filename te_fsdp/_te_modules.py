@@ -3,7 +3,7 @@
 delayed scaling    a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
                    ``DelayedScalingRecipeState``
 ``GroupedLinear``  its grouped kernels, and the methods that read its parameters
-attention          which backend TE would pick
+attention          which backend TE would pick; a stream of the device that it computes on
 """
 
 from __future__ import annotations
@@ -224,6 +224,14 @@ class _Lines(logging.Handler):
         """Keep one line."""
         if not record.getMessage().startswith("Running with config"):  # the question, not a reason
             self.lines.append(record.getMessage())
+
+
+def new_stream() -> Any:
+    """A stream of the device that TE computes on: of its own ``torch``, which the emulation stands in for."""
+    module = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
+    )
+    return module.torch.cuda.Stream()
 
 
 def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class InitError(TeFsdpError, RuntimeError):
 
 
 class InputError(TeFsdpError, ValueError):
-    """Ranks that compute one forward together were given different inputs."""
+    """Ranks that compute one forward together were given different inputs, or the same where each has its part."""
 
 
 class CheckpointError(TeFsdpError, RuntimeError):

@@ -16,7 +16,7 @@
 
 Axes are bound by name, never by position, and always used in the order above. With ``ep`` = 1 the expert meshes are
 those of dense parameters. ``cp`` (context parallelism) adds ranks that see other tokens of the same sequences, and is
-data parallelism as far as parameters go; attention over it is TE's.
+data parallelism as far as parameters go; attention over it is TE's, which ``fully_shard`` tells of its ranks.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Meshes:
     cp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    #: Shapes of batches that ``context_parallel_shard`` has compared over ``cp``.
+    batches_seen: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -269,6 +271,19 @@ class Meshes:
     def ep(self) -> DeviceMesh | None:
         """1-D mesh of the expert-parallel axis, ``None`` when its size is 1."""
         return None if self.expert_mesh is None else self.expert_mesh["ep"]
+
+    def cp_parts(self, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
+        """``cp`` as two 1-D meshes: ``inner`` neighbouring ranks, and one rank of each such group.
+
+        Collective over the world: process groups are made.
+
+        Args:
+            inner: A divisor of the size of ``cp``.
+        """
+        cp = self.size("cp")
+        cut = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
+        found = _torch.unflatten_mesh(self.expert_mesh or self.device_mesh, "dp_shard", cut)
+        return found["cp_inner"], found["cp_outer"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:

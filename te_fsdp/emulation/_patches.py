@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import re
 import sys
 import types
@@ -116,7 +117,64 @@ def _splits_on_device(module: types.ModuleType) -> None:
     module.GroupedLinear.forward = forward  # type: ignore[attr-defined]
 
 
+class _Once:
+    """A message of gloo, which may be waited for once, as one of NCCL: any number of times."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Until it has come or gone."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def _wait_again(module: types.ModuleType) -> None:
+    stock = module.flash_attn_p2p_communicate  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def flash_attn_p2p_communicate(*args: Any, **kwargs: Any) -> list[_Once]:
+        return [_Once(work) for work in stock(*args, **kwargs)]
+
+    module.flash_attn_p2p_communicate = flash_attn_p2p_communicate  # type: ignore[attr-defined]
+
+
+def _fused_over_cp(module: types.ModuleType) -> None:
+    stock = module.get_attention_backend  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def get_attention_backend(attention_params: Any = None) -> Any:
+        if not attention_params.context_parallel:
+            return stock(attention_params)
+        saved = os.environ.get("NVTE_FUSED_ATTN")
+        os.environ["NVTE_FUSED_ATTN"] = "1"
+        try:
+            return stock(attention_params)
+        finally:
+            if saved is None:
+                del os.environ["NVTE_FUSED_ATTN"]
+            else:
+                os.environ["NVTE_FUSED_ATTN"] = saved
+
+    module.get_attention_backend = get_attention_backend  # type: ignore[attr-defined]
+
+
 PATCHES: list[Patch] = [
+    Patch(
+        "transformer_engine.pytorch.attention.dot_product_attention.utils",
+        ("get_attention_backend",),
+        _ALL,
+        "pytorch/attention/dot_product_attention/utils.py:1269 has no unfused attention over a context-parallel axis",
+        _fused_over_cp,
+    ),
+    Patch(
+        "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
+        ("flash_attn_p2p_communicate",),
+        _ALL,
+        "pytorch/attention/dot_product_attention/context_parallel.py:2697 waits again for messages that have come",
+        _wait_again,
+    ),
     Patch(
         "transformer_engine.pytorch.module.grouped_linear",
         ("GroupedLinear.forward",),

@@ -30,8 +30,9 @@ from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, Resett
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
 from te_fsdp.modules.initialize import initialize_te_parameters
+from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing, check_divisible
-from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards, watch_inputs
+from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
 from te_fsdp.quantized.all_gather import mend_hooks, mend_new_zeros
 from te_fsdp.quantized.amax import requantize

@@ -279,12 +279,13 @@ class MeshModule(torch.nn.Module):
         pair.shard, pair.release = value, release_of(pair.gathered, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy everything but process groups, which the copy shares (they cannot be copied)."""
+        """Copy everything but process groups and streams, which the copy shares (they cannot be copied)."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for value in self.__dict__.values():
-            if isinstance(value, torch.distributed.ProcessGroup):
-                memo[id(value)] = value
+            for one in value if isinstance(value, list) else (value,):  # cp_group may be two
+                if isinstance(one, (torch.distributed.ProcessGroup, torch.Stream)):
+                    memo[id(one)] = one
         for parameter in self._parameters.values():
             if isinstance(parameter, DTensor) and id(parameter) not in memo:
                 memo[id(parameter)] = _copy_parameter(parameter, memo)

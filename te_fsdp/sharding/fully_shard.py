@@ -31,7 +31,8 @@ from te_fsdp.errors import shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
-from te_fsdp.modules.rank_checks import watch_inputs
+from te_fsdp.modules.context_parallel import check_attention, tell_attention
+from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (
@@ -85,8 +86,8 @@ def fully_shard(
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
     Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
-    quantized weights quantized with one scale per weight, and Python attributes. Build the optimizer afterwards.
-    Collective over all ranks of the meshes. Communicates checksums of parameters on the device, and amaxes.
+    quantized weights quantized with one scale per weight, and Python attributes; tells attention of ``cp``
+    (:func:`te_fsdp.set_context_parallel`). Build the optimizer afterwards. Collective over all ranks.
 
     Args:
         model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
@@ -103,7 +104,7 @@ def fully_shard(
         reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
         experts: Names or classes of ``GroupedLinear`` modules (or around some) to deal out over ``ep``; default: all.
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
-        check_inputs: Compare what enters the model over ``tp``, whenever it comes in new shapes.
+        check_inputs: Compare what enters the model over ``tp`` and ``cp``, whenever it comes in new shapes.
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
 
     Returns:
@@ -130,6 +131,7 @@ def fully_shard(
 
 def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
+    check_attention(plan.model, plan.meshes)
     refuse_whole(fused, {key for key, row in plan.parameters.items() if row.storage.is_whole}, plan.model)
     check_same_model(plan)
     check_replicas(plan)
@@ -282,7 +284,10 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         )
     state.model.__dict__[KEY] = state
     mark(state)
-    watch_inputs(state.model, state.meshes.tp if check_inputs else None)
+    tell_attention(state.model, state.meshes)
+    watch_inputs(
+        state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
+    )
     watch_forward(state)
     watch_steps()
     fuse_wgrad(state, fused)

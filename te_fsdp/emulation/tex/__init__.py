@@ -14,7 +14,18 @@ from typing import Any
 from te_fsdp.emulation.tex import enums
 
 #: Modules whose ``__all__`` (or ``FUNCTIONS``) make up the extension. A name defined twice is an error.
-_SOURCES = ("formats", "gemm", "grouped", "norm", "activation", "softmax", "recipe", "multi_tensor", "misc")
+_SOURCES = (
+    "formats",
+    "gemm",
+    "grouped",
+    "norm",
+    "activation",
+    "softmax",
+    "attention",
+    "recipe",
+    "multi_tensor",
+    "misc",
+)
 #: Names that TransformerEngine looks up with a default, where "not there" is the answer that it can handle.
 _OPTIONAL = ("flash_attention", "get_attention_backend")
 #: Helpers of ``formats`` that are ours and not the extension's.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fsdp.emulation._errors import EmulationError
-from te_fsdp.emulation.tex.enums import NVTE_Fused_Attn_Backend, NVTE_QKV_Format
+from te_fsdp.emulation.tex.enums import NVTE_QKV_Format
 
 
 def get_cublasLt_version() -> int:
@@ -37,16 +37,6 @@ def ubuf_built_with_mpi() -> bool:
     return False
 
 
-def get_fused_attn_backend(*args: Any) -> Any:
-    """No fused attention: TransformerEngine falls back to its unfused backend.
-
-    Newer versions pass one object and expect ``(backend, reason)``, older ones pass the fields and expect the
-    backend.
-    """
-    backend = NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return (backend, "fused attention is not emulated on the CPU") if len(args) == 1 else backend
-
-
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
     """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` unless it is ``None``."""
     swapped = tensor.transpose(0, 1)
@@ -73,23 +63,32 @@ def _rope(
     qkv_format: Any,
     interleaved: bool,
     cu_seqlens: torch.Tensor | None,
-    cp_size: int,
+    cp: tuple[int, int],
     back: bool,
 ) -> torch.Tensor:
-    """Rotate the first ``freqs.shape[-1]`` channels of each head by its position; copy the others."""
+    """Rotate the first ``freqs.shape[-1]`` channels of each head by its position; copy the others.
+
+    ``cp`` is size and rank of context parallelism: of 2 x size equal parts of the sequence the input has the rank-th
+    from the front and the rank-th from the back.
+    """
     sequence_first = int(qkv_format) == int(NVTE_QKV_Format.NVTE_SBHD)
     if not sequence_first and int(qkv_format) != int(NVTE_QKV_Format.NVTE_BSHD):
         raise NotImplementedError(
             f"fused rotary embedding of format {qkv_format!r} is not emulated on the CPU"
         )
-    if cp_size != 1 or cu_seqlens is not None:
-        raise NotImplementedError(
-            "fused rotary embedding with context parallelism is not emulated on the CPU"
-        )
+    if cu_seqlens is not None:
+        raise NotImplementedError("fused rotary embedding of packed sequences is not emulated on the CPU")
     x = input if sequence_first else input.transpose(0, 1)
     length, batch, channels = x.shape[0], x.shape[1], freqs.shape[-1]
     angles = freqs.float().reshape(freqs.shape[0], channels)
-    positions = torch.arange(length).unsqueeze(1).expand(length, batch)
+    size, rank = cp
+    positions = torch.arange(length)
+    if size > 1:
+        half = length // 2
+        positions = torch.cat(
+            (positions[:half] + rank * half, positions[half:] + (2 * size - rank - 2) * half)
+        )
+    positions = positions.unsqueeze(1).expand(length, batch)
     if start_positions is not None:
         positions = positions + start_positions.reshape(1, batch).long()
     if int(positions.max()) >= angles.shape[0]:
@@ -117,8 +116,9 @@ def fused_rope_forward(
     cp_rank: int,
 ) -> torch.Tensor:
     """Rotary embedding of (s, b, h, d) or (b, s, h, d), angles (s, 1, 1, d2) (``common/fused_rope``)."""
-    del cp_rank
-    return _rope(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, False)
+    return _rope(
+        input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, (cp_size, cp_rank), False
+    )
 
 
 def fused_rope_backward(
@@ -132,8 +132,9 @@ def fused_rope_backward(
     cp_rank: int,
 ) -> torch.Tensor:
     """Backward of :func:`fused_rope_forward`: the transposed rotation."""
-    del cp_rank
-    return _rope(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, True)
+    return _rope(
+        output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, (cp_size, cp_rank), True
+    )
 
 
 def _copy_rows(
@@ -201,7 +202,6 @@ __all__ = [
     "fused_rope_forward",
     "get_cublasLt_version",
     "get_cudnn_version",
-    "get_fused_attn_backend",
     "get_num_cublas_streams",
     "swap_first_dims",
     "ubuf_built_with_mpi",

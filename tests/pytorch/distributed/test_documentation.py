@@ -38,6 +38,7 @@ PAGES = {
         "saved",
     ],
     "docs/compile.md": ["built"],
+    "docs/context_parallel.md": ["of_tokens", "of_tokens"],
     "docs/data.md": ["data"],
     "docs/errors.md": ["training"],
     "docs/graphs.md": ["microbatched"],
@@ -76,6 +77,23 @@ class MyModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.encoder(self.embedding(x)) + self.position
         return self.head(self.norm(self.router(self.layer(x))))
+
+
+class OfTokens(nn.Module):
+    """A language model, batch first."""
+
+    def __init__(self, **parallel: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        plain = {"device": "meta", "dtype": torch.bfloat16}
+        layer = {"set_parallel_mode": True, "params_dtype": torch.bfloat16, "attn_input_format": "bshd"}
+        layer |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "meta"}
+        self.embedding, self.head = nn.Embedding(99, WIDTH, **plain), nn.Linear(WIDTH, 99, **plain)
+        self.layer = te.TransformerLayer(WIDTH, 2 * WIDTH, 4, **layer, **parallel)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embedding(tokens)))
 
 
 class Reader:
@@ -135,6 +153,13 @@ class Reader:
         """A data set of tokens."""
         self.nothing()
         self.names |= {"dataset": torch.arange(256).reshape(64, 4), "epochs": 2}
+
+    def of_tokens(self) -> None:
+        """A model of tokens on a context-parallel axis, and batches for it."""
+        self.meshes(dp_shard=-1, cp=2, tp=2)
+        tokens = torch.arange(BATCH * SEQUENCE, device=harness.device()).view(BATCH, SEQUENCE)
+        self.names |= {"loader": [(tokens, tokens)], "build_model": OfTokens}
+        self.names["model"] = OfTokens(**self.names["meshes"].te_kwargs())
 
     def averaged(self) -> None:
         """Under HFSDP, after a backward."""

@@ -119,8 +119,8 @@ def test_rotary_embedding_from_a_start_position(te, tex):
     assert torch.equal(got[:, 1:], late[5:])
     with pytest.raises(RuntimeError, match="holds 10 positions, position 11 is asked"):
         tex.fused_rope_forward(x, freqs, torch.tensor([0, 8]), 0, False, None, 1, 0)
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        tex.fused_rope_forward(x, freqs, None, 0, False, None, 2, 0)
+    with pytest.raises(NotImplementedError, match="packed sequences"):
+        tex.fused_rope_forward(x, freqs, None, 0, False, torch.tensor([0, 4]), 1, 0)
 
 
 def test_row_padding(tex):
