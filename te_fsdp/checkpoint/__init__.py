@@ -5,7 +5,7 @@ And Hugging Face models' folders, from and onto any mesh: ``save_huggingface``, 
 
 from te_fsdp.checkpoint.background import SaveHandle
 from te_fsdp.checkpoint.directory import latest
-from te_fsdp.checkpoint.extra import PerRank, rng_state, set_rng_state
+from te_fsdp.checkpoint.entries import PerRank, rng_state, set_rng_state
 from te_fsdp.checkpoint.loading import Loaded, load
 from te_fsdp.checkpoint.portable.huggingface import load_huggingface, save_huggingface
 from te_fsdp.checkpoint.saving import save

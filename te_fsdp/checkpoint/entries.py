@@ -11,16 +11,21 @@ a module holds them: TE's ``GroupedLinear`` has a parameter per expert, or a sin
     bias0 (out), bias1, ...            or    bias (experts, out)          ->    bias (experts, out)
 
 What belongs to one expert (a scale, an optimizer's step) gets the same leading dim.
+
+The user's ``extra`` goes to JSON, its tensors become entries; so does the state of random generators, for ``extra``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
 from te_fsdp.errors import CheckpointError
@@ -185,3 +190,252 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
                 fix="give all experts of a layer to one optimizer, with the same options",
             )
         states[key] = {**have, "experts": sorted({*have["experts"], *described["experts"]})}
+
+
+# ----------------------------------------------------------------------------------------------------- the user's extra
+
+
+# Single-key objects stand for what JSON lacks.
+_TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
+_RESERVED = (_TUPLE, _TENSOR, _PER_RANK)
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value in ``extra`` of which every rank has its own, such as the state of its random generators.
+
+    On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be:
+    ``load`` names it in a warning and gives ``None`` in its place.
+
+    Attributes:
+        value: What ``extra`` may hold; ranks may hold different things.
+    """
+
+    value: Any
+
+
+@dataclass
+class OwnParts:
+    """This rank's values of the PerRank places in an ``extra``.
+
+    Attributes:
+        rank: This rank.
+        encoded: JSON form by place.
+        entries: Tensors that they refer to; their keys name the rank.
+    """
+
+    rank: int
+    encoded: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
+    """JSON form of a value, and the tensors that it refers to.
+
+    Args:
+        value: Nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors.
+        where: Name of the value, for messages and as the prefix of tensor keys.
+        own: Takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it,
+            they are refused.
+
+    Raises:
+        CheckpointError: Names the entry of another type.
+    """
+    entries: dict[str, Entry] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, PerRank) and own is not None:
+            own.encoded[where], more = encode(value.value, f"{where}@{own.rank}")
+            own.entries |= more
+            return {_PER_RANK: where}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if _is_plain_tensor(value):
+            entries[where] = whole_entry(value)
+            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
+            # Escaped as in a JSON pointer, so that no two paths give one key.
+            escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
+            return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
+        if type(value) in (list, tuple):
+            items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {_TUPLE: items}
+        raise CheckpointError(
+            f"{where}: cannot be stored",
+            expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
+            got=_kind_of(value),
+            fix="convert it, for example number.item() or str(path)",
+        )
+
+    return walk(value, where), entries
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.layout != torch.strided:
+        return False
+    return not value.is_meta and not _te.is_quantized(value)
+
+
+def _kind_of(value: Any) -> str:
+    """What a value is that cannot be stored."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        return f"a tensor with the layout {value.layout}"
+    if isinstance(value, dict):
+        return f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
+    return (
+        "PerRank inside of PerRank, or outside of extra"
+        if isinstance(value, PerRank)
+        else type(value).__name__
+    )
+
+
+def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
+    """A JSON form in which other things stand for the single-key objects with these marks, given value and place."""
+    if isinstance(node, list):
+        return [_replaced(item, marks, f"{where}/{index}") for index, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    (mark,) = node if len(node) == 1 else (None,)
+    if mark in marks:
+        return marks[mark](node[mark], where)
+    return {k: _replaced(v, marks, where if k == _TUPLE else f"{where}/{k}") for k, v in node.items()}
+
+
+def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
+    """Put what each rank holds at the PerRank places into rank 0's JSON form.
+
+    Args:
+        encoded: From :func:`encode` on rank 0.
+        ranks: Each rank's :attr:`OwnParts.encoded`.
+
+    Raises:
+        CheckpointError: The ranks have such values at different places.
+    """
+    for rank, parts in enumerate(ranks):
+        if parts.keys() != ranks[0].keys():
+            raise CheckpointError(
+                f"extra: PerRank values at different places on rank 0 and rank {rank}",
+                expected=sorted(ranks[0]),
+                got=sorted(parts),
+                fix="give extra the same keys on all ranks",
+            )
+
+    return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
+
+
+def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
+    """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh.
+
+    Args:
+        encoded: The manifest's ``extra``.
+        saved: Mesh that saved it, from :func:`te_fsdp.checkpoint.model_state.mesh_sizes`.
+        here: This mesh.
+        rank: This rank.
+    """
+    same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
+    lost: list[str] = []
+
+    def pick(values: list[Any], where: str) -> Any:
+        if len(values) != saved.get("ranks", 1):
+            raise CheckpointError(
+                f"{where}: values of {len(values)} ranks",
+                expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
+                fix="the checkpoint is damaged, load an earlier one",
+            )
+        if not same:
+            lost.append(where)
+        return values[rank] if same else None
+
+    return _replaced(encoded, {_PER_RANK: pick}), lost
+
+
+def references(encoded: Any) -> list[dict[str, Any]]:
+    """What an encoded value says of each tensor in it: ``key``, ``shape``, ``dtype``."""
+    found: list[dict[str, Any]] = []
+    _replaced(encoded, {_TENSOR: lambda described, _: found.append(described)})
+    return found
+
+
+def tensor_slots(encoded: Any) -> dict[str, Entry]:
+    """New CPU tensors to load the tensors of an encoded value into, by key."""
+    slots = {}
+    for described in references(encoded):
+        dtype = getattr(torch, described["dtype"].removeprefix("torch."))
+        slots[described["key"]] = whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
+    return slots
+
+
+def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
+    """The value that :func:`encode` was given, its tensors taken from filled slots."""
+    marks: dict[str, Callable[[Any, str], Any]] = {
+        _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,
+        _TUPLE: lambda items, where: tuple(_replaced(item, marks, where) for item in items),
+    }
+    return _replaced(encoded, marks)
+
+
+def rng_state(tracker: Any = None) -> PerRank:
+    """State of this rank's random generators, to be saved in ``extra={"rng": ...}``. Local operation.
+
+    Covers Python's ``random``, NumPy's global generator if NumPy is imported, torch's of the CPU and of the
+    current GPU. A generator that all ranks share (the order of the data, say) does not belong here: its
+    ``get_state()`` is a tensor that ``extra`` takes as it is, and that loads on any mesh.
+
+    Args:
+        tracker: TransformerEngine's or Megatron's tracker of named states (``get_states``, tensors), if the
+            model uses one.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        words = torch.tensor([int(word) for word in keys], device="cpu")
+        state["numpy"] = {
+            "kind": kind,
+            "words": words,
+            "rest": (int(position), int(has_gauss), float(cached)),
+        }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if tracker is not None:
+        state["tracker"] = dict(tracker.get_states())
+    return PerRank(state)
+
+
+def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
+    """Put back what :func:`rng_state` found, as ``load`` returned it. Local operation.
+
+    Args:
+        state: This rank's.
+        tracker: As at the save (``set_states``).
+
+    Raises:
+        CheckpointError: No state, since it was saved on another mesh, or none of a generator that is in use.
+    """
+    if state is None:
+        raise CheckpointError(
+            "set_rng_state: no state",
+            why="States of single ranks, saved on another mesh, belong to none of these ranks",
+            fix="seed the ranks anew, for example torch.manual_seed(seed + step) with a seed per rank",
+        )
+    if (tracker is None) != ("tracker" not in state):
+        raise CheckpointError(
+            "set_rng_state: tracker", expected="one here and at the save, or neither", fix="pass it to both"
+        )
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        words = np.array(state["numpy"]["words"].tolist(), dtype=np.uint32)
+        np.random.set_state((state["numpy"]["kind"], words, *state["numpy"]["rest"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if tracker is not None:
+        tracker.set_states(dict(state["tracker"]))

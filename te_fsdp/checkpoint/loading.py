@@ -36,8 +36,7 @@ from te_fsdp.checkpoint.conversion import (
     reset_delayed,
 )
 from te_fsdp.checkpoint.directory import in_use
-from te_fsdp.checkpoint.entries import Entry, whole_entry
-from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
+from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
 from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state
 from te_fsdp.checkpoint.optimizer_state import (
     check_scaled_state,

@@ -126,7 +126,7 @@ def _files(value: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.extra`."""
+    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.entries`."""
     if type(value) is list:
         return [_encoded]
     if type(value) is dict:

@@ -18,12 +18,13 @@ from te_fsdp.checkpoint.entries import (
     Entry,
     add_entry,
     cut_entry,
+    decode,
+    encode,
     join_experts,
     of_all_experts,
     per_expert,
     whole_entry,
 )
-from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError

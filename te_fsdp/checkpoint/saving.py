@@ -25,8 +25,7 @@ from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.directory import hide_old
-from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.extra import OwnParts, encode, join_ranks
+from te_fsdp.checkpoint.entries import Entry, OwnParts, encode, join_ranks
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     come_to_rest,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
-from te_fsdp.checkpoint.extra import decode
+from te_fsdp.checkpoint.entries import decode
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents, resolve
 from te_fsdp.checkpoint.portable.convert import compare_contents, open_any

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
-from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.entries import encode
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.checkpoint.optimizer_state import restore_groups

@@ -22,7 +22,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import background, sums, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
-from te_fsdp.checkpoint.extra import for_rank, join_ranks
+from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums

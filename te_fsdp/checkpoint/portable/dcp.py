@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from te_fsdp.checkpoint.extra import references
+from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, read_bytes
 from te_fsdp.checkpoint.portable.torch_files import BEHIND, Window, stored

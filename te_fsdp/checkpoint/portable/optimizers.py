@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_fsdp.checkpoint.entries import stacked_name
-from te_fsdp.checkpoint.extra import decode, encode
+from te_fsdp.checkpoint.entries import decode, encode, stacked_name
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents
 from te_fsdp.checkpoint.portable.lazy import Lazy
