@@ -172,7 +172,7 @@ def high_precision_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 #: Attributes by which TE and :func:`attach_high_precision_value` keep the value from before quantization, and TE's
-#: group of the amax: they belong to a tensor's bytes, not to the parameter. So does what ``installed.mend_new_zeros``
+#: group of the amax: they belong to a tensor's bytes, not to the parameter. So does what ``all_gather.patch_new_zeros``
 #: puts there, for one tensor object alone.
 OF_THE_BYTES = (
     "_high_precision_init_val",

@@ -34,7 +34,7 @@ from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing, check_divisible
 from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
-from te_fsdp.quantized.all_gather import mend_hooks, mend_new_zeros
+from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.amax import requantize
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
@@ -231,7 +231,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         _bind(item, replaced)
     watch_assignments(model)
     if _te.is_loaded():
-        mend_hooks()
+        patch_fsdp_hooks()
 
 
 def _communicates_over(
@@ -289,7 +289,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             local = _torch.local_of(new)
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
-                mend_new_zeros(local)
+                patch_new_zeros(local)
             binding.carry(name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)

@@ -58,7 +58,7 @@ def plan_modules(
     def plan() -> list[ModulePlan]:
         return _plan(model, dense, of_experts, experts, where, stays_whole)
 
-    planned = plan() if ep_mesh is None or ep_mesh.size() == 1 else _deal_out(plan, ep_mesh, where)
+    planned = plan() if ep_mesh is None or ep_mesh.size() == 1 else _partition_experts(plan, ep_mesh, where)
     return _with_cuts(planned, dense.grid, stays_whole)
 
 
@@ -281,7 +281,9 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     return chosen
 
 
-def _deal_out(plan: Callable[[], list[ModulePlan]], ep_mesh: DeviceMesh, where: str) -> list[ModulePlan]:
+def _partition_experts(
+    plan: Callable[[], list[ModulePlan]], ep_mesh: DeviceMesh, where: str
+) -> list[ModulePlan]:
     """Plan, and find out over ``ep_mesh`` which experts each module holds. Changes nothing.
 
     Collective over ``ep_mesh`` (two small object gathers), also where this rank's own plan fails.

@@ -50,7 +50,7 @@ from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.amax import attach_group
-from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, mend_empty, share_scale
+from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, patch_empty_shards, share_scale
 from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.packing import (
@@ -161,7 +161,7 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
             binding.cut_within = True
 
 
-def mend_new_zeros(local: torch.Tensor) -> None:
+def patch_new_zeros(local: torch.Tensor) -> None:
     """Let FSDP2 cut an MXFP8 weight that lies on the device. Local operation; other formats are left alone.
 
     FSDP2 copies its piece, which TE cuts byte for byte, into ``local.new_zeros(shape)``. That of TE 2.20.2 has scales
@@ -228,9 +228,9 @@ class _Rows(NamedTuple):
     rows: int
 
 
-def mend_hooks() -> None:
+def patch_fsdp_hooks() -> None:
     """Wrap the hooks of every quantized tensor class that has them; once per class, later calls do nothing."""
-    mend_empty()
+    patch_empty_shards()
     install("columnwise", _wrap_clear)
     install("gather", _wrap_pre)
     install("gathered", _wrap_post)

@@ -174,7 +174,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 # --- shards without rows
 
 
-def mend_empty() -> None:
+def patch_empty_shards() -> None:
     """Let empty tensors take part in current scaling's amax reductions; once per process.
 
     Quantizations without a reduction, and those of tensors with elements, go their old way.

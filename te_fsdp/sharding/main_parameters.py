@@ -91,7 +91,7 @@ class MainParameters:
         # What the last look has found, by the parameter's id; without a pair for one that needs none. Holds as long as
         # the parameter has the same local tensor (initialising and loading may replace it), and its state the same
         # main weight (so may loading). Rows of a parameter itself are looked at anew in each step: maybe a copy.
-        self._settled: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
         self._shards: dict[int, OptimizerShard] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
@@ -112,7 +112,7 @@ class MainParameters:
     def cut(self) -> None:
         """From now on cut state over the replicas of parameters."""
         self.averages = OuterAverages(self._cut, self._mains)
-        self._settled.clear()
+        self._known.clear()
 
     def shard(self, parameter: torch.Tensor) -> OptimizerShard | None:
         """This rank's rows of a parameter; ``None`` if its state is not cut. Local operation."""
@@ -138,7 +138,7 @@ class MainParameters:
         if is_low(parameter):
             main = optimizer.state.get(parameter, {}).get(MAIN)
             if main is None:
-                _settle(parameter)
+                _wait_for_weights(parameter)
                 whole = beginning(local)
                 main = (
                     _torch.placed_like(whole, parameter)
@@ -151,7 +151,7 @@ class MainParameters:
                 main = optimizer.state[parameter][MAIN] = shard.distributed(rows)
             _te.forget_high_precision_value(local)
         elif shard is not None:
-            _settle(parameter)
+            _wait_for_weights(parameter)
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
             main = shard.distributed(shard.of(local.detach()).contiguous())
         else:
@@ -211,8 +211,8 @@ class MainParameters:
                     _move_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        if len(self._settled) > count:  # of parameters that it has no longer
-            self._settled.clear()
+        if len(self._known) > count:  # of parameters that it has no longer
+            self._known.clear()
         if self.cuts and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights: it shall make none of them.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
@@ -229,14 +229,14 @@ class MainParameters:
                 found.append(None)
                 continue
             ready = None if self.averages is None else self.averages.ready.get(id(parameter))
-            known, of, pair = self._settled.get(id(parameter), (None, None, None))
+            known, of, pair = self._known.get(id(parameter), (None, None, None))
             main = state.get(MAIN) if state and (pair is None or pair.low) else ready and ready.main
             is_same = pair is None or main is pair.main
             if known is not parameter or of is not local or not is_same:
                 main = ready.main if ready is not None else self.make(optimizer, parameter)
                 low, shard = is_low(parameter), self.shard(parameter)
                 pair = None if main is None else Pair(parameter, main, local, low, shard)
-                self._settled[id(parameter)] = parameter, local, pair
+                self._known[id(parameter)] = parameter, local, pair
             found.append(pair)
         return found
 
@@ -332,7 +332,7 @@ class MainParameters:
         self.swap_out(optimizer)
 
 
-def _settle(parameter: torch.Tensor) -> None:
+def _wait_for_weights(parameter: torch.Tensor) -> None:
     """Wait for a parameter's new weights, of which a main parameter is about to be made. Local operation."""
     state = state_of(parameter)
     if state is not None:

@@ -297,7 +297,7 @@ class Bucket:
         del gradients  # their memory is free for what is sent
         return self._send(flat, mine, comm)
 
-    def start_spoilt(self, comm: GradComm | None) -> Pending[Reduced]:
+    def start_with_nan(self, comm: GradComm | None) -> Pending[Reduced]:
         """Take part in the bucket's reduction, once, with NaN for all gradients. Collective as :meth:`start`."""
         flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
         return self._send(flat, [True] * len(self.members), comm)
@@ -384,8 +384,8 @@ class Reduction:
         """
         quiet = None if self.comm is None else replace(self.comm, look=None)
         for _, bucket in self.early[len(self._pending) :]:
-            self._pending.append(bucket.start_spoilt(quiet))
+            self._pending.append(bucket.start_with_nan(quiet))
         while self._pending:
             self._pending.popleft().wait()
         for bucket in self.rest:
-            bucket.start_spoilt(quiet).wait()
+            bucket.start_with_nan(quiet).wait()

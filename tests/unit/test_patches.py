@@ -15,7 +15,7 @@ import te_fsdp
 from te_fsdp import _fsdp2, _patches, _te
 from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
-from te_fsdp.quantized.all_gather import mend_hooks
+from te_fsdp.quantized.all_gather import patch_fsdp_hooks
 from te_fsdp.quantized.amax_mark import make_marks_stick
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_the_tables_are_read_without_a_change(python):
 
 def test_patches_of_classes_are_installed_once(te):
     make_marks_stick()
-    mend_hooks()
+    patch_fsdp_hooks()
     found = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
@@ -58,7 +58,7 @@ def test_patches_of_classes_are_installed_once(te):
             assert attribute in owner.__dict__["_te_fsdp_patched"]
             found[owner, attribute] = owner.__dict__[attribute]
     make_marks_stick()
-    mend_hooks()
+    patch_fsdp_hooks()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
     assert len({attribute for _, attribute in found}) == 9
 

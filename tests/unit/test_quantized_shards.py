@@ -177,10 +177,10 @@ def test_packed_buffers_come_out_as_they_went_in(described):
 
 
 def test_hooks_are_mended_once(te):
-    all_gather.mend_hooks()
+    all_gather.patch_fsdp_hooks()
     classes = _patches.gathering_tensors()
     hooks = [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes]
-    all_gather.mend_hooks()
+    all_gather.patch_fsdp_hooks()
     assert len(classes) >= 2
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
 
