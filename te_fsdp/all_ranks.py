@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -125,6 +126,20 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
         thread.inside = False
 
 
+def _start_of_job() -> str:
+    """Part of the keys that tells one start of an elastic job from another in the same store; the same on all ranks.
+
+    torchrun's agent keeps its store when it starts the ranks again, with what dead ones have written. Each node counts
+    its own restarts, so that only a job of one node can tell all its starts apart, others those on other numbers of
+    ranks (docs/elastic.md).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else ""
+    return f"{dist.get_world_size()}.{restarts}/"
+
+
 def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
     """Who makes a call, in ascending order; none where there is nobody to wait for."""
     if not dist.is_initialized() or is_simulated():
@@ -152,7 +167,7 @@ class _Meeting:
         known[ranks] = number + 1, call
         whole = len(ranks) == dist.get_world_size()
         name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        store = dist.PrefixStore(f"te_fsdp/calls/{name}", _torch.default_store())
+        store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
         return cls(call, ranks, number + 1, before, store)
 
     def wait(self) -> None:

@@ -451,6 +451,14 @@ def _start_distributed(device_type: str) -> None:
     """Start torch.distributed unless it runs already; one process without torchrun becomes a world of one."""
     if dist.is_initialized():
         return
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Seen with torch 2.13: the connection to a dead rank's address is tried until the time-out.
+        _log.warning(
+            "Meshes.build: torchrun has started this rank again (%s), with the store of the start before, where dead "
+            "ranks' addresses are. If it hangs here: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
+            restarts,
+        )
     if device_type != "cpu":
         torch.get_device_module(device_type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"

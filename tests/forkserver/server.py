@@ -71,7 +71,11 @@ def serve(folder: str) -> dict[str, Any]:
                 watched.unregister(key.fileobj)
             elif key.fileobj is listener:
                 connection = listener.accept()[0]
-                job, streams = _received(connection)
+                try:
+                    job, streams = _received(connection)
+                except (OSError, EOFError):  # its launcher was killed before it had said anything
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
@@ -87,7 +91,8 @@ def serve(folder: str) -> dict[str, Any]:
                     return job
                 for stream in streams:
                     os.close(stream)
-                connection.sendall(b"%d\n" % pid)
+                with contextlib.suppress(OSError):  # it was killed just now, which is noticed next
+                    connection.sendall(b"%d\n" % pid)
                 launchers[pid] = connection
                 watched.register(connection, selectors.EVENT_READ, pid)
 
@@ -109,8 +114,11 @@ def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A launcher's job, and its three streams."""
     size, streams, _, _ = socket.recv_fds(connection, 4, 3)
     text = b""
-    while len(text) < int.from_bytes(size, "big"):
-        text += connection.recv(1 << 20)
+    while not size or len(text) < int.from_bytes(size, "big"):
+        part = connection.recv(1 << 20)
+        if not part:
+            raise EOFError
+        text += part
     return json.loads(text), streams
 
 

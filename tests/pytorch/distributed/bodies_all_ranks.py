@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import harness
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,3 +197,25 @@ def timeout_of_a_second_model() -> list[str]:
     with listening(timeout=20.0), collective_call("second"):
         seen.append("second")
     return seen
+
+
+def restarted_by_torchrun(restarts: str) -> str:
+    """A start in which a rank ends while it waits in a call, and one with the same store in which all make another."""
+    from te_fsdp import CollectiveError, all_ranks
+
+    with pytest.MonkeyPatch.context() as patch, listening(timeout=20.0):
+        for name, value in {"USE_AGENT_STORE": "True", "RESTART_COUNT": "0"}.items():
+            patch.setenv(f"TORCHELASTIC_{name}", value)
+        patch.setenv("GROUP_WORLD_SIZE", "1")
+        if dist.get_rank() == 0:
+            left = all_ranks._Meeting.next("first", (0, 1))
+            for key in ("0/came", "0/in/first"):
+                left.store.add(key, 1)
+            all_ranks._process().last.clear()  # as in a new process
+        dist.barrier()
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        try:
+            with all_ranks.collective_call("second"):
+                return "went on"
+        except CollectiveError as error:
+            return str(error)

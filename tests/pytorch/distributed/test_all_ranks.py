@@ -80,3 +80,10 @@ def test_the_store_does_not_grow(pool):
 @pytest.mark.ranks(2)
 def test_a_failed_call_leaves_the_next_one_whole(pool):
     assert pool.run(bodies.timeout_of_a_second_model, 2) == [["error", "second"]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_restart_does_not_meet_the_ranks_before_it(pool):
+    assert pool.run(bodies.restarted_by_torchrun, 2, restarts="1") == ["went on"] * 2
+    same_start = pool.run(bodies.restarted_by_torchrun, 2, restarts="0")
+    assert "the ranks are in different calls" in same_start[0]

@@ -1,0 +1,392 @@
+"""Ranks and nodes of examples/fsdp2_tp/train_elastic.py are killed at random; then the same resumes are made by hand.
+
+    usage: scripts/elastic_kills.py [--kills 20] [--seed 0] [--nodes 2] [--per-node 1] [--tp 1] ...
+
+Each node is a torchrun of its own on this machine. A kill hits one rank, or a node: its torchrun and all its ranks; a
+killed node comes back after a while. The moments are drawn: while ranks are being started, while they load, train, or
+save. At the end the run's checkpoint is compared, bit for bit, with that of one plain torchrun after the other, on as
+many ranks and from the same steps as the starts that the checkpoint stems from. Ends with status 0 if they are equal.
+Without a GPU: export TE_FSDP_EMULATION=9.0 OMP_NUM_THREADS=1 first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import te_fsdp
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples/fsdp2_tp/train_elastic.py"
+TINY = "--layers 1 --hidden 64 --ffn 64 --heads 2 --seq 32 --batch 8 --micro 2 --megabytes 0.3 --lr 3e-3"
+# In the environment of all processes of a node, by which they are found.
+MARK = "TE_FSDP_ELASTIC_NODE"
+
+Phase = Literal["start", "load", "train", "save"]
+PHASES: tuple[Phase, ...] = ("start", "load", "train", "save")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kill ranks and nodes of a job at random, and compare it with one that was resumed by hand."""
+
+    kills: int = 20
+    """How many times."""
+    seed: int = 0
+    """Of the moments and of who is hit."""
+    nodes: int = 2
+    """Nodes at most; one at least goes on."""
+    per_node: int = 1
+    """Ranks of a node."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    recipe: str = "current"
+    """Of the example."""
+    steps: int | None = None
+    """Of the whole run; by default it ends with the first checkpoint after the last kill."""
+    save_every: int = 4
+    """Steps between two saves."""
+    freeze: bool = False
+    """Also stop ranks without killing them, so that others wait in vain; --python must be a real one."""
+    patience: int = 60
+    """Seconds after which a rank gives up that waits for a silent one."""
+    lost: int = 5
+    """Seconds after which torchrun takes a silent node for lost (torch's own default is 15): more on a busy machine."""
+    last_call: int = 1
+    """Seconds that nodes wait for further ones (torch's own default is 30)."""
+    hangs: float = 300.0
+    """Seconds after which this script takes the job to hang."""
+    phases: tuple[Phase, ...] = PHASES
+    """When kills hit, in turn if --in-turn."""
+    in_turn: bool = False
+    """Go through --phases in their order, killing a node and a rank by turns; the node comes back after the rank."""
+    out: Path = Path("out/elastic_kills")
+    """Folder for all that is written; must not exist."""
+    by_hand: bool = True
+    """Whether the same resumes are made by hand, and compared."""
+    python: str = sys.executable
+    """Interpreter of torchrun."""
+    rank_python: str = sys.executable
+    """Interpreter of the ranks."""
+
+
+@dataclass
+class Kill:
+    """One of them, and what came of it."""
+
+    phase: str
+    hit: str
+    ranks: int
+    at: float
+    seconds: float = 0.0
+    after: str = ""
+
+
+@dataclass
+class Job:
+    """The nodes that are running, and what they have written."""
+
+    options: Options
+    port: int
+    steps: int
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    count: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints are."""
+        return self.options.out / "checkpoints"
+
+    def add_node(self) -> None:
+        """Start one more."""
+        name = f"{os.getpid()}.{self.count}"
+        self.count += 1
+        o = self.options
+        lost = (
+            f"is_host=0,last_call_timeout={o.last_call},keep_alive_interval=1,keep_alive_max_attempt={o.lost}"
+        )
+        command = [o.python, "-m", "torch.distributed.run", "--nnodes", f"1:{o.nodes}"]
+        command += [
+            "--nproc-per-node",
+            str(o.per_node),
+            "--max-restarts",
+            "1000",
+            "--monitor-interval",
+            "0.1",
+        ]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
+        command += ["--rdzv-conf", lost, "--rdzv-id", "elastic", "--no-python", o.rank_python, str(EXAMPLE)]
+        command += [*example_options(o, self.steps), "--save", str(self.folder), "--out", str(o.out / "run")]
+        # torch keeps one store for all starts otherwise, in which ranks find the addresses of dead ones.
+        environment = {**os.environ, MARK: name, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (o.out / "run.log").open("ab") as log:
+            self.agents[name] = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
+
+    def poll(self) -> None:
+        """Notice which nodes have ended by themselves."""
+        for name, agent in list(self.agents.items()):
+            status = agent.poll()
+            if status is not None:
+                self.ended.append(status)
+                del self.agents[name]
+
+    def processes(self, node: str) -> tuple[list[int], list[int]]:
+        """Processes of a node: all, and those that are ranks."""
+        everyone, ranks = [], []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"{MARK}={node}".encode() in variables:
+                everyone.append(int(folder.name))
+                if any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
+                    ranks.append(int(folder.name))
+        return everyone, ranks
+
+    def hit(self, draw: random.Random, kind: str) -> str | None:
+        """Kill a node, or a rank, or freeze one; says what, or nothing where nobody is there yet."""
+        node = draw.choice(sorted(self.agents))
+        everyone, ranks = self.processes(node)
+        if kind == "node" and len(self.agents) > 1:
+            send(signal.SIGKILL, everyone)
+            self.agents.pop(node).wait()
+            return "node"
+        if not ranks:
+            return None
+        send(signal.SIGSTOP if kind == "freeze" else signal.SIGKILL, [draw.choice(sorted(ranks))])
+        return "rank frozen" if kind == "freeze" else "rank"
+
+    def starts(self) -> list[dict]:
+        """What each start has noted."""
+        path = self.folder / "starts.jsonl"
+        return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
+
+    def trained(self) -> int:
+        """Bytes of the rows of steps."""
+        path = self.options.out / "run/metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def saved(self) -> int:
+        """Number of the last start that has saved."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return max((int(name.split("-")[1]) for name in names if name.startswith("start-")), default=0)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, beside a whole one."""
+        return self.saved() > 0 and any(".te_fsdp-saving." in name for name in os.listdir(self.folder))
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        for node, agent in self.agents.items():
+            send(signal.SIGKILL, self.processes(node)[0])
+            agent.wait()
+
+
+def send(number: signal.Signals, pids: list[int]) -> None:
+    """Send a signal to processes that may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def example_options(options: Options, steps: int) -> list[str]:
+    """What the run and those by hand share."""
+    words = [*TINY.split(), "--recipe", options.recipe, "--tp", str(options.tp), "--steps", str(steps)]
+    return [*words, "--save-every", str(options.save_every), "--patience", str(options.patience)]
+
+
+class Killer:
+    """Waits for the moments that were drawn, and kills."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.draw = job, random.Random(job.options.seed)
+        self.kills: list[Kill] = []
+        self.back_at: list[float] = []  # when nodes come back
+
+    def wait(self, what: str, ready: Callable[[], bool], most: float | None = None) -> bool:
+        """Wait until it is ready; False where the job has ended before."""
+        most = most or self.job.options.hangs
+        deadline = time.monotonic() + most
+        while not ready():
+            self.job.poll()
+            if 0 in self.job.ended:
+                return False
+            now = time.monotonic()
+            if (self.back_at and self.back_at[0] <= now) or not self.job.agents:
+                self.back_at = self.back_at[1:]
+                self.job.add_node()
+            if now > deadline:
+                raise SystemExit(
+                    f"elastic_kills: waited for {most:.0f} s for {what}; see {self.job.options.out}"
+                )
+            time.sleep(0.005)
+        return True
+
+    def sleep(self, seconds: float) -> bool:
+        """Let so much time pass; False where the job has ended."""
+        until = time.monotonic() + seconds
+        return self.wait("a moment", lambda: time.monotonic() >= until)
+
+    def reach(self, phase: str, known: int, rows: int) -> bool:
+        """Wait for a moment of a phase, after `known` starts and `rows` bytes of steps; False: the job has ended."""
+        if phase == "start":
+            return self.sleep(self.draw.uniform(0.2, 4.0))
+        if not self.wait("the next start", lambda: len(self.job.starts()) > known):
+            return False
+        if phase == "load":
+            return self.sleep(self.draw.uniform(0.0, 0.3))
+        if not self.wait("a step", lambda: self.job.trained() != rows):
+            return False
+        if phase == "train":
+            return self.sleep(self.draw.uniform(0.0, 2.0))
+        return self.wait("a save", self.job.saving) and self.sleep(self.draw.uniform(0.0, 0.05))
+
+    def run(self) -> None:
+        """All kills, and the job to its end."""
+        options, known, rows = self.job.options, 0, -1
+        kinds = ["rank", "node"] + ["freeze"] * options.freeze
+        everyone = options.nodes * options.per_node
+        self.wait("all nodes", lambda: any(row["ranks"] == everyone for row in self.job.starts()[-1:]))
+        for number in range(options.kills):
+            self.note(known)
+            phase = (
+                options.phases[number % len(options.phases)]
+                if options.in_turn
+                else self.draw.choice(options.phases)
+            )
+            kind = kinds[(number + 1) % 2] if options.in_turn else self.draw.choice(kinds)
+            if not self.reach(phase, known, rows):
+                break
+            self.note(known)
+            seen, gone = self.job.starts(), options.nodes - len(self.job.agents)
+            hit = self.job.hit(self.draw, kind)
+            while hit is None and self.sleep(0.1):  # torchrun is between two starts
+                hit = self.job.hit(self.draw, kind)
+            ranks = seen[-1]["ranks"] if seen else 0
+            self.kills.append(Kill(phase, hit or "none", ranks, time.monotonic()))
+            if options.in_turn:
+                self.back_at = [0.0] * gone
+            elif hit == "node":
+                self.back_at.append(time.monotonic() + self.draw.uniform(0.0, 15.0))
+            known, rows = len(seen), self.job.trained()
+        self.wait("the next start", lambda: len(self.job.starts()) > known)
+        self.note(known)
+        if options.steps is None:
+            self.wait("its first checkpoint", lambda: self.job.saved() > known)
+        else:
+            self.wait("the end", lambda: False, most=4 * options.hangs)
+
+    def note(self, known: int) -> None:
+        """What came after the last kill, if it is not yet known."""
+        starts = self.job.starts()
+        if self.kills and not self.kills[-1].after and len(starts) > known:
+            last, row = self.kills[-1], starts[known]
+            last.seconds = time.monotonic() - last.at
+            last.after = f"{row['ranks']} ranks, {row['from'] or 'from the beginning'}"
+
+
+def lineage(starts: list[dict], last: str) -> list[tuple[int, int]]:
+    """Ranks and last step of each start that a checkpoint stems from, the first one first."""
+    found: list[tuple[int, int]] = []
+    name: str | None = last
+    while name is not None:
+        start, step = map(int, re.fullmatch(r"start-(\d+)-step-(\d+)", name).groups())  # type: ignore[union-attr]
+        row = starts[start - 1]
+        found.append((row["ranks"], step))
+        name = row["from"]
+    return found[::-1]
+
+
+def by_hand(options: Options, parts: list[tuple[int, int]]) -> Path:
+    """One plain torchrun after the other; the last one's checkpoint."""
+    before: Path | None = None
+    for number, (ranks, step) in enumerate(parts):
+        folder = options.out / f"by-hand/{number}"
+        command = [
+            options.python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        command += ["--no-python", options.rank_python, str(EXAMPLE), *example_options(options, step)]
+        command += ["--save", str(folder), "--out", str(folder)]
+        command += ["--no-asynchronous"] + (["--resume", str(before)] if before else [])
+        with (options.out / "by-hand.log").open("ab") as log:
+            subprocess.run(command, stdout=log, stderr=log, check=True, cwd=ROOT)
+        before = folder / f"start-1-step-{step}"
+    assert before is not None
+    return before
+
+
+def report(killer: Killer, parts: list[tuple[int, int]], verdict: str) -> None:
+    """The table."""
+    table = Table(
+        title=f"seed {killer.job.options.seed}: {len(killer.kills)} kills, {len(killer.job.starts())} starts"
+    )
+    for name in ("", "while ranks", "killed", "of ranks", "seconds to the next start", "it goes on with"):
+        table.add_column(name)
+    for number, kill in enumerate(killer.kills, 1):
+        cells = kill.phase, kill.hit, str(kill.ranks), f"{kill.seconds:.1f}", kill.after
+        table.add_row(str(number), *cells)
+    console = Console(width=110)
+    console.print(table)
+    console.print("by hand: " + ", ".join(f"{ranks} ranks to step {step}" for ranks, step in parts))
+    console.print(verdict)
+
+
+def main(options: Options) -> int:
+    """Run the job, kill, compare; the exit status."""
+    options.out.mkdir(parents=True)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    steps = options.steps or 1_000_000
+    job = Job(options, store.port, steps)
+    killer = Killer(job)
+    try:
+        for _ in range(options.nodes):
+            job.add_node()
+        killer.run()
+    finally:
+        job.end()
+    if len(killer.kills) < options.kills:
+        raise SystemExit(f"elastic_kills: the job ended after {len(killer.kills)} kills")
+    newest = te_fsdp.checkpoint.latest(job.folder)
+    assert newest is not None
+    last = newest.name
+    parts = lineage(job.starts(), last)
+    found = json.dumps({"last": last, "parts": parts, "kills": [asdict(kill) for kill in killer.kills]})
+    (options.out / "result.json").write_text(found + "\n")
+    if not options.by_hand:
+        report(killer, parts, "not compared")
+        return 0
+    other = by_hand(options, parts)
+    command = [options.python, "-m", "te_fsdp.cli", "ckpt", "diff", str(job.folder / last), str(other)]
+    compared = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    report(killer, parts, f"{last} and the run by hand: {compared.stdout.strip() or compared.stderr[-2000:]}")
+    return compared.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
