@@ -5,12 +5,13 @@ made-up sources, that the rule finds what it is there for.
 """
 
 import ast
+import functools
 import graphlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +25,10 @@ MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = tuple(
     f"te_fsdp/{name}.py"
-    for name in (
-        "_patches",
-        "_torch",
-        "_torch_symm",
-        "_fsdp2",
-        "_fsdp2_copies",
-        "_fsdp2_patches",
-    )
+    for name in ("_patches", "_torch", "_torch_symm", "_fsdp2", "_fsdp2_copies", "_fsdp2_patches")
 )
 TE_DOORS = tuple(
-    f"te_fsdp/{name}.py"
-    for name in (
-        "_te",
-        "_te_formats",
-        "_te_modules",
-        "_patches",
-        "_te_pickles",
-    )
+    f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches", "_te_pickles")
 )
 EMULATION = "te_fsdp/emulation/"
 
@@ -78,7 +65,7 @@ def too_long(text: str) -> list[str]:
     """Files and functions beyond the limits."""
     lines = text.count("\n")
     offences = [f"{lines} lines in the file, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -100,9 +87,7 @@ def unfinished(text: str) -> list[str]:
         for n, line in enumerate(text.splitlines(), 1)
         if re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", line)
     ]
-    raised = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise) and node.exc is not None
-    ]
+    raised = [node for node in nodes(text) if isinstance(node, ast.Raise) and node.exc is not None]
     names = [(node.lineno, dotted(getattr(node.exc, "func", node.exc))) for node in raised]
     return found + [f"line {line}: {name}" for line, name in names if name == "NotImplementedError"]
 
@@ -116,9 +101,15 @@ def paths_of_one_machine(text: str) -> list[str]:
     ]
 
 
-def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.lru_cache(maxsize=1)
+def nodes(text: str) -> list[ast.AST]:
+    """All that a source is parsed into; all rules look at one source before the next (`offences`)."""
+    return [*ast.walk(ast.parse(text))]
+
+
+def imported(text: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import; `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -142,9 +133,8 @@ def is_private(name: str) -> bool:
 
 def private_torch_names(text: str) -> list[str]:
     """Imports of, and attribute chains to, names of torch that it keeps private."""
-    tree = ast.parse(text)
-    used = set(imported(tree))
-    used |= {(node.lineno, dotted(node) or "") for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = set(imported(text))
+    used |= {(node.lineno, dotted(node) or "") for node in nodes(text) if isinstance(node, ast.Attribute)}
     return [
         f"line {line}: {name}"
         for line, name in sorted(used)
@@ -154,11 +144,10 @@ def private_torch_names(text: str) -> list[str]:
 
 def te_imports(text: str) -> list[str]:
     """Imports of TransformerEngine, written out or through importlib."""
-    tree = ast.parse(text)
     found = [
-        (line, name) for line, name in imported(tree) if name.split(".")[0].startswith("transformer_engine")
+        (line, name) for line, name in imported(text) if name.split(".")[0].startswith("transformer_engine")
     ]
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] in (
             "import_module",
             "__import__",
@@ -197,7 +186,7 @@ PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 def names_of(names: set[str], text: str) -> list[str]:
     """Where a source reads, writes, defines or spells (for `getattr`) one of some names; but for those of `self`."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Attribute) and dotted(node.value) != "self":
             found.append((node.lineno, node.attr))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -220,7 +209,7 @@ def te_names(text: str) -> list[str]:
 def patches(text: str) -> list[str]:
     """Assignments to attributes that te_fsdp replaces in TE or FSDP2."""
     targets = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             targets += node.targets if isinstance(node, ast.Assign) else [node.target]
         elif isinstance(node, ast.Call) and dotted(node.func) == "setattr" and len(node.args) == 3:
@@ -236,15 +225,13 @@ def patches(text: str) -> list[str]:
 
 def lists_of_names(text: str) -> list[str]:
     """`__all__`, which says again, and not always truly, what an underscore says."""
-    found = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name) and node.id == "__all__"
-    ]
+    found = [node for node in nodes(text) if isinstance(node, ast.Name) and node.id == "__all__"]
     return [f"line {node.lineno}: __all__" for node in found]
 
 
 def names_of_other_files(text: str) -> list[str]:
     """Imports of what another file of te_fsdp keeps for itself; a door (`te_fsdp._torch`) is a file."""
-    names = [(line, name.split(".")) for line, name in imported(ast.parse(text))]
+    names = [(line, name.split(".")) for line, name in imported(text)]
     return [
         f"line {line}: {'.'.join(parts)}"
         for line, parts in names
@@ -254,14 +241,14 @@ def names_of_other_files(text: str) -> list[str]:
 
 def root_imports(text: str) -> list[str]:
     """Absolute imports of te_fsdp other than of its emulation."""
-    names = [(line, name) for line, name in imported(ast.parse(text)) if name.split(".")[0] == "te_fsdp"]
+    names = [(line, name) for line, name in imported(text) if name.split(".")[0] == "te_fsdp"]
     return [f"line {line}: {name}" for line, name in names if not f"{name}.".startswith("te_fsdp.emulation.")]
 
 
 def root_logger_uses(text: str) -> list[str]:
     """Calls that log through, or configure, the root logger."""
     functions = ("debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig")
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(text) if isinstance(node, ast.Call)]
     names = [(node.lineno, dotted(node.func) or "", node.args) for node in calls]
     return [
         f"line {line}: {name}()"
@@ -299,12 +286,43 @@ def circle(texts: dict[str, str]) -> list[str]:
 # -------------------------------------------------------------------------------------------------- the house
 
 
-def check(rule, paths: list[str]) -> None:
+# Which files each rule is for.
+PUBLIC = ("__init__.py", "te_fsdp/errors.py", "megatron_fsdp/experimental.py", "portable/huggingface.py")
+NO_DOOR = [path for path in LIBRARY if path not in (*TE_DOORS, *TORCH_DOORS)]
+RULES = {
+    too_long: EVERYWHERE,
+    not_ascii: EVERYWHERE + PAGES,
+    unfinished: [path for path in EVERYWHERE if not path.startswith(EMULATION) and path != HERE],
+    paths_of_one_machine: EVERYWHERE + PAGES,
+    private_torch_names: [path for path in LIBRARY if path not in TORCH_DOORS],
+    fsdp2_names: NO_DOOR,
+    te_imports: [path for path in LIBRARY if path not in TE_DOORS],
+    te_names: NO_DOOR,
+    patches: NO_DOOR,
+    # What users import has a list of names besides: packages, and files that are public as they are.
+    lists_of_names: [path for path in LIBRARY if not path.endswith(PUBLIC) and "/integrations/" not in path],
+    names_of_other_files: LIBRARY,
+    root_imports: sources("te_fsdp/emulation"),
+    root_logger_uses: sources("te_fsdp"),
+}
+
+
+@functools.cache
+def offences() -> dict[Callable[[str], list[str]], list[str]]:
+    """Of every file, by rule: each source is parsed once."""
+    found: dict[Callable[[str], list[str]], list[str]] = {rule: [] for rule in RULES}
+    wanted = {rule: {*paths} for rule, paths in RULES.items()}
+    for path in EVERYWHERE + PAGES:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for rule, paths in wanted.items():
+            if path in paths:
+                found[rule] += [f"{path}: {offence}" for offence in rule(text)]
+    return found
+
+
+def check(rule) -> None:
     """Fails with every offence of every file, so that one run shows all there is to do."""
-    found = [
-        f"{path}: {offence}" for path in paths for offence in rule((ROOT / path).read_text(encoding="utf-8"))
-    ]
-    assert not found, "\n" + "\n".join(found)
+    assert not offences()[rule], "\n" + "\n".join(offences()[rule])
 
 
 def test_there_is_something_to_check():
@@ -314,7 +332,7 @@ def test_there_is_something_to_check():
 
 
 def test_files_and_functions_are_short():
-    check(too_long, EVERYWHERE)
+    check(too_long)
 
 
 def test_no_two_files_import_each_other():
@@ -327,15 +345,15 @@ def test_no_two_files_import_each_other():
 
 
 def test_sources_are_ascii():
-    check(not_ascii, EVERYWHERE + PAGES)
+    check(not_ascii)
 
 
 def test_nothing_is_half_done():
-    check(unfinished, [path for path in EVERYWHERE if not path.startswith(EMULATION) and path != HERE])
+    check(unfinished)
 
 
 def test_no_path_of_one_machine():
-    check(paths_of_one_machine, EVERYWHERE + PAGES)
+    check(paths_of_one_machine)
 
 
 def test_no_catch_all_modules():
@@ -347,39 +365,36 @@ def test_no_catch_all_modules():
 
 
 def test_private_torch_names_have_one_door():
-    check(private_torch_names, [path for path in LIBRARY if path not in TORCH_DOORS])
+    check(private_torch_names)
 
 
 def test_records_of_fsdp2_have_one_door():
-    check(fsdp2_names, [path for path in LIBRARY if path not in TORCH_DOORS and path not in TE_DOORS])
+    check(fsdp2_names)
 
 
 def test_transformer_engine_has_one_door():
-    check(te_imports, [path for path in LIBRARY if path not in TE_DOORS])
+    check(te_imports)
 
 
 def test_private_names_of_transformer_engine_have_one_door():
-    check(te_names, [path for path in LIBRARY if path not in (*TE_DOORS, *TORCH_DOORS)])
+    check(te_names)
 
 
 def test_patches_stand_in_their_tables():
-    check(patches, [path for path in LIBRARY if path not in TORCH_DOORS and path not in TE_DOORS])
+    check(patches)
 
 
 def test_an_underscore_says_what_is_a_files_own():
-    """What users import has a list of names besides: packages, and files that are public as they are."""
-    public = ("__init__.py", "te_fsdp/errors.py", "megatron_fsdp/experimental.py", "portable/huggingface.py")
-    inner = [path for path in LIBRARY if not path.endswith(public) and "/integrations/" not in path]
-    check(lists_of_names, inner)
-    check(names_of_other_files, LIBRARY)
+    check(lists_of_names)
+    check(names_of_other_files)
 
 
 def test_the_emulation_imports_nothing_of_the_library():
-    check(root_imports, sources("te_fsdp/emulation"))
+    check(root_imports)
 
 
 def test_nobody_touches_the_root_logger():
-    check(root_logger_uses, sources("te_fsdp"))
+    check(root_logger_uses)
 
 
 def test_the_package_is_typed():

@@ -308,7 +308,7 @@ def test_shardings_are_decided_once(plain_pool):
 @pytest.mark.cpu
 @pytest.mark.ranks(4)
 def test_shardings_are_decided_as_torch_does(plain_pool):
-    assert min(plain_pool.run(decisions_as_torch_makes_them, 4)) > 40
+    assert min(plain_pool.run(decisions_as_torch_makes_them, 4)) >= 40
 
 
 @pytest.mark.ranks(4)

@@ -85,10 +85,7 @@ def test_training_equals_one_process(pool, kind, recipe, quantized, mesh):
     check(results, recipe, quantized)
 
 
-@pytest.mark.covering(
-    # FSDP2's as_strided scrambles the transpose of the first gather, and only what is not resharded reads it.
-    always=[{"recipe": "current", "reshard": False}]
-)
+@pytest.mark.covering(always=[{"recipe": "current", "reshard": False}], strength=1)
 @pytest.mark.arch("9.0")
 @pytest.mark.parametrize("mesh", _meshes(DP2_TP2, *((DP2, TP2) if devices.device_type() == "cuda" else ())))
 @pytest.mark.parametrize(("reshard", "quantized"), [(True, True), (False, True), (True, False)])

@@ -107,6 +107,11 @@ def test_a_wrong_gradient_is_found(pool):
 # --- what is used twice ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(
+    # The second use of a unit under a reentrant checkpoint is no forward to FSDP2.
+    always=[{"way": "unit_in_checkpoint_reentrant", "strategy": "optim_grads_params"}],
+    strength=1,
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 @pytest.mark.parametrize("way", TWICE)
@@ -117,6 +122,12 @@ def test_twice(pool, way, strategy):
 # --- MXFP8 weights, whose two halves are gathered apart -------------------------------------------------------------
 
 
+@pytest.mark.covering(
+    # TE's recomputation passes by no forward that could ask; a part of a unit; a module that is used twice, also there;
+    # a checkpoint around several units.
+    always=[{"way": way} for way in ("own", "inside", "module", "module_in_checkpoint", "units")],
+    strength=0,
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 @pytest.mark.parametrize("way", WAYS | TWICE)

@@ -57,6 +57,7 @@ def test_constructor_keywords(pool, device_type, name, args, options, expected):
     pool.run(bodies.keywords, 2, name=name, args=args, options=options, expected=expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("device", ["meta", "real"])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_forward_without_gradients(pool, case, axes, wrap):
     pool.run(bodies.without_gradients, 2 if axes is TP2 else 4, case=case, axes=axes, wrap=wrap)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(("axes", "wrap"), [(TP2, "tp"), (DP2_TP2, "te_fsdp"), (HSDP, "te_fsdp")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.cpu
-def test_rows_are_measured_or_have_a_reason(tmp_path):
+def test_rows_are_measured_or_have_a_reason(tmp_path, python):
     out, picture = tmp_path / "step.json", tmp_path / "step.png"
     command = [
-        sys.executable,
+        python,
         str(BENCHMARKS / "step.py"),
         "--ranks",
         "2",

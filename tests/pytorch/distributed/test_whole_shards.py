@@ -21,6 +21,14 @@ def _runs(pool, **how):
         yield one["lent"].values()
 
 
+@pytest.mark.covering(
+    # Memory that FSDP2 frees, or that a shard had before it was moved; buffers of quantized weights.
+    always=[
+        {"replicas": False, "recipe": recipe, "strategy": "optim_grads_params"}
+        for recipe in ("none", "current")
+    ],
+    strength=1,
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block", "mxfp8", "nvfp4"])
