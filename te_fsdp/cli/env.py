@@ -288,14 +288,7 @@ def _te_itself(facts: Facts) -> Iterator[Fault]:
             f"{_install(facts)} (minutes: it compiles with nvcc, which is {nvcc})",
         )
     elif facts.te_says.get("error"):
-        built = "flash-attn" if "flash_attn" in facts.te_says["error"] else "transformer_engine_torch"
-        yield Fault(
-            f"TransformerEngine cannot be imported: {facts.te_says['error']}",
-            _why_no_import(facts),
-            f"pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps {built}"
-            if facts.te_bindings
-            else "pip install 'te-fsdp[emulation]'",
-        )
+        yield _no_import(facts)
     if facts.emulation and facts.gpus:
         yield Fault(
             f"TE_FSDP_EMULATION={facts.emulation} on a machine with GPUs",
@@ -310,14 +303,26 @@ def _te_itself(facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _why_no_import(facts: Facts) -> str:
+def _no_import(facts: Facts) -> Fault:
+    """Why TE's import fails, by what it said; if no better is known, its bindings are suspected."""
     said = str(facts.te_says["error"])
+    what = f"TransformerEngine cannot be imported: {said}"
+    built, why = "transformer_engine_torch", "there are no modules to train"
+    if facts.te_bindings and ("libcuda.so" in said or "no NVIDIA driver" in said):
+        return Fault(
+            what,
+            "its compiled part runs on GPUs alone; only installing it needs none",
+            "run it where a driver is (in Docker: --gpus all); here, an environment with te-fsdp[emulation] alone",
+        )
     if "undefined symbol" in said:
-        whose = "flash-attn's kernels" if "flash_attn" in said else "its bindings"
-        return f"{whose} were compiled against another torch than {facts.torch}"
-    if "signal" in said:
-        return "it aborts the process that imports it: mixed libraries, most often"
-    return "there are no modules to train"
+        of_flash = "flash_attn" in said
+        built = "flash-attn" if of_flash else built
+        whose = "flash-attn's kernels" if of_flash else "its bindings"
+        why = f"{whose} were compiled against another torch than {facts.torch}"
+    elif "signal" in said:
+        why = "it aborts the process that imports it: mixed libraries, most often"
+    cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
+    return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")
 
 
 def _cudnn(facts: Facts) -> Iterator[Fault]:

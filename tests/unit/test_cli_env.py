@@ -108,6 +108,15 @@ WRONG = {
         "does not take flash-attn 2.8.4",
         "--no-build-isolation 'te-fsdp[flash]'",
     ),
+    "installed without a driver": (
+        {
+            "te_says": {"error": "RuntimeError: Found no NVIDIA driver on your system."},
+            "gpus": [],
+            "driver": None,
+        },
+        "Found no NVIDIA driver",
+        "run it where a driver is",
+    ),
     "aborts": ({"te_says": {"error": "ended by signal 6"}}, "ended by signal 6", "--no-cache-dir"),
     "emulation beside gpus": (
         {"emulation": "9.0"},
