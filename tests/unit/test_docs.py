@@ -96,10 +96,7 @@ def test_files_and_tests_exist(page):
     linked = {
         target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target
     }
-    labels = {
-        found for other in PAGES for found in re.findall(r"^\(([\w-]+)\)=$", other.read_text(), re.MULTILINE)
-    }
-    gone = [target for target in sorted(linked - labels) if target and not (page.parent / target).exists()]
+    gone = [target for target in sorted(linked) if target and not (page.parent / target).exists()]
     assert not gone, f"{page.name} links to {gone}"
     named = re.findall(r"\b((?:tests|scripts|examples|benchmarks|constraints|docs)/[\w/]+\.\w+)", text)
     assert not [path for path in named if not (ROOT / path).exists()]
@@ -108,6 +105,43 @@ def test_files_and_tests_exist(page):
         assert sources, f"{page.name} names {tests}, which is gone"
         for name in re.findall(r"test_\w+", names):
             assert any(f"def {name}(" in source for source in sources), f"{page.name} names {tests}::{name}"
+
+
+@every_page
+def test_anchors_exist(page):
+    """By the rules of GitHub for headings, which MyST follows (``myst_heading_anchors``): links work in both."""
+    assert not broken_anchors(page, page.read_text())
+
+
+def broken_anchors(page: Path, text: str) -> list[str]:
+    """Links of a page's text to headings that no page has; MyST anchors headings of three levels."""
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose):
+        other = page.parent / target if target else page
+        if "://" not in target and other.suffix == ".md" and anchor not in anchors(other):
+            broken.append(f"{target}#{anchor}")
+    return broken
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page: lower case, punctuation left out, hyphens for spaces, a number for the second."""
+    found: dict[str, int] = {}
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#{1,3} (.+?)\s*$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {f"{slug}-{n}" if n else slug for slug, last in found.items() for n in range(last + 1)}
+
+
+def test_a_broken_anchor_is_noticed():
+    page = ROOT / "docs/limits.md"
+    assert broken_anchors(page, "[a](concepts.md#stages) [b](#nowhere) [c](concepts.md#no-place)") == [
+        "#nowhere",
+        "concepts.md#no-place",
+    ]
 
 
 def test_the_reference_lists_every_public_name():

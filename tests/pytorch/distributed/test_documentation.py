@@ -41,6 +41,7 @@ PAGES = {
     "docs/context_parallel.md": ["of_tokens", "of_tokens"],
     "docs/data.md": ["data"],
     "docs/errors.md": ["training"],
+    "docs/evaluation.md": ["evaluated", "evaluated", "training", "training", "evaluated"],
     "docs/graphs.md": ["microbatched"],
     "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
     "docs/logging.md": ["logged", "profiled", "on_a_gpu"],
@@ -77,6 +78,9 @@ class MyModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.encoder(self.embedding(x)) + self.position
         return self.head(self.norm(self.router(self.layer(x))))
+
+    def generate(self, prompt: torch.Tensor) -> torch.Tensor:
+        return self(self(prompt))
 
 
 class OfTokens(nn.Module):
@@ -202,6 +206,11 @@ class Reader:
     def on_a_gpu(self) -> None:
         self.profiled()
         self.missing = not torch.cuda.is_available()
+
+    def evaluated(self) -> None:
+        """A model, data to evaluate it on, and to generate from."""
+        self.training()
+        self.names |= {"batches": [self.batch()] * 2, "loss_of": self.names["loss"], "prompt": self.batch()}
 
     def saved(self) -> None:
         self.training()
