@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.cli.main import print_json, print_lines, print_table
 from te_fsdp.errors import PlacementError, TeFsdpError
-from te_fsdp.planning import LINK_RATIO, Candidate, Job, Plan, Sizes, plan, search
+from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan, search
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
@@ -132,14 +132,38 @@ class _Work:
         )
 
 
+@dataclass(frozen=True)
+class _Speeds:
+    """What the machine reaches; with --tflops a step's time is estimated."""
+
+    tflops: Annotated[
+        float | None, arg(help="Of products, in the recipe's format, as one step reaches it.")
+    ] = None
+    attention_tflops: Annotated[float | None, arg(help="Of attention; default: as products.")] = None
+    within: Annotated[float, arg(help="GB/s that a GPU receives over links of its node.")] = Machine.within
+    between: Annotated[float, arg(help="GB/s between nodes.")] = Machine.between
+    memory_bandwidth: Annotated[float, arg(help="GB/s of a GPU's memory.")] = Machine.memory
+    contention: Annotated[float, arg(help="Share of hidden messages' time that computation loses.")] = (
+        Machine.contention
+    )
+
+    def machine(self, node: int) -> Machine | None:
+        """These speeds, if there are any. ``node``: GPUs of one."""
+        if self.tflops is None:
+            return None
+        links = self.within, self.between, self.memory_bandwidth
+        return Machine(self.tflops, self.attention_tflops, *links, node, self.contention)
+
+
 def _plan(
     model: Positional[str],
     /,
     mesh: Annotated[_Mesh, arg(name="")] = _Mesh(),
     work: Annotated[_Work, arg(name="")] = _Work(),
+    speeds: Annotated[_Speeds, arg(name="")] = _Speeds(),
     *,
     search: Annotated[bool, arg(help="Try all meshes of --gpus.")] = False,
-    node: Annotated[int, arg(help="GPUs of a node, for --search.")] = 8,
+    node: Annotated[int, arg(help="GPUs of a node, for --search and --tflops.")] = 8,
     global_batch: Annotated[int | None, arg(help="Sequences of a step on all GPUs, for --search.")] = None,
     parameters: Annotated[bool, arg(help="Show each parameter too.")] = False,
     as_json: Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")] = False,
@@ -149,7 +173,7 @@ def _plan(
     The model is a folder with Hugging Face's config.json, that file, or module:function, a function that takes
     te_fsdp.Meshes, or nothing, and returns the model on meta.
     """
-    job, limit = work.job(model), bytes_of(mesh.memory)
+    job, limit, machine = work.job(model), bytes_of(mesh.memory), speeds.machine(node)
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
     sizes = mesh.sizes if not search else Sizes()
@@ -157,10 +181,15 @@ def _plan(
     if search and mesh.gpus is not None:
         return _search(job, mesh.gpus, limit, node, mesh.cp, global_batch, as_json)
     found = plan(job, sizes)
+    step = None if machine is None else found.time(machine)
     if as_json:
-        print_json(found.as_json())
+        print_json(
+            found.as_json() | ({} if step is None else {"step": asdict(step) | {"seconds": step.seconds}})
+        )
     else:
         _show(found, limit, parameters)
+        if step is not None:
+            _show_step(step, found)
     return 0 if found.peak.bytes <= limit else 1
 
 
@@ -244,6 +273,20 @@ def _show(found: Plan, limit: int | None, parameters: bool) -> None:
     if limit is not None:
         fits = "fits into" if found.peak.bytes <= limit else "does NOT fit into"
         print_lines([f"{_gib(found.peak.bytes)} GiB {fits} {_gib(limit)} GiB"])
+
+
+def _show_step(step: StepTime, found: Plan) -> None:
+    """An estimate of a step as a table."""
+    rows = [("products and attention", step.compute), ("optimizer", step.optimizer)]
+    rows += [(f"waiting for {axis}", seconds) for axis, seconds in step.exposed.items()]
+    rows += [("lost to hidden messages", step.contended), ("a step", step.seconds)]
+    cells = [(words, f"{1e3 * seconds:.1f}") for words, seconds in rows]
+    print_table("A step, estimated, ms", ("what", "ms"), cells, right=("ms",))
+    flops, job, sizes = sum(found.flops.values()), found.job, found.sizes
+    tokens = job["sequence"] * job["batch"] * job["microbatches"] / (sizes.tp * sizes.cp)
+    print_lines(
+        [f"{tokens / step.seconds:,.0f} tokens/s and {flops / step.seconds / 1e12:.0f} TFLOP/s for each GPU"]
+    )
 
 
 def _search(

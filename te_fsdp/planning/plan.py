@@ -16,7 +16,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from te_fsdp.mesh import Meshes
 from te_fsdp.planning.activations import stages_of
 from te_fsdp.planning.job import Job, Sizes, build_model, is_function, workload_of
 from te_fsdp.planning.peak import Peak, peak_of
+from te_fsdp.planning.time import Machine, StepTime, flops_of, reach_of, step_time
 from te_fsdp.planning.traffic import Traffic, traffic_of
 from te_fsdp.planning.weights import Weight, checkpoint_bytes, optimizer_bytes, sums, weights_of
 from te_fsdp.sharding.fully_shard import fully_shard
@@ -55,6 +56,7 @@ class Plan:
         checkpoint: Bytes of a checkpoint's tensors, of all ranks: ``"model"`` and ``"optimizer"``.
         parameters: Elements of the model, each once.
         notes: What was not counted, or taken for granted.
+        flops: Floating-point operations of a rank in a step: ``"products"`` and ``"attention"``.
     """
 
     job: Mapping[str, Any]
@@ -69,6 +71,7 @@ class Plan:
     checkpoint: Mapping[str, int]
     parameters: int
     notes: tuple[str, ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
@@ -81,6 +84,21 @@ class Plan:
         for row in self.traffic:
             found[row.axis] += row.bytes
         return dict(found)
+
+    def time(self, machine: Machine) -> StepTime:
+        """How long a step takes on a machine of given speeds. Local operation.
+
+        Args:
+            machine: Rates that are reached, of computation, links and memory.
+
+        Raises:
+            CheckpointError: A plan from the file of a te_fsdp that counted no operations.
+        """
+        if not self.flops:
+            raise CheckpointError("plan: no operations are counted in it", fix="plan the job again")
+        states = sum(size for words, size in self.held.items() if not words.startswith("weights, "))
+        updated = 2 * states + self.gradients + self.held_bytes - states
+        return step_time(self.flops, self.traffic, updated, self.largest_unit, self.sizes, machine)
 
     def as_json(self) -> dict[str, Any]:
         """A value that ``json.dump`` takes, and :meth:`from_json`."""
@@ -104,6 +122,7 @@ class Plan:
         try:
             found = dict(value)
             del found["te_fsdp_plan"], found["sent"]
+            found.pop("step", None)  # what the command has estimated of it
             found["sizes"], found["peak"] = Sizes(**found["sizes"]), Peak(**found["peak"])
             found["traffic"] = tuple(Traffic(**row) for row in found["traffic"])
             found["notes"] = tuple(found["notes"])
@@ -160,6 +179,7 @@ def plan_here(job: Job, sizes: Sizes) -> Plan:
     model, units = build_model(job, meshes)
     work = workload_of(job, sizes)
     stages, notes = stages_of(model, job, work, sizes.tp)
+    flops = flops_of(model, job, work, sizes.tp)
     fully_shard(
         model,
         meshes,
@@ -186,6 +206,7 @@ def plan_here(job: Job, sizes: Sizes) -> Plan:
         checkpoint=checkpoint_bytes(weights, job),
         parameters=sums(weights, "logical"),
         notes=tuple(notes),
+        flops=flops,
     )
 
 
@@ -314,7 +335,7 @@ def _candidate(job: Job, sizes: Sizes, memory: int, node: int, global_batch: int
         return Candidate(sizes, None, str(error))
     within = between = 0
     for axis, size in found.sent().items():
-        if _reach(axis, sizes) <= node:
+        if reach_of(axis, sizes) <= node:
             within += size
         else:
             between += size
@@ -322,13 +343,3 @@ def _candidate(job: Job, sizes: Sizes, memory: int, node: int, global_batch: int
     reason = f"{over / 2**30:.1f} GiB too much" if over > 0 else ""
     tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
     return Candidate(sizes, found, reason, within, between, tokens)
-
-
-def _reach(axis: str, sizes: Sizes) -> int:
-    """How many neighbouring ranks an axis spans, those of axes further in included."""
-    inner = {"tp": 1, "ep": sizes.tp, "cp": sizes.tp * sizes.ep}
-    if axis in inner:
-        return inner[axis] * getattr(sizes, axis)
-    # Dense weights are cut over dp_shard, cp and ep.
-    shards = sizes.tp * sizes.ep * sizes.cp * sizes.dp_shard
-    return shards if axis == "dp_shard" else shards * sizes.dp_replicate

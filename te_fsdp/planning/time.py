@@ -1,0 +1,172 @@
+"""How long a step takes: what it multiplies, sends and updates, over speeds that the user gives.
+
+    computation   products / their rate + attention / its rate
+    optimizer     bytes of states and main weights, twice, of gradients and of weights, once / memory's rate
+    tp, ep        bytes / link: nothing hides it, the next product waits
+    others        bytes / link: goes on beside computation. Exposed are the first unit's gather and the last one's
+                  reduction, and what is longer than the computation. What is hidden still costs a share of its time,
+                  ``contention``: its kernels hold multiprocessors, and copies into and out of its buffers take memory.
+
+A link is one of a node where an axis and those further in lie within one, else one between nodes. Rates are those that
+are reached, not those of a data sheet: they follow from one measured step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from te_fsdp import _te
+from te_fsdp.errors import PlacementError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from te_fsdp.planning.job import Job, Sizes, Workload
+    from te_fsdp.planning.traffic import Traffic
+
+#: A backward does twice the products of its forward, and 2.5 times its attention, whose scores it computes again.
+_PRODUCTS, _ATTENTION = 3.0, 3.5
+#: Axes whose messages the next product waits for.
+_WAITED_FOR = ("tp", "ep")
+
+
+def flops_of(model: nn.Module, job: Job, work: Workload, tp: int) -> dict[str, float]:
+    """Floating-point operations of a rank in a step: ``"products"`` and ``"attention"``. Local operation.
+
+    Args:
+        model: On meta, cut by tp alone.
+        job: How it is trained.
+        work: What a microbatch brings.
+        tp: Size of that axis.
+    """
+    products = attention = 0.0
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        kind = _te.kind_of(module)
+        if kind == "DotProductAttention":
+            width = module.num_attention_heads // module.tp_size * module.hidden_size_per_attention_head_k
+            keys = job.sequence / 2 if "causal" in module.attn_mask_type else job.sequence
+            if (module.window_size or (-1, -1))[0] >= 0:
+                keys = min(keys, module.window_size[0])
+            attention += 4 * work.tokens * keys * width
+            continue
+        matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        if kind == "GroupedLinear":
+            products += 2 * work.expert_rows(module.tp_size, tp) * module.in_features * module.out_features
+        elif kind is not None or isinstance(module, nn.Linear):
+            cut = getattr(module, "tp_size", 1) > 1
+            rows = work.tokens if cut else work.part(tp)
+            products += 2 * rows * sum(matrix.numel() for matrix in matrices)
+    again = 1 if job.recompute else 0
+    return {
+        "products": job.microbatches * products * (_PRODUCTS + again),
+        "attention": job.microbatches * attention * (_ATTENTION + again),
+    }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds that a job reaches.
+
+    Attributes:
+        tflops: 10^12 operations a second of products, in the recipe's format.
+        attention_tflops: Of attention; ``None``: as products. FP8 recipes leave attention in 16 bits.
+        within: 10^9 bytes a second that a GPU receives over links of its node.
+        between: Over links between nodes.
+        memory: 10^9 bytes a second of a GPU's memory.
+        node: GPUs of a node.
+        contention: Share of hidden communication's time that computation loses.
+    """
+
+    tflops: float
+    attention_tflops: float | None = None
+    within: float = 140.0
+    between: float = 40.0
+    memory: float = 4000.0
+    node: int = 8
+    contention: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("tflops", "within", "between", "memory", "node"):
+            if not getattr(self, name) > 0:
+                raise PlacementError(f"plan: {name}", expected="more than 0", got=getattr(self, name))
+        if not 0 <= self.contention <= 1:
+            raise PlacementError("plan: contention", expected="a share, 0 to 1", got=self.contention)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        compute: Products and attention.
+        optimizer: Its step.
+        links: Axis -> seconds that its messages take.
+        exposed: Axis -> seconds of them that the step waits for.
+        contended: What hidden messages cost computation.
+    """
+
+    compute: float
+    optimizer: float
+    links: dict[str, float]
+    exposed: dict[str, float]
+    contended: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.compute + self.optimizer + sum(self.exposed.values()) + self.contended
+
+
+def step_time(
+    flops: Mapping[str, float],
+    traffic: tuple[Traffic, ...],
+    updated: int,
+    unit: int,
+    sizes: Sizes,
+    machine: Machine,
+) -> StepTime:
+    """Estimate a step; what :meth:`te_fsdp.planning.Plan.time` calls. Local operation.
+
+    Args:
+        flops: From :func:`flops_of`.
+        traffic: The plan's.
+        updated: Bytes that the optimizer reads and writes.
+        unit: Bytes of the largest unit when it is gathered.
+        sizes: Of the mesh.
+        machine: Its speeds.
+    """
+    attention = machine.attention_tflops or machine.tflops
+    compute = flops["products"] / machine.tflops / 1e12 + flops["attention"] / attention / 1e12
+    links: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    hidden = 0.0
+    for row in traffic:
+        speed = 1e9 * (machine.within if reach_of(row.axis, sizes) <= machine.node else machine.between)
+        links[row.axis] = links.get(row.axis, 0.0) + row.bytes / speed
+        if row.axis in _WAITED_FOR:
+            exposed[row.axis] = exposed.get(row.axis, 0.0) + row.bytes / speed
+            continue
+        # A gather before the first unit computes, a reduction after the last one has.
+        edge = min(row.bytes, unit * (row.ranks - 1) / row.ranks) / speed if row.axis != "cp" else 0.0
+        exposed[row.axis] = exposed.get(row.axis, 0.0) + edge
+        hidden += row.bytes / speed - edge
+    longer = max(hidden - compute, 0.0)
+    if longer:
+        slowest = max((axis for axis in links if axis not in _WAITED_FOR), key=lambda axis: links[axis])
+        exposed[slowest] += longer
+    optimizer = updated / machine.memory / 1e9
+    return StepTime(compute, optimizer, links, exposed, machine.contention * (hidden - longer))
+
+
+def reach_of(axis: str, sizes: Sizes) -> int:
+    """How many neighbouring ranks an axis spans, those of axes further in included."""
+    inner = {"tp": 1, "ep": sizes.tp, "cp": sizes.tp * sizes.ep}
+    if axis in inner:
+        return inner[axis] * getattr(sizes, axis)
+    # Dense weights are cut over dp_shard, cp and ep.
+    shards = sizes.tp * sizes.ep * sizes.cp * sizes.dp_shard
+    return shards if axis == "dp_shard" else shards * sizes.dp_replicate
