@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -97,6 +97,7 @@ def load(
     allow: Iterable[str] = (),
     convert: bool = True,
     verify: bool = False,
+    read: Literal["auto", "each", "once"] = "auto",
 ) -> Loaded:
     """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
 
@@ -110,21 +111,20 @@ def load(
     running anything of it. What was taken and what was not is in ``notes``.
 
     Args:
-        path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one.
+        path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
         model: The model on its device, sharded or not; what its parameters hold is overwritten.
         optimizer: Over the model's current parameters; its group options are overwritten by the saved ones. ``None``:
-            saved optimizer state is not read. Main weights of optimizers that are not given follow the loaded
-            weights, which ``notes`` tells; else their next step would put the weights of before back.
-        strict: Whether everything must fit. ``False``: what differs or is missing is left as it is, and named in the
-            result and in a warning. Optimizer state is taken or left parameter by parameter. Settings of modules that
-            change the function of the weights (another epsilon, other heads) raise all the same.
+            saved optimizer state is not read. Main weights of others follow the weights, which ``notes`` tells.
+        strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
+            a warning; optimizer state parameter by parameter. Settings that change what modules compute raise still.
         allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left. A
             parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer,
             ``"*.eps"`` for a setting of modules, ``"settings"`` for all in a checkpoint that records none.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
         verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise manifest,
-            DCP's metadata, sizes of the files and what is read are checked; of checkpoints before format 3 not the
-            latter. A plain directory has the checksums that ``torch.save`` wrote.
+            DCP's metadata, sizes of the files and (from format 3 on) what is read are checked.
+        read: ``"once"``: of what several ranks load (HSDP's replicas) each reads a part, and sends it to the others.
+            ``"each"``: every rank reads all that it loads. ``"auto"``: once from object storage, else each.
 
     Returns:
         What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on another
@@ -138,7 +138,7 @@ def load(
     source = absolute(path)
     with collective_call("checkpoint.load"), in_use(source), without_collector():
         began = time.perf_counter()
-        opened = open_source(source, model, optimizer, verify=verify)
+        opened = open_source(source, model, optimizer, verify=verify, read=read)
         state, found = all_agree(lambda: _compare(opened, model, optimizer))
         found = found.over_all_ranks()
         if not convert:

@@ -78,8 +78,8 @@ def save(
     over a gloo group of our own, made at the first call.
 
     Args:
-        path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``. Nothing may
-            lie there yet but an empty directory.
+        path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``, or
+            ``"s3://..."``. Nothing may lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters.
         extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of what is

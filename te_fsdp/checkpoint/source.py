@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from te_fsdp.agree import all_agree, are_equal, digest, from_rank_0, gather, gather_if_any, rank, world_size
+from te_fsdp.agree import (
+    Ranks,
+    all_agree,
+    are_equal,
+    digest,
+    from_rank_0,
+    gather,
+    gather_if_any,
+    own_ranks,
+    rank,
+    world_size,
+)
+from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.compare import Differences, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry, Piece
@@ -38,7 +50,8 @@ from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
 from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
-from te_fsdp.checkpoint.remote import absolute
+from te_fsdp.checkpoint.remote import absolute, is_remote
+from te_fsdp.checkpoint.replicas import Share
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
 
@@ -48,6 +61,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
+#: Who reads what several ranks want.
+READ = ("auto", "each", "once")
 
 
 @dataclass
@@ -61,6 +76,7 @@ class Source:
         kind: What wrote it, in words.
         notes: What was taken of a foreign directory and what was not, in words.
         staged: What was read and has not been copied yet.
+        ranks: The world, if what several ranks want is read once; ``None``: each reads what it wants.
     """
 
     path: Path
@@ -70,6 +86,7 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     staged: Staged = field(default_factory=Staged, repr=False)
+    ranks: Ranks | None = None
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -94,7 +111,20 @@ class Source:
             CheckpointError: Any rank failed; raised on all of them. Nothing has changed.
         """
         places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
-        all_agree(lambda: self._stage(self.staged.expect([*places, *more])))
+        if self.ranks is None:
+            all_agree(lambda: self._stage(self.staged.expect([*places, *more])))
+            return
+        wanted = self.staged.expect([*places, *more])
+        dtypes = all_agree(lambda: {key: dtype for key, (_, dtype) in self.described().items()})
+        share = Share.of(self.ranks, wanted, dtypes)
+
+        def read() -> None:
+            share.provide()
+            self._stage(share.own)
+
+        all_agree(read)
+        share.exchange(self.staged)
+        _log.info("%s: read together with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
 
     def _stage(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
@@ -146,7 +176,26 @@ def _fill_piece(tensor: Lazy, piece: Piece) -> None:
 # --- opening
 
 
-def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool) -> Source:
+def open_source(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool, read: str
+) -> Source:
+    """:func:`_open`, to be read as is asked for. Collective over the world; takes and raises the same.
+
+    Args:
+        path: The directory.
+        model: What it will be loaded into.
+        optimizer: The same.
+        verify: Compare all files with their checksums, each read by one rank.
+        read: Who reads what several ranks want: ``"each"``, ``"once"``, or ``"auto"``: once from object storage.
+    """
+    source = _open(path, model, optimizer, verify=verify, read=read)
+    if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
+        background().wait()  # a running save talks over the same group
+        source.ranks = own_ranks()
+    return source
+
+
+def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool, read: str) -> Source:
     """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
 
     Args:
@@ -154,12 +203,13 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
         model: What it will be loaded into; tells which names are of one tensor.
         optimizer: The same; its class is taken where the files do not tell one.
         verify: Compare all files with their checksums, each read by one rank.
+        read: Who reads what several ranks want, the same on all ranks: it is compared here.
 
     Raises:
         CheckpointError: Nothing whole there, or neither ours nor certainly foreign. All ranks raise the same.
     """
     manifest = from_rank_0(lambda: None if _lacks_manifest(path) else open_checkpoint(path))
-    _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA)
+    _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA, read)
     if manifest is not None:
         if verify:
             _verify_together(path, manifest)
@@ -188,7 +238,7 @@ def open_source(path: Path, model: nn.Module, optimizer: Optimizer | None, *, ve
     return source
 
 
-def _check_same(path: Path, name: str) -> None:
+def _check_same(path: Path, name: str, read: str) -> None:
     """All ranks must see the checkpoint that rank 0 does, since each reads its own part. Collective over the world.
 
     Ranks may ask for the newest one at moments between which another appears, or through file systems that are late.
@@ -197,10 +247,15 @@ def _check_same(path: Path, name: str) -> None:
         CheckpointError: Names the ranks.
     """
     file = path / name
-    mine = checksum(file) if file.is_file() else None
-    if world_size() == 1 or bool(are_equal([digest(repr(mine))]).all()):
+    try:
+        mine = checksum(file) if file.is_file() else None
+    except OSError as error:  # the others see it, perhaps
+        mine = str(error)
+    if world_size() == 1 or bool(are_equal([digest(repr((mine, read)))]).all()):
+        _check_read(read, [read])
         return
     seen = gather((str(path), mine))
+    _check_read(read, gather(read))
     others = [f"{where} on rank {r}" for r, (where, found) in enumerate(seen) if found != seen[0][1]]
     if others:
         raise CheckpointError(
@@ -210,6 +265,16 @@ def _check_same(path: Path, name: str) -> None:
             why="Weights of two moments would be mixed. Nothing was loaded",
             fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
             "same path, mount one file system on all nodes",
+        )
+
+
+def _check_read(read: str, seen: list[str]) -> None:
+    if len(set(seen)) > 1 or read not in READ:
+        raise CheckpointError(
+            "load: read",
+            expected=f"one of {', '.join(map(repr, READ))}, the same on all ranks",
+            got=", ".join(sorted(set(map(repr, seen)))),
+            why="Nothing was loaded",
         )
 
 

@@ -1,0 +1,93 @@
+"""Bodies: copies of a shard that are read by every rank, or once, from storage that counts the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.bodies import differing, local_state
+from checkpointing.models import Case, Run
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of each read of tensors and tables from object storage, by this rank."""
+    from te_fsdp.checkpoint.remote import RangeFile
+
+    read_at, counts = RangeFile.read_at, []
+
+    def counting(self: RangeFile, view: memoryview, offset: int) -> int:
+        counts.append(read_at(self, view, offset))
+        return counts[-1]
+
+    RangeFile.read_at = counting
+    try:
+        yield counts
+    finally:
+        RangeFile.read_at = read_at
+
+
+def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
+    """Train a step, and save where all ranks see object storage."""
+    import te_fsdp
+    from te_fsdp.checkpoint.remote import place_of
+    from tests.unit import remote_storage
+
+    remote_storage.register()
+    run = Run(case, axes, seed=0)
+    run.steps(1)
+    path = place_of(f"slow://{directory}/step-1")
+    extra = {"step": 1, "own": te_fsdp.checkpoint.PerRank(torch.full((4,), float(dist.get_rank())))}
+    te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra=extra)
+    return run, path
+
+
+def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: str) -> dict[str, Any]:
+    """Load by each rank, and once: the same bits. The bytes that all ranks have read, each way and by default."""
+    import te_fsdp
+    from te_fsdp.agree import gather
+
+    run, path = save(case, axes, directory)
+    states, counts = [], []
+    for seed, read in enumerate(("each", "once", "auto")):
+        other = Run(case, to, seed=seed + 1)
+        with counted() as own:
+            extra = te_fsdp.checkpoint.load(path, other.model, other.optimizer, read=read)
+        if axes == to:
+            assert extra["own"].tolist() == [float(dist.get_rank())] * 4
+        states.append(local_state(other))
+        counts.append(sum(gather(sum(own))))
+    if axes == to:
+        states.append(local_state(run))
+    wrong = [name for state in states[1:] for name in differing(states[0], state)]
+    return {"wrong": wrong, "tensors": len(states[0]), "read": counts}
+
+
+def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str], int]:
+    """Damage that one rank meets, and ranks that do not agree how to read: texts, tensors that changed, bytes."""
+    import te_fsdp
+    from te_fsdp.checkpoint.manifest import read_manifest
+    from te_fsdp.errors import CheckpointError
+
+    _, path = save(Case(), axes, directory)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = read_manifest(path).at(path) / "__0_0.distcp"
+        name = Path(str(file).removeprefix("slow://"))
+        data = bytearray(name.read_bytes())
+        data[len(data) // 4] ^= 1
+        name.write_bytes(data)
+    dist.barrier()
+    other, texts = Run(Case(), axes, seed=1), []
+    before = local_state(other)
+    for read in ("once", ("each", "once")[dist.get_rank() % 2], "twice"):
+        try:
+            te_fsdp.checkpoint.load(path, other.model, other.optimizer, read=read)
+        except CheckpointError as error:
+            texts.append(str(error))
+    return texts, differing(before, local_state(other)), len(before)
