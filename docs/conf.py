@@ -1,5 +1,6 @@
 """Sphinx settings. Build with `make docs`; a warning is an error."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -32,3 +33,13 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "te_fsdp"
+
+
+def outside_as_files(app, docname, source):
+    """Links to pages outside of docs/, which GitHub shows, are files to download here; MyST would look for pages."""
+    source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", outside_as_files)
