@@ -111,7 +111,7 @@ class MainParameters:
 
     def cut(self) -> None:
         """From now on cut state over the replicas of parameters."""
-        self.averages = OuterAverages(self._cut, self._mains)
+        self.averages = OuterAverages(self)
         self._known.clear()
 
     def shard(self, parameter: torch.Tensor) -> OptimizerShard | None:
@@ -263,8 +263,11 @@ class MainParameters:
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
 
-    def _cut(self) -> list[OptimizerShard]:
-        """The trained parameters whose state is cut. Local operation."""
+    def shards(self) -> list[OptimizerShard]:
+        """This rank's rows of the trained parameters whose state is cut, in the optimizer's order.
+
+        The same parameters on all replicas. Local operation.
+        """
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         held = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -277,7 +280,7 @@ class MainParameters:
                 found.append(shard)
         return found
 
-    def _mains(self, shards: Sequence[OptimizerShard]) -> list[torch.Tensor]:
+    def of(self, shards: Sequence[OptimizerShard]) -> list[torch.Tensor]:
         """The main parameters of parameters whose state is cut. Local operation."""
         optimizer = self._optimizer()
         pairs = [] if optimizer is None else self._look(optimizer, [shard.parameter for shard in shards])

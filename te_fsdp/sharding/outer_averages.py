@@ -46,6 +46,7 @@ from te_fsdp.step_hooks import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from te_fsdp.sharding.main_parameters import MainParameters
     from te_fsdp.sharding.state import ShardingState
 
 
@@ -65,22 +66,17 @@ class OuterAverages:
     """The averages of one optimizer's gradients.
 
     Args:
-        shards: What the optimizer trains and cuts now, in its order; the same on all replicas.
-        make_mains: Gives the main parameters of such parameters.
+        main_parameters: The optimizer's.
 
     Attributes:
         ready: Averages that are there, by their parameters' ids.
         early: Those that begin during backward.
     """
 
-    def __init__(
-        self,
-        shards: Callable[[], list[OptimizerShard]],
-        make_mains: Callable[[list[OptimizerShard]], list[torch.Tensor]],
-    ) -> None:
-        self._shards, self._make_mains = shards, make_mains
+    def __init__(self, main_parameters: MainParameters) -> None:
+        self._main_parameters = main_parameters
         self.ready: dict[int, Ready] = {}
-        self.early = EarlyAverages(lambda: [c for c in shards() if not c.reduced])
+        self.early = EarlyAverages(lambda: [c for c in main_parameters.shards() if not c.reduced])
         self._averaging: Averaging | None = None  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
@@ -95,11 +91,11 @@ class OuterAverages:
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
-        cut = self._shards()
+        cut = self._main_parameters.shards()
         gradients = gradients_of([shard.parameter for shard in cut])
         if not cut or self._is_done(cut, gradients):
             return
-        mains = self._make_mains(cut)
+        mains = self._main_parameters.of(cut)
         given: list[OptimizerShard] = []
         own, rows, specs, sources = [], [], [], []
         for shard, main, source, average in zip(
@@ -182,7 +178,7 @@ class OuterAverages:
         """Average, and give each parameter its whole average for a gradient. Collective over the replicas."""
         self.make()
         parts, gradients = [], []
-        for shard in self._shards():
+        for shard in self._main_parameters.shards():
             gradient, ready = gradient_of(shard.parameter), self.ready.get(id(shard.parameter))
             if gradient is not None and ready is not None:  # the same ones on all replicas
                 whole, rows = _torch.local_of(gradient), ready.main.grad

@@ -380,27 +380,28 @@ class Part(NamedTuple):
         mine: This rank's rows, along that dim.
         whole: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a
             quantized weight may have another shape than the weight.
+        as_bytes: Whether it is packed together with tensors of other dtypes of which this holds.
     """
 
     shard: OptimizerShard
     mine: torch.Tensor
     whole: torch.Tensor
+    as_bytes: bool = False
 
 
-def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: bool = False) -> Pending[None]:
+def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[None]:
     """Begin to give each replica the rows of all replicas.
 
-    Collective over the replicas, all the same: one all-gather per group and dtype, and one more for each large tensor.
-    Temporary memory: what is packed, once.
+    Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
+    large tensor. Temporary memory: what is packed, once.
 
     Args:
         parts: In the same order on all replicas.
-        as_bytes: Pack tensors of all dtypes together.
         async_op: Whether nothing waits for it, and nothing that is packed is written, before the result is waited for;
             the parts must not change until then.
     """
     moves: list[Pending[Any]] = []
-    kinds = [(part.shard.ranks, torch.uint8 if as_bytes else part.mine.dtype) for part in parts]
+    kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
     for kind in _by_kind(parts, kinds):
         packed = []
         for part in kind:
@@ -410,7 +411,7 @@ def start_gather(parts: Sequence[Part], *, as_bytes: bool = False, async_op: boo
             else:
                 packed.append(part)
         if packed:
-            move = _start_packed_gather(packed, torch.uint8 if as_bytes else packed[0].mine.dtype, async_op)
+            move = _start_packed_gather(packed, async_op)
             if not async_op:
                 move.wait()  # what is packed is freed
             else:
@@ -429,9 +430,10 @@ def _gathered(
     return start(mine, Shard(0), Replicate(), shard.group, into=whole, async_op=async_op)
 
 
-def _start_packed_gather(parts: Sequence[Part], dtype: torch.dtype, async_op: bool) -> Pending[None]:
-    """One all-gather, in ``dtype``, which is that of the parts, or bytes; the wholes are written by the wait."""
+def _start_packed_gather(parts: Sequence[Part], async_op: bool) -> Pending[None]:
+    """One all-gather of parts of one kind; the wholes are written by the wait."""
     shard, device = parts[0].shard, parts[0].mine.device
+    dtype = torch.uint8 if parts[0].as_bytes else parts[0].mine.dtype
     rows = [part.shard.rows_like(part.whole) for part in parts]
     sizes = [
         each.numel * part.mine.element_size() // dtype.itemsize

@@ -31,20 +31,18 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _te, _torch
-from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.errors import PlacementError
 from te_fsdp.move.pending import Pending, UnitGather
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.optimizer_steps import Scaled, cast, has_current_scale, shared_scales, write_all
-from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, optimizer_shard, start_gather
+from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, start_gather
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
-    from te_fsdp.sharding.main_parameters import MainParameters
     from te_fsdp.sharding.state import ShardingState
 
 #: Why one tensor of all experts crosses as fp32.
@@ -90,19 +88,14 @@ def start_install(
     _share_newest_amax(sent)
     if written is not None:
         written += [part.whole for part in plain]
-    gathers = [
-        start_gather(plain + whole, async_op=async_op),
-        start_gather(packed, as_bytes=True, async_op=async_op),
-    ]
+    gather = start_gather(plain + whole + packed, async_op=async_op)
 
-    def finish() -> None:
-        for gather in gathers:
-            gather.wait()
+    def finish(unused: None) -> None:
         write_all((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
         for shard in sent:
             finish_writing(_torch.local_of(shard.parameter))
 
-    return Pending(finish)
+    return gather.then(finish)
 
 
 def scales_of_rows(cut: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -202,7 +195,7 @@ def _quantized_parts(
         if target.block is None:
             target.tensor.copy_(source.tensor)
         else:
-            parts.append(Part(shard, source.tensor, target.tensor))
+            parts.append(Part(shard, source.tensor, target.tensor, as_bytes=True))
     return parts
 
 
@@ -265,7 +258,7 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
         gathers = []
         for name, unit in reversed(state.modules.items()):  # outer before inner
             own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
-            members = [left.pop(key) for key in own if key in left and _may_be_sent_later(left[key][0])]
+            members = [left.pop(key) for key in own if key in left and may_be_sent_later(left[key][0])]
             if members:
                 gathers.append(_gather_of(name, unit, members, scales))
         begins.append((state, gathers))
@@ -273,36 +266,6 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
     for state, gathers in begins:
         if gathers:
             state.pending_gathers.begin(gathers, state.meshes.device)
-
-
-def check_overlap(optimizer: Optimizer, known: MainParameters | None, held: Sequence[torch.Tensor]) -> None:
-    """Raise where new weights cannot arrive after the step. Local operation.
-
-    Args:
-        optimizer: The optimizer.
-        known: Its main parameters, if it was sharded before.
-        held: Its parameters.
-
-    Raises:
-        OrderError: It was sharded without it; or none of its parameters could arrive later.
-    """
-    if known is not None and not known.overlaps:
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected="the first call for an optimizer",
-            got="one that was sharded without it",
-            fix="give overlap_gather=True to the first call, on all ranks",
-        )
-    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
-    # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
-    if known is None and not any(not c.reduced and _may_be_sent_later(c) for c in shards):
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
-            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
-            why="The option would have no effect",
-            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
-        )
 
 
 def watch_state_dicts(state: ShardingState) -> None:
@@ -318,7 +281,8 @@ def _wait(state: ShardingState, *unused: Any) -> None:
     state.pending_gathers.wait()
 
 
-def _may_be_sent_later(shard: OptimizerShard) -> bool:
+def may_be_sent_later(shard: OptimizerShard) -> bool:
+    """Whether new weights of a parameter can arrive after the step, with its unit. Local operation."""
     local = _torch.local_of(shard.parameter)
     return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(shard) is None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +27,13 @@ from te_fsdp.parameters import label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard
-from te_fsdp.sharding.outer_gather import SINGLE, amax_group, check_overlap, watch_state_dicts, why_not_bytes
+from te_fsdp.sharding.outer_gather import (
+    SINGLE,
+    amax_group,
+    may_be_sent_later,
+    watch_state_dicts,
+    why_not_bytes,
+)
 from te_fsdp.sharding.outer_overlap_reduce import watch_units
 from te_fsdp.sharding.state import state_of
 
@@ -98,7 +104,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = main_parameters_of(optimizer)
     if overlap_gather:
-        check_overlap(optimizer, known, held)
+        _check_overlap(optimizer, known, held)
     if known is not None or not any(optimizer_shard(p) is not None for p in held):
         return optimizer
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
@@ -135,6 +141,36 @@ def _shard(
         if overlap_gather:
             watch_state_dicts(state)
     main_parameters.overlaps = overlap_gather
+
+
+def _check_overlap(optimizer: Optimizer, known: MainParameters | None, held: Sequence[torch.Tensor]) -> None:
+    """Raise where new weights cannot arrive after the step. Local operation.
+
+    Args:
+        optimizer: The optimizer.
+        known: Its main parameters, if it was sharded before.
+        held: Its parameters.
+
+    Raises:
+        OrderError: It was sharded without it; or none of its parameters could arrive later.
+    """
+    if known is not None and not known.overlaps:
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected="the first call for an optimizer",
+            got="one that was sharded without it",
+            fix="give overlap_gather=True to the first call, on all ranks",
+        )
+    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
+    # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
+    if known is None and not any(not c.reduced and may_be_sent_later(c) for c in shards):
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
+            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
+            why="The option would have no effect",
+            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
+        )
 
 
 def _check_fresh(optimizer: Optimizer) -> None:

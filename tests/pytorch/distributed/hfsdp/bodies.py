@@ -106,10 +106,13 @@ def costs(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (te_fsdp.shard_optimizer(optimizer) if outer == "optim" else te_fsdp.main_weights(model, optimizer))
     x = torch.randn(4, 2, 64, device=harness.device(), dtype=dtype)
-    model(x).float().square().mean().backward()
-    gradients = [local_of(p.grad).clone() for p in model.parameters()]
-    with recorded() as calls, large_from(large):
-        optimizer.step()
+    with large_from(large):
+        for _ in range(2):  # the first step compares copies besides
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            gradients = [local_of(p.grad).clone() for p in model.parameters()]
+            with recorded() as calls:
+                optimizer.step()
     parameters = list(model.parameters())
     for parameter, before in zip(parameters, gradients, strict=True):
         harness.assert_same_bits("a gradient after the step", local_of(parameter.grad), before)
