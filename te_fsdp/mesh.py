@@ -148,7 +148,7 @@ class Meshes:
         """
         self._report_slow_axes()
         if self.pp is not None:
-            _ = self.weight, self.expert_weight, self.expert_amax
+            _ = self.weight, self.expert_weight, self.amax, self.expert_amax
             if not is_simulated():
                 own_ranks()
 
@@ -317,13 +317,26 @@ class Meshes:
         return self._flattened(self.expert_mesh["dp_shard", "tp"], "expert_weight")
 
     @property
+    def amax(self) -> DeviceMesh | None:
+        """1-D mesh of the ranks of this stage: delayed scaling's amax of its modules.
+
+        ``None`` without stages, where that is the whole job. Collective over the world on first use, cached later.
+        """
+        mesh = self.device_mesh
+        if mesh.size() == dist.get_world_size():
+            return None
+        if self.size("dp_replicate") == 1:
+            return self.weight or mesh["dp_shard"]
+        return self._flattened(mesh["dp_replicate", "dp_shard", "tp"], "amax")
+
+    @property
     def expert_amax(self) -> DeviceMesh | None:
         """1-D mesh of all ranks that hold the same experts: delayed scaling's amax of their activations.
 
-        ``None`` without ``ep``, where that is the whole job. Collective over the world on first use, cached later.
+        Without ``ep`` as :attr:`amax`. Collective over the world on first use, cached later.
         """
         if self.expert_mesh is None:
-            return None
+            return self.amax
         if self.size("dp_replicate") == 1:
             return self.expert_weight or self.expert_mesh["dp_shard"]
         return self._flattened(self.expert_mesh["dp_replicate", "dp_shard", "tp"], "expert_amax")

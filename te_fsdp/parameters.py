@@ -232,8 +232,8 @@ class Binding:
         shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
         ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
         experts: The experts of an expert module. Its parameters are registered under their global indices.
-        amax_group: Ranks over which delayed scaling reduces the amax of an expert module: those that hold the same
-            experts. ``None``: those of the weight mesh.
+        amax_group: Ranks over which delayed scaling reduces the amax of a module that not all ranks hold: those with
+            the same experts, or of the same stage of a pipeline. ``None``: as ``te.autocast`` says.
         divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
         cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
             experts.

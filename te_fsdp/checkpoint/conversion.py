@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp._te_formats import Block
-from te_fsdp.agree import world_size
+from te_fsdp.agree import maximum, world_size
 from te_fsdp.checkpoint.compare import Rectangle, Staged, rectangle
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, cut_entry, per_expert
 from te_fsdp.checkpoint.manifest import Manifest
@@ -37,6 +36,7 @@ from te_fsdp.sharding.main_parameters import MAIN
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
 _BATCH = 1 << 30
@@ -212,8 +212,8 @@ def _entry(module: nn.Module, tensor: torch.Tensor) -> Entry:
     return Entry(shape, tensor.dtype, (Piece((0,) * (tensor.ndim - 1) + (each * first,), tensor.detach()),))
 
 
-def share_newest_amax(entries: dict[str, Entry]) -> None:
-    """Give copied histories the maximum over ranks in their newest row. Collective over the world.
+def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None) -> None:
+    """Give copied histories the maximum over ranks in their newest row. Collective over a mesh, or the world.
 
     Between a step and the next forward that row holds what each rank saw alone (the optimizer quantizes
     shards). TE takes the maximum over ranks before it reads the row, so that the maximum on all ranks is the
@@ -229,7 +229,7 @@ def share_newest_amax(entries: dict[str, Entry]) -> None:
         rows.append(piece.tensor.new_zeros(entry.shape[1]))
         rows[-1][_columns(piece)] = piece.tensor[0]
     newest = torch.cat(rows)
-    dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+    maximum(newest, mesh)
     for entry, row in zip(histories, newest.split([e.shape[1] for e in histories]), strict=True):
         entry.pieces[0].tensor[0] = row[_columns(entry.pieces[0])]
 

@@ -103,6 +103,23 @@ def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
     entries[key] = entry
 
 
+def views_of(
+    leaves: list[torch.Tensor], entries: list[Entry]
+) -> list[tuple[int, tuple[Any, ...] | None]] | None:
+    """Where the pieces of entries lie in the tensors that they are of; ``None`` if they lie elsewhere."""
+    if len(leaves) != len(entries):
+        return None
+    views: list[tuple[int, tuple[Any, ...] | None]] = []
+    for at, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
+        for piece in () if entry.is_empty else entry.pieces:
+            part = piece.tensor
+            if part.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+                return None
+            whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()
+            views.append((at, None if whole else (part.shape, part.stride(), part.storage_offset())))
+    return views
+
+
 @dataclass(frozen=True)
 class ExpertPlace:
     """Where one expert's own parameter lies in the tensor of all.

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from te_fsdp import _te, _te_modules
-from te_fsdp.agree import all_agree, rank
+from te_fsdp.agree import all_agree, gather, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import (
     SETTINGS,
@@ -37,7 +38,7 @@ from te_fsdp.checkpoint.conversion import (
 )
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
-from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state
+from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state, names_of
 from te_fsdp.checkpoint.optimizer_state import (
     check_scaled_state,
     compare_optimizer,
@@ -48,6 +49,7 @@ from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
+from te_fsdp.checkpoint.stages import as_one, check_whole_job, elsewhere, name_of, stage_of, without
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
@@ -90,7 +92,7 @@ class Loaded(dict[str, Any]):
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
@@ -112,7 +114,7 @@ def load(
 
     Args:
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
-        model: The model on its device, sharded or not; what its parameters hold is overwritten.
+        model: The model on its device, sharded or not, or a rank's stages; what its parameters hold is overwritten.
         optimizer: Over the model's current parameters; its group options are overwritten by the saved ones. ``None``:
             saved optimizer state is not read. Main weights of others follow the weights, which ``notes`` tells.
         strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
@@ -135,10 +137,10 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    source = absolute(path)
-    with collective_call("checkpoint.load"), in_use(source), without_collector():
+    source, model = absolute(path), as_one(model)
+    with collective_call(name_of("checkpoint.load", model)), in_use(source), without_collector():
         began = time.perf_counter()
-        opened = open_source(source, model, optimizer, verify=verify, read=read)
+        opened = _own_part(open_source(source, model, optimizer, verify=verify, read=read), model)
         state, found = all_agree(lambda: _compare(opened, model, optimizer))
         found = found.over_all_ranks()
         if not convert:
@@ -150,10 +152,28 @@ def load(
         return loaded
 
 
+def _own_part(source: Source, model: nn.Module) -> Source:
+    """A source as one stage sees it: without what other stages hold. Collective over the world for stages."""
+    stage = stage_of(model)
+    if stage is None:
+        return source
+
+    def held() -> set[str]:
+        if source.tensors is None:  # by the whole manifest, which the mark in the metadata is of
+            source.metadata = check_metadata(source.path, source.manifest)
+        return names_of(model)
+
+    away = elsewhere(stage, all_agree(held), model)
+    own = replace(source, manifest=without(source.manifest, away))
+    own.__dict__ |= {"metadata": source.metadata} if "metadata" in source.__dict__ else {}
+    return own
+
+
 def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, Differences]:
     """Everything that one rank can find out; changes nothing."""
-    manifest = source.manifest
-    if source.tensors is None:
+    manifest, stage = source.manifest, stage_of(model)
+    check_whole_job(model, stage)
+    if source.tensors is None and stage is None:
         source.metadata = check_metadata(source.path, manifest)
     state = model_state(model, may_cut_blocks=True)
     settle_scaling(source, state.described)
@@ -211,7 +231,7 @@ class Filling:
         state: ModelState,
         found: Differences,
     ) -> None:
-        self.source, self.model, self.optimizer = source, model, optimizer
+        self.source, self.model, self.optimizer, self.stage = source, model, optimizer, stage_of(model)
         self.state, self.found = state, found
         self.manifest = source.manifest
         fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
@@ -252,7 +272,7 @@ class Filling:
                 piece.tensor.copy_(slots[key].pieces[0].tensor[slices(piece.offsets, piece.tensor.shape)])
         self._restart_delayed(set(delayed), direct)
         self.state.finish_loading(set(direct))
-        for batch in batches(conversions, self.manifest):
+        for batch in self._batches(conversions):
             self._convert(batch, set(delayed))
         for owned in self._members(direct):
             self._refresh_main_weights(owned, None)
@@ -359,18 +379,25 @@ class Filling:
                     dtype = getattr(torch, described["dtype"])
                     numbers = torch.empty(described["shape"], dtype=dtype, device="cpu")
                     vectors[f"optimizer.state.{name}.{key}"] = numbers, described["experts"]
-        if not vectors:  # on no rank, then
+        if not vectors and self.stage is None:  # on no rank, then
             return
         self.source.read({key: whole_entry(numbers) for key, (numbers, _) in vectors.items()})
         differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
-        if differing:
-            raise CheckpointError(
-                f"{self.source.path}: {shorten(differing)}",
-                expected="one number for all experts, which are one parameter here",
-                got="different ones",
-                why="Nothing was loaded",
-                fix="build the layer without a single grouped weight, or load without the optimizer",
-            )
+
+        def refuse() -> None:
+            if differing:
+                raise CheckpointError(
+                    f"{self.source.path}: {shorten(differing)}",
+                    expected="one number for all experts, which are one parameter here",
+                    got="different ones",
+                    why="Nothing was loaded",
+                    fix="build the layer without a single grouped weight, or load without the optimizer",
+                )
+
+        if self.stage is None:  # all ranks see the same
+            refuse()
+        else:
+            all_agree(refuse)
 
     def _delayed(self) -> dict[str, Any]:
         """Delayed-scaling state that this model takes."""
@@ -416,6 +443,13 @@ class Filling:
                 continue
             if _te.has_delayed_scale(owned.local):
                 _te_modules.follow_scale(owned.module, owned.name, owned.local)
+
+    def _batches(self, conversions: dict[str, list[Conversion]]) -> Iterator[list[Conversion]]:
+        """What is converted at a time, as often on all ranks: stages convert other weights. Collective for stages."""
+        found = list(batches(conversions, self.manifest))
+        if self.stage is not None:
+            found += [[]] * (max(gather(len(found))) - len(found))
+        yield from found
 
     def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
         """Convert and store a few weights. Collective over the world."""

@@ -27,6 +27,7 @@ from te_fsdp.checkpoint.entries import (
     whole_entry,
 )
 from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.stages import stage_of
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout.rules import PLAIN, Box, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
@@ -34,7 +35,7 @@ from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
 from te_fsdp.quantized.packing import derive_transposes
-from te_fsdp.sharding.state import settle, sharding_state
+from te_fsdp.sharding.state import settle
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,11 @@ def _owned_buffers(model: nn.Module) -> Iterator[Owned]:
                 yield Owned(clean_name(prefix, name), module, name, buffer)
 
 
+def names_of(model: nn.Module) -> set[str]:
+    """Names of the files' tensors that a model holds. Local operation."""
+    return {owned.key for owned in (*owned_parameters(model), *_owned_buffers(model))}
+
+
 def clean_name(prefix: str, name: str) -> str:
     """Full name without the parts that wrappers add."""
     return _torch.without_wrappers(".".join(part for part in (prefix, name) if part))
@@ -211,20 +217,6 @@ class ModelState:
                 (derive_transposes if owned.is_grouped else finish_writing)(local)
 
 
-def _check_whole_job(model: nn.Module) -> None:
-    """All ranks write one checkpoint, in which each name is one tensor: ranks must not hold other models."""
-    states = (sharding_state(module) for module in model.modules())
-    for ranks in (state.meshes.device_mesh.size() for state in states if state is not None):
-        if ranks != world_size():
-            raise CheckpointError(
-                f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
-                expected="one model on all ranks",
-                got="meshes of one stage, cut out of a mesh with a further axis",
-                why="Stages are different models, and a checkpoint of te_fsdp holds one",
-                fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages",
-            )
-
-
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
     """Entries and description of a model's parameters and persistent buffers. Local operation.
 
@@ -236,10 +228,9 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
             entries: it can be loaded through high precision, but not saved.
 
     Raises:
-        CheckpointError: Parameters or buffers on meta, or a stage of a pipeline.
+        CheckpointError: Parameters or buffers on meta.
         PlacementError: A shard whose place in the original is unknown.
     """
-    _check_whole_job(model)
     state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
     for owned in state.owned.values():
         state.members.setdefault(owned.key, []).append(owned)
@@ -366,7 +357,8 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
     """World size and the axes of the widest mesh among a model's parameters."""
     # By identity: to compare meshes takes longer than all else here, and parameters are many.
     meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}.values()
-    sizes = {"ranks": world_size()}
+    stage = stage_of(model)
+    sizes = {"ranks": world_size()} | ({} if stage is None else {"pp": stage.across.size()})
     if meshes:
         mesh = max(meshes, key=lambda m: m.ndim)
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))

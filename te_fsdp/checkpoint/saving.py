@@ -7,14 +7,15 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import te_fsdp
@@ -25,7 +26,7 @@ from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.directory import hide_old
-from te_fsdp.checkpoint.entries import Entry, OwnParts, encode, join_ranks
+from te_fsdp.checkpoint.entries import Entry, OwnParts, encode, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     come_to_rest,
@@ -43,6 +44,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.checkpoint.remote import absolute, listing
+from te_fsdp.checkpoint.stages import as_one, check_same_model, check_whole_job, join, stage_of
 from te_fsdp.checkpoint.sums import Listed, without_collector
 from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing, signature_of, write_again
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
@@ -53,7 +55,6 @@ from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_optimizer import main_parameters_of
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
@@ -61,15 +62,16 @@ _log = logging.getLogger("te_fsdp")
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     keep_last: int | None = None,
     progress: bool | None = None,
+    shared: Iterable[str] = (),
 ) -> SaveHandle:
-    """Save a model, its optimizer and what else a run needs, loadable on any mesh.
+    """Save a model, its optimizer and what else a run needs, loadable on any mesh and any number of stages.
 
     The files hold every parameter and optimizer state in the layout of the unsharded module, each element once. They
     appear at ``path`` when whole and on disk; a killed save leaves a hidden directory that a later save removes.
@@ -80,7 +82,8 @@ def save(
     Args:
         path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``, or
             ``"s3://..."``. Nothing may lie there yet but an empty directory.
-        model: Any model; FSDP2 units that are gathered are resharded first.
+        model: Any model; FSDP2 units that are gathered are resharded first. On each rank of a pipeline its stage or
+            stages, under the names of the whole model, which the files hold.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters.
         extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of what is
             wrapped in :class:`te_fsdp.checkpoint.PerRank`.
@@ -90,6 +93,7 @@ def save(
         keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
             included. What is being loaded stays.
         progress: Draw a progress bar on rank 0.
+        shared: Names, as shell patterns, of parameters that several stages may hold, bit for bit equal; stored once.
 
     Returns:
         A handle. Of an asynchronous save, ``result()`` waits and raises what went wrong on any rank.
@@ -104,7 +108,7 @@ def save(
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
         waited = background().wait()
-        writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last)
+        writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes
         complete = partial(_complete, writing, handle.path, manifest, keep_last, progress, began)
         if asynchronous:
@@ -140,6 +144,24 @@ class _Described:
     views: list[tuple[int, tuple[Any, ...] | None]] = field(default_factory=list)
 
 
+class _Seen(NamedTuple):
+    """What rank 0 hears of a rank.
+
+    Attributes:
+        digests: Of what must be the same on all ranks of a stage.
+        own: Values per rank.
+        experts: States of experts.
+        token: Of the plan that can be used again.
+        stage: For :func:`te_fsdp.checkpoint.stages.join`.
+    """
+
+    digests: dict[str, bytes]
+    own: Any
+    experts: dict[str, States]
+    token: str | None
+    stage: tuple[int, dict[str, Any] | None] | None
+
+
 class _Collected:
     """What one rank contributes: its tensors, and what the manifest says of them.
 
@@ -157,6 +179,8 @@ class _Collected:
         before: _Described | None,
     ) -> None:
         self.model, self.optimizer, self.own = model, optimizer, OwnParts(rank())
+        self.stage = stage_of(model)
+        check_whole_job(model, self.stage)
         self.extra, self.extra_entries = encode(dict(extra or {}), own=self.own)
         self.delayed, self.delayed_entries = delayed_state(model)
         self.look, self.leaves = _look(model, optimizer, self.others()) or (None, [])
@@ -188,15 +212,12 @@ class _Collected:
         digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
         self.described = _Described(fields, states, names, digests | {"optimizer": _digest(states)})
-        views = _views(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
+        views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
         if self.look is not None and views is not None:
             self.described.look, self.described.views = self.look, views
 
-    def seen(self, token: str | None) -> tuple[dict[str, bytes], Any, dict[str, States], str | None]:
-        """What rank 0 hears: digests of what must be the same on all ranks, values per rank, states of experts.
-
-        And the token of the plan that can be used again.
-        """
+    def seen(self, token: str | None) -> _Seen:
+        """What rank 0 hears."""
         kind = type(self.optimizer).__name__
         digests = {
             **self.described.digests,
@@ -206,7 +227,28 @@ class _Collected:
             "settings of modules": _digest({**self.semantics, "recipes": None}),
         }
         experts = {} if self.is_known else self.optimized.experts
-        return digests, self.own.encoded, experts, token if self.is_known else None
+        return _Seen(digests, self.own.encoded, experts, token if self.is_known else None, self._told())
+
+    def _told(self) -> tuple[int, dict[str, Any] | None] | None:
+        """Number of this rank's stage, and if this rank speaks for it what it says in the manifest."""
+        if self.stage is None:
+            return None
+        names = ("parameters", "buffers", "extra_states", "tied")
+        fields = {name: self.described.fields[name] for name in names}
+        own = {
+            **fields,
+            "delayed": self.delayed,
+            "semantics": self.semantics,
+            "optimizer": self.saved_optimizer(),
+        }
+        return self.stage.number, own if self.stage.speaks else None
+
+    def saved_optimizer(self) -> dict[str, Any] | None:
+        """The manifest's ``optimizer``."""
+        if self.optimizer is None:
+            return None
+        kind = type(self.optimizer).__name__
+        return {"class": kind, "groups": self.groups, "state": self.described.states}
 
     def entries(self) -> dict[str, Entry]:
         """All tensors, with rank 0's of the user, and every rank's own."""
@@ -291,31 +333,15 @@ def _look(
     return (look, leaves) if {*map(type, leaves)} <= plain else None
 
 
-def _views(
-    leaves: list[torch.Tensor], entries: list[Entry]
-) -> list[tuple[int, tuple[Any, ...] | None]] | None:
-    """Where the pieces of entries lie in the tensors that they are of; ``None`` if they lie elsewhere."""
-    if len(leaves) != len(entries):
-        return None
-    views: list[tuple[int, tuple[Any, ...] | None]] = []
-    for at, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
-        for piece in () if entry.is_empty else entry.pieces:
-            part = piece.tensor
-            if part.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
-                return None
-            whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()
-            views.append((at, None if whole else (part.shape, part.stride(), part.storage_offset())))
-    return views
-
-
 @without_collector()  # which would take half of the call's time where tensors are many
 def _prepare(
     ranks: Ranks,
     target: Path,
-    model: nn.Module,
+    given: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
+    shared: Iterable[str],
 ) -> tuple[Writing, Manifest]:
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks.
 
@@ -324,6 +350,8 @@ def _prepare(
     """
     found: list[_Collected] = []
     begun: list[Path] = []
+    whole: list[dict[str, Any] | None] = []
+    model = given if isinstance(given, nn.Module) else as_one(given)
 
     plan, before = background().plans.get(model, (None, None))
     if plan is None or (ranks.rank == 0 and plan.written is None):
@@ -339,12 +367,13 @@ def _prepare(
         found[0].describe()
         return found[0].seen(None)
 
-    def begin(seen: list[Any]) -> list[tuple[Path, dict[str, States], str] | None]:
-        if len({token for *_, token in seen}) > 1:
+    def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
+        if len({one.token for one in seen}) > 1:
             return [None] * len(seen)  # what is new to one rank is planned anew by all
-        _check_same_model([digests for digests, *_ in seen])
-        found[0].extra = join_ranks(found[0].extra, [encoded for _, encoded, *_ in seen])
-        experts = join_ranks_experts([own for _, _, own, _ in seen])
+        check_same_model([one.digests for one in seen], [one.stage and one.stage[0] for one in seen])
+        whole.append(join([one.stage for one in seen], shared))
+        found[0].extra = join_ranks(found[0].extra, [one.own for one in seen])
+        experts = join_ranks_experts([one.experts for one in seen])
         begun.append(directories.begin(target))
         return [(begun[0], experts, secrets.token_hex(16))] * len(seen)
 
@@ -352,7 +381,7 @@ def _prepare(
         begun_with = ranks.round(mine, begin) or ranks.round(anew, begin)
         assert begun_with is not None
         temporary, experts, save_id = begun_with
-        manifest, collected = _describe(ranks, found[0], experts, save_id), found[0]
+        manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
         if collected.is_known and plan is not None:
             writing = write_again(ranks, temporary, collected.tensors(), save_id, plan)
         else:
@@ -373,40 +402,42 @@ def _check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
-    """The manifest without files; completes by what the other ranks know. Collective over the ranks."""
-    described, optimizer = collected.described, collected.optimizer
+def _describe(
+    ranks: Ranks,
+    collected: _Collected,
+    experts: dict[str, States],
+    save_id: str,
+    whole: dict[str, Any] | None = None,
+) -> Manifest:
+    """The manifest without files; completes by what the other ranks know. Collective over the ranks.
+
+    Args:
+        ranks: The world.
+        collected: This rank's.
+        experts: Of all ranks.
+        save_id: Of this save.
+        whole: Fields of all stages of a pipeline, on rank 0.
+    """
     if experts:  # allocates
         complete = partial(collected.optimized.complete, experts, collected.state.members)
         ranks.round(complete, lambda seen: [None] * len(seen))
-    share_newest_amax(collected.delayed_entries)
+    stage = collected.stage
+    share_newest_amax(collected.delayed_entries, None if stage is None else stage.meshes.device_mesh)
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
-    saved = {"class": type(optimizer).__name__, "groups": collected.groups, "state": described.states}
+    fields: dict[str, Any] = {
+        **collected.described.fields,
+        "delayed": collected.delayed,
+        "semantics": collected.semantics,
+        "optimizer": collected.saved_optimizer(),
+        **(whole or {}),
+    }
+    if fields["optimizer"] is not None:
+        fields["optimizer"]["state"].update(experts)
     return Manifest(
-        versions=versions,
-        saved_at=time.time_ns(),
-        delayed=collected.delayed,
-        optimizer=None if optimizer is None else saved,
-        extra=collected.extra,
-        semantics=collected.semantics,
-        save_id=save_id,
-        **described.fields,
+        versions=versions, saved_at=time.time_ns(), extra=collected.extra, save_id=save_id, **fields
     )
-
-
-def _check_same_model(digests: list[dict[str, bytes]]) -> None:
-    """All ranks must describe the same model and optimizer. Rank 0 alone calls this."""
-    for name in digests[0]:
-        others = [r for r, seen in enumerate(digests) if seen[name] != digests[0][name]]
-        if others:
-            raise CheckpointError(
-                f"save: {name} of the model",
-                expected="the same names, shapes, formats and options on all ranks",
-                got=f"rank(s) {', '.join(map(str, others))} differ from rank 0",
-                fix="build model and optimizer alike on all ranks",
-            )
 
 
 def _complete(

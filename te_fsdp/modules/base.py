@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 import te_fsdp
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
@@ -72,6 +72,14 @@ class _ToLocal(torch.autograd.Function):
                 if binding.rules[name].partial_grad and specs[place] is not None:
                     found[place], specs[place] = _partial(binding, name, specs[place], found[place])
         return None, None, None, *_torch.dtensors(found, specs)
+
+
+def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """Within the context TE's delayed scaling reduces over ``group``, if that is the recipe."""
+    recipe = _te.active_recipe()
+    if recipe is None or not (recipe.delayed() or recipe.custom()):
+        return nullcontext()
+    return _te_modules.amax_reduced_over(group)
 
 
 def _partial(
@@ -208,7 +216,15 @@ class MeshModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, on local tensors."""
         binding: Binding | None = self.__dict__.get(BINDING)
-        if binding is None or not self._parameters:  # TE's containers have none of their own
+        if binding is None:
+            return super().forward(*args, **kwargs)
+        if binding.amax_group is None:
+            return self._forward(binding, *args, **kwargs)
+        with delayed_amax_over(binding.amax_group):
+            return self._forward(binding, *args, **kwargs)
+
+    def _forward(self, binding: Binding, *args: Any, **kwargs: Any) -> Any:
+        if not self._parameters:  # TE's containers have none of their own
             return super().forward(*args, **kwargs)
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)

@@ -11,7 +11,6 @@ optimizers understand; TE gets a ``GroupedTensor`` over that very memory wheneve
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_modules, _torch
+from te_fsdp import _te, _torch
 from te_fsdp._te_modules import GroupedReads, grouped_path_problem
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError
 from te_fsdp.layout.rules import ExpertRange, ParameterRule, expert_index
@@ -258,8 +257,8 @@ class GroupedModule(SingleModule):
             return super().forward(*args, **kwargs)
         if binding.under_fsdp and not binding.divided and torch.is_grad_enabled():
             _check_divided(self, binding)
-        with _amax_group(binding):
-            return super().forward(*args, **kwargs)
+        _find_amax_group(binding)
+        return super().forward(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any) -> None:  # type: ignore[bad-override]
         """Take this rank's experts out of a state dict that may hold all of them, one by one or as one tensor."""
@@ -299,17 +298,16 @@ def _check_apart(module: GroupedModule, name: str, parameter: DTensor) -> None:
         )
 
 
-def _amax_group(binding: Binding) -> contextlib.AbstractContextManager[object]:
-    """Within the context TE's delayed scaling reduces over the ranks that share the module's experts."""
+def _find_amax_group(binding: Binding) -> None:
+    """Over whom TE's delayed scaling reduces in this forward: the ranks that share the module's experts."""
     recipe = _te.active_recipe()
-    if recipe is None or not (recipe.delayed() or recipe.custom()):
-        return contextlib.nullcontext()
-    if binding.amax_group is None and binding.weight_mesh is not None:
+    if binding.amax_group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
+        return
+    if binding.weight_mesh is not None:
         binding.amax_group = binding.weight_mesh.get_group()
-    elif binding.amax_group is None:  # this rank alone holds them; for TE None means all ranks
+    else:  # this rank alone holds them; for TE None means all ranks
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         binding.amax_group = cast("ProcessGroup", alone)
-    return _te_modules.amax_reduced_over(binding.amax_group)
 
 
 def _check_divided(module: torch.nn.Module, binding: Binding) -> None:

@@ -206,7 +206,7 @@ def _fsdp_mesh(meshes: Meshes, unit: nn.Module, storage: Storage) -> DeviceMesh:
 
 
 def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
-    """Tell FSDP2 by what to divide gradients, where it would not know; and TE over whom experts reduce their amax.
+    """Tell FSDP2 by what to divide gradients, where it would not know; and TE over whom to reduce the amax, likewise.
 
     Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
     as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
@@ -217,10 +217,11 @@ def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
         policy: FSDP2's, of models without a precision policy.
     """
     average = state.average_gradients
-    amax = state.meshes.expert_amax
+    meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}
+    groups = {kind: None if mesh is None else mesh.get_group() for kind, mesh in meshes.items()}
     for binding in filter(None, map(binding_of, state.model.modules())):
-        if binding.experts is not None:
-            binding.divided, binding.amax_group = True, amax.get_group() if amax is not None else None
+        binding.divided = binding.experts is not None or binding.divided
+        binding.amax_group = groups[binding.experts is not None]
     for name, unit in state.modules.items():
         experts = _is_expert(unit)
         if average and not experts:

@@ -47,6 +47,7 @@ from te_fsdp.checkpoint.portable.huggingface_saving import save_huggingface
 from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
 from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
 from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.stages import check_whole_job
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import from_json, semantics_of, to_json
@@ -211,6 +212,7 @@ def load_huggingface(
     def prepare() -> Filling:
         if optimizer is not None:
             check_optimizer(model, optimizer)
+        check_whole_job(model, None)
         (tensors, folder), state = _opened(source), model_state(model, may_cut_blocks=True)
         described, parameters = first_given(config, folder), parameter_names(model)
         weights, wrong = WeightMap.of(described, parameters, semantics_of(model), blocks, names)

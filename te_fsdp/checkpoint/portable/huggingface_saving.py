@@ -32,6 +32,7 @@ from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, TeNames, ch
 from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
 from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy, slices, total_bytes, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
+from te_fsdp.checkpoint.stages import check_whole_job
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import semantics_of
@@ -342,6 +343,7 @@ class _Saving:
         dtype: torch.dtype | None,
         max_file_bytes: int,
     ) -> None:
+        check_whole_job(model, None)
         if optimizer is not None:
             check_optimizer(model, optimizer)
         weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)

@@ -120,10 +120,12 @@ def groups_of_their_own() -> int:
 
 
 def checkpoint_of_a_stage(directory: str) -> list[str]:
-    """Saving and loading a stage as if it were the whole model is refused on all ranks, and nothing appears."""
+    """Saving a model of some ranks as if it were the whole job's is refused on all ranks, and nothing appears."""
     import te_fsdp
 
-    model = _shard(0, _mesh({"pp": 2, "dp_shard": dist.get_world_size() // 2}), None, "optim_grads_params")
+    mesh = _mesh({"models": 2, "dp_shard": dist.get_world_size() // 2})
+    meshes = te_fsdp.Meshes.from_device_mesh(mesh, names={"models": None})
+    model = _shard(0, meshes, None, "optim_grads_params")
     texts = []
     with pytest.raises(te_fsdp.CheckpointError) as caught:
         te_fsdp.checkpoint.save(f"{directory}/stage", model)

@@ -1,0 +1,187 @@
+"""Bodies: stages under torch's pipeline schedules against one process, by value; gathers counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from harness.collectives import recorded
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from pipelines.models import (
+    HIDDEN,
+    ROWS,
+    Model,
+    batch,
+    meshes_of,
+    optimizer_of,
+    stage_of,
+)
+
+STEPS, MICROBATCHES = 2, 4
+#: Below the norms of the first steps, so that all are clipped.
+MAX_NORM = 0.05
+FP32 = (
+    2e-5,
+    "fp32 sums of at most 600 terms in another order: 600 * 2^-24 = 3.6e-5 at most, their random walk 2e-6",
+)
+QUANTIZED = (
+    2e-3,
+    "main weights that differ by rounding: one in thousands of their FP8 values is the neighbouring one (6 %)",
+)
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+
+
+def loss_of(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """A mean over the rows of a microbatch."""
+    return nn.functional.cross_entropy(logits.float(), words)
+
+
+def _scheduled(
+    meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, told: bool
+) -> Callable[..., list[torch.Tensor]]:
+    """A step of this rank's stages: losses of the microbatches where the last stage is."""
+    group, place, pp = meshes.pp.get_group(), meshes.pp.get_local_rank(), meshes.pp.size()
+    numbers = [place + pp * at for at in range(len(parts))]
+    count, stages = pp * len(parts), []
+    for number, part in zip(numbers, parts, strict=True):
+        # Told, torch need not run a microbatch to find out.
+        entering = (
+            torch.zeros(ROWS, dtype=torch.int64) if number == 0 else torch.zeros(ROWS, HIDDEN, dtype=dtype)
+        )
+        leaving = torch.zeros(ROWS, 12 if number == count - 1 else HIDDEN, dtype=dtype)
+        both = [t.to(harness.device()).requires_grad_(t.is_floating_point()) for t in (entering, leaving)]
+        stages.append(
+            PipelineStage(part, number, count, harness.device(), *(both if told else ()), group=group)
+        )
+    made = getattr(pipelining, SCHEDULES[kind])
+    schedule = made(stages if len(parts) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+
+    def step(words: torch.Tensor, then: torch.Tensor) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        last = count - 1 in numbers
+        schedule.step(
+            *([words] if 0 in numbers else []), target=then if last else None, losses=losses if last else None
+        )
+        return losses
+
+    return step
+
+
+def training(
+    directory: str,
+    axes: dict[str, int],
+    kind: str = "1f1b",
+    recipe: str = "none",
+    quantized: bool = False,
+    steps: int = STEPS,
+    broken: str = "",
+    told: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Steps of a pipeline and of one process, both from one checkpoint of the whole model.
+
+    Args:
+        directory: With a checkpoint ``whole``.
+        axes: Of ``meshes_of``.
+        kind: Of :data:`SCHEDULES`.
+        recipe: Of forward.
+        quantized: Whether weights are held quantized.
+        steps: How many.
+        broken: A fault to bring in: ``"norm"``, ``"layer"``.
+        told: Whether torch is told the shapes between stages, or runs a microbatch to find out.
+        options: Of ``fully_shard``.
+    """
+    import te_fsdp
+
+    meshes = meshes_of(**axes)
+    parts, reference = _built(directory, meshes, kind, recipe, quantized, **options)
+    if broken == "layer" and meshes.pp.get_local_rank() == 1:
+        with torch.no_grad():
+            next(parts[0].layers.parameters()).mul_(1.1)
+    ours, wanted = optimizer_of(parts, quantized), optimizer_of(reference, quantized)
+    hfsdp = options.get("outer_strategy") == "optim"
+    if hfsdp:
+        te_fsdp.shard_optimizer(ours)
+    step_of = _scheduled(meshes, parts, kind, next(reference.parameters()).dtype, told)
+    checks, gathers, losses = harness.Comparisons(), [], []
+    for step in range(steps):
+        words, then = batch(step, meshes.data_size, MICROBATCHES)
+        allowed = QUANTIZED if quantized and step else FP32
+        with recorded() as seen:
+            found = step_of(words[meshes.data_rank], then[meshes.data_rank])
+        gathers.append(sum(one.kind == "all_gather" for one in seen))
+        expected = _whole_step(reference, words, then)
+        if found:
+            checks.close(f"step {step}: losses", torch.stack(found), expected[meshes.data_rank], *allowed)
+            losses += [float(loss) for loss in found]
+        if not hfsdp:
+            _compare(checks, f"step {step}: gradient of", parts, reference, allowed, gradients=True)
+        norm = te_fsdp.clip_grad_norm_(
+            [p for part in parts for p in part.parameters()], MAX_NORM, pp_mesh=broken != "norm"
+        )
+        whole = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
+        checks.close(f"step {step}: norm", norm, whole, *allowed)
+        for optimizer in (ours, wanted):
+            optimizer.step()
+            optimizer.zero_grad()
+        _compare(checks, f"step {step}: updated", parts, reference, allowed, gradients=False)
+    checks.require(steps * 5)
+    return {"gathers": gathers, "losses": losses}
+
+
+def _built(
+    directory: str, meshes: Any, kind: str, recipe: str, quantized: bool, **options: Any
+) -> tuple[list[nn.Module], Model]:
+    """This rank's stages, and the whole model in one process, with the values of one checkpoint."""
+    import te_fsdp
+
+    pp, each = meshes.pp.size(), 2 if kind == "interleaved" else 1
+    numbers = range(meshes.pp.get_local_rank(), pp * each, pp)
+    parts = [stage_of(meshes, n, pp * each, recipe, quantized=quantized, **options) for n in numbers]
+    reference = Model(harness.device(), recipe=recipe, quantized=quantized)
+    reference.group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for model in (parts, reference):
+        te_fsdp.checkpoint.load(f"{directory}/whole", model)
+    return parts, reference
+
+
+def _whole_step(reference: nn.Module, words: torch.Tensor, then: torch.Tensor) -> list[torch.Tensor]:
+    """The same in one process: losses of the microbatches of each data-parallel rank."""
+    losses = []
+    for x, y in zip(words, then, strict=True):
+        losses.append([loss_of(reference(a), b) for a, b in zip(x.split(ROWS), y.split(ROWS), strict=True)])
+        for loss in losses[-1]:
+            loss.backward()  # divided afterwards, as torch does: scales of FP8 follow gradients
+    for parameter in reference.parameters():
+        parameter.grad.div_(MICROBATCHES * len(words))
+    return [torch.stack(own).detach() for own in losses]
+
+
+def _compare(
+    checks: Any,
+    what: str,
+    parts: list[nn.Module],
+    reference: nn.Module,
+    allowed: tuple[float, str],
+    *,
+    gradients: bool,
+) -> None:
+    from te_fsdp.sharding.state import sharding_state
+
+    wanted = dict(reference.named_parameters())
+    for part in parts:
+        state = sharding_state(part)
+        for name, parameter in (state.parameters() if state else {}).items():
+            values = (parameter.grad, wanted[name].grad) if gradients else (parameter, wanted[name])
+            assert None not in values, f"{what} {name}: a gradient on one side only"
+            checks.close(f"{what} {name}", *values, *allowed)

@@ -1,0 +1,101 @@
+"""Pipelines: stages of one model under torch's schedules, and their checkpoints, against one process."""
+
+from __future__ import annotations
+
+import pytest
+from pipelines import saved, scheduled
+
+DP, TP = {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}
+RUNS = {
+    "1f1b dp": {"axes": DP},
+    "gpipe tp": {"axes": TP, "kind": "gpipe"},
+    "interleaved": {"axes": DP, "kind": "interleaved", "strategy": "optim_grads"},
+    "no_shard": {"axes": DP, "strategy": "no_shard"},
+    "hfsdp": {"axes": {"pp": 2, "replicate": 2}, "outer_strategy": "optim", "strategy": "optim"},
+    "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "told": False},
+    "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3},
+    "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads"},
+}
+# All-gathers of a step: with kept weights one for each of three units, else for each microbatch too.
+GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("run", RUNS)
+def test_schedules(pool, tmp_path, run):
+    """Losses, gradients, norms over all stages and updated weights, by value."""
+    case = RUNS[run]
+    whole = {key: case[key] for key in ("recipe", "quantized") if key in case}
+    pool.run(saved.trained, 1, name="whole", directory=str(tmp_path), **whole)
+    outcomes = pool.run(
+        scheduled.training, 2 if run == "delayed" else 4, directory=str(tmp_path), timeout=60, **case
+    )
+    for outcome in outcomes:
+        assert run not in GATHERS or set(outcome["gathers"]) == {GATHERS[run]}
+    assert outcomes[-1]["losses"] and not outcomes[0]["losses"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("broken", "word"), [("layer", "gradient of embedding.weight"), ("norm", "step 0: norm")]
+)
+def test_a_fault_is_seen(pool, tmp_path, broken, word):
+    pool.run(saved.trained, 1, name="whole", directory=str(tmp_path))
+    errors = pool.run_expect_error(scheduled.training, 4, directory=str(tmp_path), axes=DP, broken=broken)
+    assert word in errors[0].message
+
+
+CHAINS = {
+    # Each but the first loads what the one before it saved.
+    "fp32": ({}, [{"pp": 2, "dp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}]),
+    "two stages a rank": ({"per_rank": 2}, [{"pp": 2, "dp": 2}]),
+    "delayed": ({"recipe": "delayed", "quantized": True}, [{"pp": 2, "dp": 2}, {"pp": 4}]),
+    "mxfp8": ({"recipe": "mxfp8", "quantized": True}, [{"pp": 2}]),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_checkpoints_of_stages(pool, tmp_path, chain):
+    """One process -> stages -> other stages -> one process."""
+    options, hops = dict(CHAINS[chain][0]), CHAINS[chain][1]
+    per_rank = options.pop("per_rank", 1)
+    where = {"directory": str(tmp_path)}
+    pool.run(saved.trained, 1, name="0", **where, **options)
+    for number, axes in enumerate(hops):
+        ranks = axes.get("pp", 1) * axes.get("dp", 1) * axes.get("tp", 1)
+        hop = {"source": str(number), "target": str(number + 1), "axes": axes}
+        for outcome in pool.run(saved.moved, ranks, **hop, **where, **options, per_rank=per_rank):
+            assert outcome == {"left": {}, "converted": {}, "step": 2}
+    names = [str(number) for number in range(len(hops) + 1)]
+    pool.run(saved.same, 1, names=[*names, f"{names[-1]} before"], **where, **options)
+
+
+MISTAKES = {
+    "counted from 0": [
+        "tensor(s) of one name in several stages: embedding.weight",
+        "Fix: give a stage the names",
+    ],
+    "other groups": ["the optimizer of stage 1", "as in stage 0, AdamW with groups [", "the same groups"],
+    "missing": ["only in the checkpoint (layers.2.", "Nothing was loaded"],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("what", MISTAKES)
+def test_stages_that_do_not_fit(pool, tmp_path, what):
+    pool.run(saved.trained, 1, name="whole", directory=str(tmp_path))
+    texts = pool.run(saved.refused, 4, directory=str(tmp_path), what=what)
+    assert len(set(texts)) == 1
+    assert all(word in texts[0] for word in MISTAKES[what]), texts[0]
+
+
+@pytest.mark.ranks(4)
+def test_what_stages_share(pool, tmp_path):
+    texts = pool.run(saved.tied, 4, directory=str(tmp_path))
+    assert texts[0] == texts[3]
+    assert 'shared=["embedding.weight"]' in texts[0]["unnamed"]
+    assert (
+        "differ between ranks that must hold the same: model.embedding.weight (rank 3 from rank 1)"
+        in texts[0]["unequal"]
+    )
