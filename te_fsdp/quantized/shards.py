@@ -144,7 +144,10 @@ def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
         keep_rows_alone(local)
         if item.keep_high_precision:
             _te.attach_high_precision_value(local, value.cpu())
-        item.module._parameters[item.name] = successor(parameter, local)
+        item.module._parameters[item.name] = shard = successor(parameter, local)
+        # The high-precision one would stay until FSDP2 installs this one.
+        if pair := binding.installed.get(item.name):
+            pair.shard = shard  # type: ignore[bad-assignment]
         binding.requantizes = False
 
 

@@ -40,8 +40,10 @@ def check(results: list[dict]) -> None:
 
 
 @pytest.mark.covering(
-    # Columns that travel in buffers of their own; weights that were quantized before they were sharded.
-    always=[{"case": "mxfp8-dp2-cut_by_columns"}, {"case": "mxfp8-dp2-torchs_fully_shard"}],
+    # Columns that travel in buffers of their own; weights that were quantized before they were sharded, by us too.
+    always=[
+        {"case": f"mxfp8-dp2-{case}"} for case in ("cut_by_columns", "torchs_fully_shard", "from_the_device")
+    ],
     strength=0,
 )
 @pytest.mark.ranks(2)
