@@ -1,7 +1,7 @@
 """What is looked at once, before it costs a training run: at a model's first forward, and at an optimizer's first step.
 
     first forward         parameters that came after ``fully_shard``, gradient hooks that never run, memory that
-                          ``to_empty`` left as it was, attention that sees a part of the sequence alone
+                          ``to_empty`` left as it was
     first in each mode    all ranks that gather weights together have come (``if rank == 0: model(x)``)
     first step            the same parameters and hooks once more; optimizer state of another rank; copies of a weight
                           that differ between ranks
@@ -11,14 +11,13 @@ Nothing here is repeated in later forwards and steps, but for a comparison of tw
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp.agree import raised_on_all_ranks, rank
+from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.sharding.materialize import differing_copies
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from te_fsdp.step_hooks import Step
 
 
-_log = logging.getLogger("te_fsdp")
-
-
 def before_first_forward(state: ShardingState) -> None:
     """Look at what was done to a model between ``fully_shard`` and its first forward. Local operation.
 
@@ -44,7 +40,6 @@ def before_first_forward(state: ShardingState) -> None:
     _refuse_new_parameters(state)
     _refuse_hooks(state)
     _refuse_unset(state)
-    _warn_of_attention(state)
 
 
 def before_first_step(step: Step) -> None:
@@ -191,24 +186,6 @@ def refuse_conversion(state: ShardingState, fn: Any) -> None:
                 why="FSDP2 has allocated what it gathers weights into",
                 fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
             )
-
-
-def _warn_of_attention(state: ShardingState) -> None:
-    """Say so where ranks of ``cp`` would each attend to their own tokens alone."""
-    if state.meshes.cp is None:
-        return
-    alone = [
-        name
-        for name, module in state.model.named_modules()
-        if _te.kind_of(module) == "DotProductAttention" and getattr(module, "cp_group", None) is None
-    ]
-    if alone and rank() == 0:
-        _log.warning(
-            "%s: attention on a mesh with cp=%d, and no set_context_parallel_group: each rank attends to its own part "
-            "of the sequence alone (docs/limits.md)",
-            alone[0],
-            state.meshes.cp.size(),
-        )
 
 
 # ------------------------------------------------------------------------------------------------- states and copies

@@ -144,6 +144,44 @@ def test_a_broken_anchor_is_noticed():
     ]
 
 
+@every_page
+def test_commands_are_known(page):
+    """Targets of make, options of scripts and of te-fsdp in the commands of a page; other tests run most of them."""
+    assert not [word for command in commands(page) for word in unknown_words(command)]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's blocks that start a program of ours; variables before them and comments left out."""
+    text = "\n".join(blocks(page, "sh") + blocks(page, "text")).replace("\\\n", " ")
+    lines = [re.sub(r"^([A-Z_]+=\S+ )+|\s+#.*", "", line.strip()) for line in text.splitlines()]
+    return [line for line in lines if re.match(r"(make|te-fsdp|torchrun|python -m te_fsdp|pytest) ", line)]
+
+
+def unknown_words(command: str) -> list[str]:
+    """Words of a command that its program does not know, as far as its source tells."""
+    first, *words = shlex.split(command)
+    if first == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return [word for word in words if "=" not in word and word not in targets]
+    at = next((n for n, word in enumerate(words) if word.startswith("examples/")), None)
+    if first == "te-fsdp":
+        sources = sorted((ROOT / "te_fsdp/cli").glob("*.py")) + sorted((ROOT / "te_fsdp").glob("*/**/*.py"))
+    elif at is not None:
+        sources, words = sorted((ROOT / words[at]).parent.glob("*.py")), words[at + 1 :]
+    else:
+        return []  # programs of the reader's own, and pytest, which has options of its own
+    known = "\n".join(source.read_text() for source in sources).replace("_", "-")
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return [o for o in options if not re.search(rf"\b{re.escape(o.strip('-').split('.')[-1])}\b", known)]
+
+
+def test_wrong_commands_are_noticed():
+    assert unknown_words("make fetch ARGS=1") == ["fetch"]
+    wrong = "torchrun --nproc-per-node 2 examples/fsdp2_tp/train.py --tp 2 --no-such 2"
+    assert unknown_words(wrong) == ["--no-such"]
+    assert unknown_words("te-fsdp plan my-llama --no-such 8") == ["--no-such"]
+
+
 def test_the_reference_lists_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [f"te_fsdp.{name}" for name in te_fsdp.__all__ if name not in ("__version__", "checkpoint")]

@@ -1,0 +1,42 @@
+"""The notebook runs from its first cell to its last, and is kept without outputs."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.unit.commands import ROOT, start
+
+NOTEBOOK = ROOT / "examples/notebook/laptop.ipynb"
+
+
+def cells(kind: str) -> list[str]:
+    """The text of its cells of a kind."""
+    return ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == kind]
+
+
+def losses(output: str, where: str) -> list[float]:
+    """Those of a line that the notebook prints."""
+    (line,) = re.findall(rf"^losses {where}: (.*)$", output, re.MULTILINE)
+    return [float(loss) for loss in line.split()]
+
+
+def test_it_runs(tmp_path, python):
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("the notebook's second part needs 2 GPUs, found 1")
+    (tmp_path / "notebook.py").write_text("\n".join(cells("code")))
+    done = start(python, "notebook", [], tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, there, last = (losses(done.stdout, where) for where in ("here", "there", "here again"))
+    assert "float8 (bfloat16)" in done.stdout and len(first) == len(there) == 10
+    assert first[0] > there[0] > last[-1], "each part goes on where the one before has ended"
+
+
+def test_it_is_kept_clean():
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    linked = re.findall(r"\]\(([^)#]+)\)", "\n".join(cells("markdown")))
+    assert linked and all((NOTEBOOK.parent / target).exists() for target in linked), linked
