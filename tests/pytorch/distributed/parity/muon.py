@@ -236,13 +236,14 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
     assert taken == {id(p) for p in weights.values()} and len(weights) == 2, "fc1 and fc2"
     parts = {}
     for name, parameter in weights.items():
-        main = harness.full(train.optimizer.state[parameter]["master_param"])
+        # On the device: its products round otherwise than the host's.
+        main = harness.full(train.optimizer.state[parameter]["master_param"]).to(harness.device())
         parts[name] = [nn.Parameter(part.clone()) for part in main.chunk(1 + name.endswith("fc1_weight"))]
     oracle = torch.optim.Muon([part for several in parts.values() for part in several], **MUON)
 
     def same_gradients(*unused: Any) -> None:
         for name, parameter in weights.items():
-            gradient = harness.full(parameter.grad).float()
+            gradient = harness.full(parameter.grad).float().to(harness.device())
             for part, own in zip(parts[name], gradient.chunk(len(parts[name])), strict=True):
                 part.grad = own.clone()
 
@@ -255,7 +256,7 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
         oracle.step()
         for name, parameter in weights.items():
             main = train.optimizer.state[parameter]["master_param"]
-            expected = torch.cat([part.detach() for part in parts[name]])
+            expected = torch.cat([part.detach() for part in parts[name]]).cpu()
             checks.attempt(checks.same_bits, f"step {step} {name}", main, expected)
             error = (harness.full(parameter) - expected).abs().max() / expected.abs().max()
             assert error <= 2**-4, f"{name}: {error}"  # half a step of e4m3 near its largest value
