@@ -15,9 +15,10 @@ import torch
 import tyro
 from tyro.conf import Positional, arg
 
+from te_fsdp import planning
 from te_fsdp.cli.main import print_json, print_lines, print_table
 from te_fsdp.errors import PlacementError, TeFsdpError
-from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan, search
+from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
@@ -179,7 +180,15 @@ def _plan(
     sizes = mesh.sizes if not search else Sizes()
     _find_te(mesh.arch)
     if search and mesh.gpus is not None:
-        return _search(job, mesh.gpus, limit, node, mesh.cp, global_batch, as_json)
+        asked = {
+            "gpus": mesh.gpus,
+            "memory": limit,
+            "node": node,
+            "cp": mesh.cp,
+            "global_batch": global_batch,
+        }
+        found_meshes = planning.search(job, **asked)
+        return _show_search(found_meshes, mesh.gpus, limit, node, machine, as_json)
     found = plan(job, sizes)
     step = None if machine is None else found.time(machine)
     if as_json:
@@ -289,19 +298,36 @@ def _show_step(step: StepTime, found: Plan) -> None:
     )
 
 
-def _search(
-    job: Job, gpus: int, limit: int, node: int, cp: int, global_batch: int | None, as_json: bool
+def _show_search(
+    found: list[Candidate], gpus: int, limit: int, node: int, machine: Machine | None, as_json: bool
 ) -> int:
-    """All meshes of so many GPUs, as a table or as JSON."""
-    found = search(job, gpus=gpus, memory=limit, node=node, cp=cp, global_batch=global_batch)
+    """All meshes of so many GPUs, as a table or as JSON; by time where speeds are given."""
+    if machine is not None:
+        fitting = [one for one in found if not one.reason]
+        found = [
+            *sorted(fitting, key=lambda one: _seconds(one, machine) / one.tokens),
+            *(one for one in found if one.reason),
+        ]
     if as_json:
-        print_json({"memory": limit, "gpus": gpus, "candidates": list(map(_as_json, found))})
+        print_json({"memory": limit, "gpus": gpus, "candidates": [_as_json(one, machine) for one in found]})
     else:
-        columns = ("mesh", "peak", "left", "in a node", "between nodes", "tokens", "bytes a token", "remark")
+        columns = (
+            "mesh",
+            "peak",
+            "left",
+            "in a node",
+            "between nodes",
+            "tokens",
+            "bytes a token",
+            "ms",
+            "remark",
+        )
+        if machine is None:
+            columns = tuple(name for name in columns if name != "ms")
         print_table(
             f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB",
             columns,
-            [_cells(one, limit) for one in found],
+            [_cells(one, limit, machine) for one in found],
             right=columns[1:-1],
         )
         print_lines(
@@ -313,22 +339,30 @@ def _search(
     return 0 if any(not one.reason for one in found) else 1
 
 
-def _cells(one: Candidate, limit: int) -> tuple[str, ...]:
+def _seconds(one: Candidate, machine: Machine) -> float:
+    """How long a step of a candidate takes."""
+    assert one.plan is not None
+    return one.plan.time(machine).seconds
+
+
+def _cells(one: Candidate, limit: int, machine: Machine | None) -> tuple[str, ...]:
     """The columns of a candidate."""
     if one.plan is None:
-        return (str(one.sizes), *[""] * 6, one.reason)
+        return (str(one.sizes), *[""] * (6 if machine is None else 7), one.reason)
     peak = one.plan.peak.bytes
     numbers = map(_gib, (peak, limit - peak, one.within, one.between))
-    return (str(one.sizes), *numbers, f"{one.tokens:,.0f}", f"{one.cost:,.0f}", one.reason)
+    time = () if machine is None else (f"{1e3 * _seconds(one, machine):.1f}",)
+    return (str(one.sizes), *numbers, f"{one.tokens:,.0f}", f"{one.cost:,.0f}", *time, one.reason)
 
 
-def _as_json(one: Candidate) -> dict[str, Any]:
+def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
     sizes = {axis: getattr(one.sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp", "ep", "tp")}
-    numbers = {"within": one.within, "between": one.between, "tokens": one.tokens, "cost": one.cost}
-    plan_of_it = (
-        {} if one.plan is None else {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes, **numbers}
-    )
-    return {"sizes": sizes, "fits": not one.reason, "reason": one.reason, **plan_of_it}
+    numbers: dict[str, Any] = {}
+    if one.plan is not None:
+        numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
+        numbers |= {"within": one.within, "between": one.between, "tokens": one.tokens, "cost": one.cost}
+        numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
+    return {"sizes": sizes, "fits": not one.reason, "reason": one.reason, **numbers}
 
 
 # ------------------------------------------------------------------------------------------------------------ report

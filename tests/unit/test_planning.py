@@ -329,6 +329,23 @@ def test_the_command(te, folder, capsys):
     assert [one["sizes"]["tp"] for one in meshes].count(2) == 1 and all(one["fits"] for one in meshes)
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64"]) == 0
     assert "best first" in capsys.readouterr().out
+    timed = [
+        "plan",
+        str(folder),
+        "--search",
+        "--gpus",
+        "2",
+        "--sequence",
+        "64",
+        "--tflops",
+        "1",
+        "--within",
+        "0.1",
+    ]
+    assert main([*timed, "--json"]) == 0
+    by_time = [one["seconds"] / one["tokens"] for one in json.loads(capsys.readouterr().out)["candidates"]]
+    assert by_time == sorted(by_time) and len(set(by_time)) == len(by_time) == 3
+    assert main(timed) == 0 and " ms " in capsys.readouterr().out
 
 
 def test_what_is_no_plan(te, folder, capsys):
