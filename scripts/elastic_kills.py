@@ -231,7 +231,9 @@ class Killer:
             if 0 in self.job.ended:
                 return False
             now = time.monotonic()
-            if (self.back_at and self.back_at[0] <= now) or not self.job.agents:
+            if not self.job.agents:
+                raise SystemExit(f"elastic_kills: all nodes have given up; see {self.job.options.out}")
+            if self.back_at and self.back_at[0] <= now:
                 self.back_at = self.back_at[1:]
                 self.job.add_node()
             if now > deadline:
@@ -255,6 +257,8 @@ class Killer:
         if phase == "load":
             return self.sleep(self.draw.uniform(0.0, 0.3))
         if not self.wait("a step", lambda: self.job.trained() != rows):
+            return False
+        if not self.job.options.in_turn and not self.wait("its first save", lambda: self.job.saved() > known):
             return False
         if phase == "train":
             return self.sleep(self.draw.uniform(0.0, 2.0))
@@ -286,7 +290,8 @@ class Killer:
             if options.in_turn:
                 self.back_at = [0.0] * gone
             elif hit == "node":
-                self.back_at.append(time.monotonic() + self.draw.uniform(0.0, 15.0))
+                away = 4 * (options.lost + options.last_call)
+                self.back_at.append(time.monotonic() + self.draw.uniform(0.0, away))
             known, rows = len(seen), self.job.trained()
         self.wait("the next start", lambda: len(self.job.starts()) > known)
         self.note(known)
@@ -347,7 +352,8 @@ def report(killer: Killer, parts: list[tuple[int, int]], verdict: str) -> None:
     for name in ("", "while ranks", "killed", "of ranks", "seconds to the next start", "it goes on with"):
         table.add_column(name)
     for number, kill in enumerate(killer.kills, 1):
-        cells = kill.phase, kill.hit, str(kill.ranks), f"{kill.seconds:.1f}", kill.after
+        later = (f"{kill.seconds:.1f}", kill.after) if kill.after else ("-", "the next kill came first")
+        cells = kill.phase, kill.hit, str(kill.ranks), *later
         table.add_row(str(number), *cells)
     console = Console(width=110)
     console.print(table)
@@ -364,6 +370,7 @@ def main(options: Options) -> int:
     steps = options.steps or 1_000_000
     job = Job(options, store.port, steps)
     killer = Killer(job)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("elastic_kills: ended"))  # and with it the job
     try:
         for _ in range(options.nodes):
             job.add_node()

@@ -30,6 +30,18 @@ def test_a_small_model_on_few_and_on_many_ranks(python):
     )
 
 
+def test_real_processes(python, tmp_path):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TE_FSDP_EMULATION": "9.0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [python, str(ROOT / "benchmarks/many_ranks.py"), "--ranks", "4", "--loading", "2"]
+    command += ["--meshes", "0", "--out", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    row = json.loads((tmp_path / "rows.json").read_text())["rows"][0]
+    assert row["loss"] == row["loss_after_load"]  # every rank computes all of it, whatever their number
+    assert row["wall"].keys() == row["cpu"].keys() >= {"fully_shard", "save 1", "load"}
+
+
 def _calls(row, phase):
     return {entry["over"]: entry["calls"] for entry in row["traffic"][phase]}
 

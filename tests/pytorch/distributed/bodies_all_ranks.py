@@ -219,3 +219,12 @@ def restarted_by_torchrun(restarts: str) -> str:
                 return "went on"
         except CollectiveError as error:
             return str(error)
+
+
+def build_after_a_restart() -> list[str]:
+    """What Meshes.build says when it starts torch.distributed in a rank that torchrun has started again."""
+    import te_fsdp
+
+    with listening(timeout=20.0) as texts:
+        te_fsdp.Meshes.build(device_type=harness.device_type())
+    return texts

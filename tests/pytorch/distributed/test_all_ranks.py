@@ -87,3 +87,11 @@ def test_a_restart_does_not_meet_the_ranks_before_it(pool):
     assert pool.run(bodies.restarted_by_torchrun, 2, restarts="1") == ["went on"] * 2
     same_start = pool.run(bodies.restarted_by_torchrun, 2, restarts="0")
     assert "the ranks are in different calls" in same_start[0]
+
+
+@pytest.mark.ranks(2)
+def test_a_store_that_torchrun_kept_is_told_of(pool):
+    for restarts, count in {"0": 0, "1": 1}.items():
+        environment = {"TORCHELASTIC_RESTART_COUNT": restarts}
+        for texts in pool.run(bodies.build_after_a_restart, 2, init_group=False, env=environment):
+            assert len(texts) == count and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in t for t in texts)
