@@ -224,8 +224,10 @@ class SummingWriter(dcp.FileSystemWriter):
             return same.setdefault(value, value)
 
         with without_collector():
-            for saved in metadata.state_dict_metadata.values():
+            numbers: dict[str, dict[Any, int]] = {}
+            for key, saved in metadata.state_dict_metadata.items():
                 if isinstance(saved, TensorStorageMetadata):
+                    numbers[key] = {chunk.offsets: number for number, chunk in enumerate(saved.chunks)}
                     places = [(one(chunk.offsets), one(chunk.sizes)) for chunk in saved.chunks]
                     # They have no hash of their own.
                     saved.chunks = [same.setdefault(place, ChunkStorageMetadata(*place)) for place in places]
@@ -233,6 +235,8 @@ class SummingWriter(dcp.FileSystemWriter):
                 # A new index would copy the offset.
                 object.__setattr__(result.index, "fqn", one(result.index.fqn))
                 object.__setattr__(result.index, "offset", one(result.index.offset))
+                # Where it stands among the tensor's pieces, as DCP notes it.
+                object.__setattr__(result.index, "index", numbers[result.index.fqn][result.index.offset])
             if not self.is_remote:
                 super().finish(metadata, results)
                 return

@@ -1,8 +1,8 @@
 """Entries into files through PyTorch's distributed checkpoint, step by step, so that writing may go on elsewhere.
 
 DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
-Ours says exactly which boxes a rank holds, as many as there are. Who writes a replica, the global plan and its
-validation, and the files are DCP's. Its steps are called one by one: planning talks to the other ranks, writing
+Ours says exactly which boxes a rank holds, as many as there are (:mod:`te_fsdp.checkpoint.save_plan` divides them); the
+files are DCP's. Its steps are called one by one: planning talks to the other ranks, writing
 does not, and between the two the tensors to write, and no others, can be copied. What is converted goes the same way,
 planned by one process from shapes, with blocks of rows as the pieces, each read when it is its turn.
 """
@@ -10,14 +10,12 @@ planned by one process from shapes, with blocks of rows as the pieces, each read
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,11 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from te_fsdp.agree import Ranks
+from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.checkpoint.save_plan import Held, Part, divide, held
 from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, crc32, silent, view_of, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
@@ -56,19 +55,6 @@ def plan_items(entries: Mapping[str, Entry]) -> list[WriteItem]:
     return items
 
 
-def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """The ranks' plans without the pieces that others write, and all of them described. Local operation.
-
-    A replica goes to the rank that has the least to write.
-    """
-    planner = dcp.DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-    )
-    planner.set_up_planner({}, is_coordinator=True)
-    with without_collector():
-        return planner.create_global_plan(plans)
-
-
 @dataclass
 class Plan:
     """What the ranks agreed on for a save of a model, and agree on again while the model is the same.
@@ -80,7 +66,7 @@ class Plan:
         signature: What this rank had to write; no tensors.
         part: This rank's part, for DCP.
         blocks: Items of the part that are written together, and where each was among all that this rank holds.
-        shared: The same of what other ranks hold as well, by the number that it has on all ranks.
+        shared: What of this rank's others hold as well.
         names: Of what is shared, by number; rank 0 alone has them, as all that follows.
         metadata: DCP's description of all tensors, until it is written.
         written: DCP's description with the places in the files, as it was written, and the mark in it.
@@ -91,7 +77,7 @@ class Plan:
     signature: Any
     part: SavePlan
     blocks: list[tuple[list[WriteItem], list[int]]]
-    shared: dict[int, int]
+    shared: Part
     names: list[str]
     metadata: Metadata | None = None
     written: tuple[bytes, str] | None = None
@@ -248,7 +234,7 @@ def write_again(ranks: Ranks, path: Path, tensors: list[torch.Tensor], save_id: 
 def _writing(
     ranks: Ranks, plan: Plan, is_known: bool, tensors: list[torch.Tensor], writer: SummingWriter
 ) -> Writing:
-    check_replicas(ranks, {number: tensors[at] for number, at in plan.shared.items()}, plan.names)
+    check_replicas(ranks, plan.shared, tensors, plan.names)
     mine = [Block(items, [tensors[at] for at in places]) for items, places in plan.blocks]
     return Writing(ranks, writer.folder, plan, is_known, mine, writer)
 
@@ -263,29 +249,28 @@ def signature_of(entries: dict[str, Entry]) -> list[Any]:
 
 def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signature: Any) -> Plan:
     """Plan anew. Collective over the ranks: a round of what each rank holds."""
-    items = plan_items(entries)
     names: list[str] = []
     metadata: list[Metadata] = []
 
-    def all_of(plans: list[SavePlan]) -> list[tuple[str, SavePlan, list[tuple[int, int]]]]:
-        count = Counter(item.index for plan in plans for item in plan.items)
-        numbers = {index: number for number, index in enumerate(i for i, n in count.items() if n > 1)}
-        names.extend(index.fqn for index in numbers)
-        shared = [
-            [(numbers[item.index], at) for at, item in enumerate(plan.items) if item.index in numbers]
-            for plan in plans
-        ]
-        final, described = global_plan(plans)
-        metadata.append(described)
-        token = secrets.token_hex(16)
-        return [(token, *each) for each in zip(writer.prepare_global_plan(final), shared, strict=True)]
+    def mine() -> Held:
+        writer.prepare_local_plan(SavePlan([]))
+        return held(entries)
 
-    token, part, shared = ranks.round(lambda: writer.prepare_local_plan(SavePlan(items)), all_of)
-    place = {item.index: at for at, item in enumerate(items)}
+    def all_of(seen: list[Held]) -> list[tuple[str, Any, Part]]:
+        with without_collector():
+            parts, shared, described = divide(seen)
+        names.extend(shared)
+        metadata.append(described)
+        token, plans = secrets.token_hex(16), writer.prepare_global_plan([SavePlan([])] * len(seen))
+        return [(token, plan.storage_data, part) for plan, part in zip(plans, parts, strict=True)]
+
+    token, prefix, part = ranks.round(mine, all_of)
+    items = plan_items(entries)
     tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
-    together = blocks_of((item, tensors[place[item.index]]) for item in part.items)
-    blocks = [(block.keys, [place[item.index] for item in block.keys]) for block in together]
-    return Plan(token, signature, part, blocks, dict(shared), names, metadata[0] if metadata else None)
+    together = blocks_of((at, tensors[at]) for at in part.writes)
+    blocks = [([items[at] for at in block.keys], block.keys) for block in together]
+    written = SavePlan([items[at] for at in part.writes], storage_data=prefix)
+    return Plan(token, signature, written, blocks, part, names, metadata[0] if metadata else None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -356,38 +341,47 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
     )
 
 
-def check_replicas(ranks: Ranks, shared: dict[int, torch.Tensor], names: list[str]) -> None:
+def check_replicas(ranks: Ranks, part: Part, tensors: list[torch.Tensor], names: list[str]) -> None:
     """Raise on all ranks unless pieces that several ranks hold have the same bytes on all of them.
 
-    Collective over the ranks: one round of small messages.
+    Collective over the ranks: a round of a number for each set of ranks that hold the same, of which there are few; one
+    more, of a number for each piece, only if they differ.
 
     Args:
         ranks: The world.
-        shared: This rank's pieces that others hold as well, by numbers that are the same on all ranks.
-        names: Of the tensors, by number; rank 0 alone needs them.
+        part: Says what others hold as well.
+        tensors: This rank's pieces.
+        names: Of what several ranks hold, by number; rank 0 alone needs them.
 
     Raises:
         CheckpointError: Names the tensors and the ranks.
     """
     if ranks.size == 1:
         return
+    sums: dict[int, int] = {}
 
-    def mine() -> dict[int, int]:
-        return dict(zip(shared, checksums(shared.values()), strict=True))
+    def digests() -> dict[int, int]:
+        found = checksums(tensors[at] for at in part.shared.values())
+        sums.update(zip(part.shared, found, strict=True))
+        return {group: digest(repr([sums[n] for n in numbers])) for group, numbers in part.groups.items()}
+
+    def differ(seen: list[dict[int, int]]) -> list[bool]:
+        first: dict[int, int] = {}
+        same = all(first.setdefault(group, found) == found for one in seen for group, found in one.items())
+        return [not same] * len(seen)
 
     def compare(seen: list[dict[int, int]]) -> list[None]:
         first: dict[int, tuple[int, int]] = {}
         differing: dict[str, set[tuple[int, int]]] = {}
-        for rank, sums in enumerate(seen):
-            for number, value in sums.items():
+        for rank, values in enumerate(seen):
+            for number, value in values.items():
                 holder, expected = first.setdefault(number, (rank, value))
                 if value != expected:
                     differing.setdefault(names[number], set()).add((rank, holder))
-        if differing:
-            raise _drifted(differing)
-        return [None] * len(seen)
+        raise _drifted(differing)
 
-    ranks.round(mine, compare)
+    if ranks.round(digests, differ):
+        ranks.round(lambda: sums, compare)
 
 
 def _drifted(differing: dict[str, set[tuple[int, int]]]) -> CheckpointError:

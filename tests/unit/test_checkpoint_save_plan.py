@@ -1,0 +1,68 @@
+"""Who writes what: pieces make up their tensors, replicas are written once and spread, and ranks hear little."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from te_fsdp.checkpoint.save_plan import Box, Held, divide
+from te_fsdp.errors import CheckpointError
+
+
+def rows(first: int, last: int, *rest: int) -> Box:
+    return (first, *(0 for _ in rest)), (last - first, *rest)
+
+
+def one(shape: tuple[int, ...], *boxes: Box) -> Held:
+    return [("a", shape, torch.float32, list(boxes))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((), [((), ())]),
+        ((5,), [rows(0, 3), rows(3, 5)]),
+        ((4, 6), [((0, 0), (4, 2)), ((0, 2), (1, 4)), ((1, 2), (3, 4))]),  # no grid
+        ((2, 3, 4), [((e, r, 0), (1, n, 4)) for e in range(2) for r, n in ((0, 1), (1, 2))]),
+    ],
+)
+def test_pieces_that_make_up_a_tensor(shape, boxes):
+    parts, names, metadata = divide([one(shape, box) for box in boxes])
+    assert [part.writes for part in parts] == [[0]] * len(boxes) and names == []
+    saved = metadata.state_dict_metadata["a"]
+    assert tuple(saved.size) == shape and saved.properties.dtype == torch.float32
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks] == boxes
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((5,), [rows(0, 3), rows(4, 5)]),  # a gap
+        ((5,), [rows(0, 3)]),
+        ((5,), [rows(0, 3), rows(3, 6)]),  # too long
+        ((4,), [rows(0, 3), rows(2, 3)]),  # as many elements, and some twice
+        ((2, 2), [((0, 0), (1, 2)), ((0, 0), (2, 1))]),
+        ((4, 4), [((0, 0), (3, 3)), ((1, 3), (3, 1)), ((3, 0), (1, 3)), ((2, 3), (1, 1))]),
+    ],
+)
+def test_pieces_that_do_not(shape, boxes):
+    with pytest.raises(CheckpointError, match="save: the pieces of a: expected together the whole tensor"):
+        divide([one(shape, box) for box in boxes])
+
+
+def test_replicas_are_spread_and_told_in_few_words():
+    copies, ranks = 50, 4
+    held: Held = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
+    shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]
+    parts, names, _ = divide(shards)
+    written = [number for part in parts for number in part.writes]
+    assert sorted(written) == sorted([*range(copies), *[copies] * ranks])
+    assert {len(part.writes) - 1 for part in parts} <= {12, 13}
+    assert names == [f"t{n}" for n in range(copies)]
+    assert all(part.shared == {n: n for n in range(copies)} for part in parts)
+    assert all(part.groups == {0: list(range(copies))} for part in parts), (
+        "one number for all that is on all ranks"
+    )
+    assert len(pickle.dumps(parts[0])) < 20 * copies
