@@ -21,6 +21,7 @@ from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.sharding.materialize import differing_copies
+from te_fsdp.sharding.state import mark_gathered
 from te_fsdp.sharding.units import refuse_hooks
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def before_first_forward(state: ShardingState) -> None:
         OrderError: Parameters that came after ``fully_shard``, or gradient hooks that would never run.
         InitError: Values that ``to_empty`` has left unset.
     """
+    for _, unit in state.gathered():  # by hand, or by a pipeline schedule
+        mark_gathered(unit)
     _refuse_new_parameters(state)
     _refuse_hooks(state)
     _refuse_unset(state)

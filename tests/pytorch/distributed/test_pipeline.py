@@ -13,8 +13,8 @@ RUNS = {
     "no_shard": {"axes": DP, "strategy": "no_shard"},
     "hfsdp": {"axes": {"pp": 2, "replicate": 2}, "outer_strategy": "optim", "strategy": "optim"},
     "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "told": False},
-    "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3},
-    "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads"},
+    "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3, "microbatches": 2},
+    "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads", "microbatches": 2},
 }
 # All-gathers of a step: with kept weights one for each of three units, else for each microbatch too.
 GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3}
@@ -49,7 +49,7 @@ CHAINS = {
     # Each but the first loads what the one before it saved.
     "fp32": ({}, [{"pp": 2, "dp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}]),
     "two stages a rank": ({"per_rank": 2}, [{"pp": 2, "dp": 2}]),
-    "delayed": ({"recipe": "delayed", "quantized": True}, [{"pp": 2, "dp": 2}, {"pp": 4}]),
+    "delayed": ({"recipe": "delayed", "quantized": True}, [{"pp": 2, "dp": 2}]),
     "mxfp8": ({"recipe": "mxfp8", "quantized": True}, [{"pp": 2}]),
 }
 

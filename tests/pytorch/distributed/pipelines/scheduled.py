@@ -47,7 +47,7 @@ def loss_of(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def _scheduled(
-    meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, told: bool
+    meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, told: bool, microbatches: int
 ) -> Callable[..., list[torch.Tensor]]:
     """A step of this rank's stages: losses of the microbatches where the last stage is."""
     group, place, pp = meshes.pp.get_group(), meshes.pp.get_local_rank(), meshes.pp.size()
@@ -64,7 +64,7 @@ def _scheduled(
             PipelineStage(part, number, count, harness.device(), *(both if told else ()), group=group)
         )
     made = getattr(pipelining, SCHEDULES[kind])
-    schedule = made(stages if len(parts) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+    schedule = made(stages if len(parts) > 1 else stages[0], microbatches, loss_fn=loss_of)
 
     def step(words: torch.Tensor, then: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
@@ -86,6 +86,7 @@ def training(
     steps: int = STEPS,
     broken: str = "",
     told: bool = True,
+    microbatches: int = MICROBATCHES,
     **options: Any,
 ) -> dict[str, Any]:
     """Steps of a pipeline and of one process, both from one checkpoint of the whole model.
@@ -94,11 +95,11 @@ def training(
         directory: With a checkpoint ``whole``.
         axes: Of ``meshes_of``.
         kind: Of :data:`SCHEDULES`.
-        recipe: Of forward.
-        quantized: Whether weights are held quantized.
-        steps: How many.
+        recipe: Of forward, and of weights that are held quantized.
+        quantized: Whether they are.
         broken: A fault to bring in: ``"norm"``, ``"layer"``.
         told: Whether torch is told the shapes between stages, or runs a microbatch to find out.
+        microbatches: Of a step.
         options: Of ``fully_shard``.
     """
     import te_fsdp
@@ -112,10 +113,10 @@ def training(
     hfsdp = options.get("outer_strategy") == "optim"
     if hfsdp:
         te_fsdp.shard_optimizer(ours)
-    step_of = _scheduled(meshes, parts, kind, next(reference.parameters()).dtype, told)
+    step_of = _scheduled(meshes, parts, kind, next(reference.parameters()).dtype, told, microbatches)
     checks, gathers, losses = harness.Comparisons(), [], []
     for step in range(steps):
-        words, then = batch(step, meshes.data_size, MICROBATCHES)
+        words, then = batch(step, meshes.data_size, microbatches)
         allowed = QUANTIZED if quantized and step else FP32
         with recorded() as seen:
             found = step_of(words[meshes.data_rank], then[meshes.data_rank])
@@ -135,8 +136,7 @@ def training(
             optimizer.step()
             optimizer.zero_grad()
         _compare(checks, f"step {step}: updated", parts, reference, allowed, gradients=False)
-    checks.require(steps * 5)
-    return {"gathers": gathers, "losses": losses}
+    return checks.require(steps * 5) and {"gathers": gathers, "losses": losses}
 
 
 def _built(
@@ -163,7 +163,7 @@ def _whole_step(reference: nn.Module, words: torch.Tensor, then: torch.Tensor) -
         for loss in losses[-1]:
             loss.backward()  # divided afterwards, as torch does: scales of FP8 follow gradients
     for parameter in reference.parameters():
-        parameter.grad.div_(MICROBATCHES * len(words))
+        parameter.grad.div_(words.numel() // ROWS)
     return [torch.stack(own).detach() for own in losses]
 
 
