@@ -69,7 +69,7 @@ def test_weights_that_one_rank_saved(pool, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_evaluation_on_one_rank(pool):
-    text, other = pool.run(bodies.evaluation_on_one_rank, 2)
+    text, other = pool.run(bodies.evaluation_on_one_rank, 2, timeout=40)
     assert "first forward in evaluation without gradients: rank 1 has not called it" in text and other == ""
 
 
