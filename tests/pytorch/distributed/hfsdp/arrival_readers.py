@@ -120,7 +120,7 @@ READERS: dict[str, Callable[[Trainer, Path], dict[str, torch.Tensor]]] = {
     "release_params": _te_fsdp("release_params"),
     "broadcast_params": _te_fsdp("broadcast_params"),
     "optimizer.state_dict": _locals(lambda trainer: trainer.optimizer.state_dict()),
-    "to": _locals(lambda trainer: trainer.model.to(torch.float64).to(torch.float32)),
+    "to": _locals(lambda trainer: trainer.model.to(torch.float32)),
     "forward": _locals(lambda trainer: trainer.model(inputs(5)[dist.get_rank()])),
     "method": _locals(_method),
     "second step": _locals(_second_step),
