@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import background, sums, writing
@@ -242,6 +242,20 @@ raise SystemExit(3)
 class Evil:
     def __reduce__(self) -> tuple:
         return Path.write_text, (Path("executed"), "")
+
+
+def test_metadata_of_a_newer_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 describes tensors with one field more than 2.14; so will others."""
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+    file = tmp_path / "a" / ".metadata"
+    expected = unpickle_metadata(file.read_bytes())
+    fields = TensorProperties.__getstate__
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*fields(self), (2, 1)))
+        written = pickle.dumps(expected)
+    with pytest.raises(ValueError, match="too many values"):
+        pickle.loads(written)
+    assert unpickle_metadata(written) == expected
 
 
 def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

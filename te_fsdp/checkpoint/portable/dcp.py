@@ -19,7 +19,12 @@ from types import FunctionType
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name
@@ -49,6 +54,19 @@ _KNOWN = {
 }
 
 
+class _Properties(TensorProperties):
+    """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__class__ = TensorProperties  # dataclasses of two classes are never equal
+        self.__setstate__(state[: _fields_of_properties()])
+
+
+@functools.cache
+def _fields_of_properties() -> int:
+    return len(TensorProperties().__getstate__())
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
 
@@ -62,7 +80,7 @@ class _Unpickler(pickle.Unpickler):
             known = isinstance(getattr(torch, name, None), torch.dtype)
         if not known:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-        found = super().find_class(module, name)
+        found = _Properties if name == "TensorProperties" else super().find_class(module, name)
         if isinstance(found, type):
             self._named.setdefault(found, dict(vars(found)))
         elif isinstance(found, FunctionType):
