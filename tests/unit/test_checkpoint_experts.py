@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import model_state, saving
+from te_fsdp.checkpoint import model_state, saving, sums
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
@@ -169,7 +169,7 @@ def test_checkpoints_of_the_first_format(
         def write_first(directory: Path, manifest: Any) -> None:
             manifest.format_version, manifest.save_id = 1, ""
             for name, listed in manifest.files.items():
-                manifest.files[name] = [listed[0], manifests.checksum(directory / name)]
+                manifest.files[name] = [listed[0], sums.checksum(directory / name)]
             write(directory, manifest)
 
         patch.setattr(saving, "write_manifest", write_first)

@@ -181,7 +181,8 @@ def unknown_to_lint(replaced: list[str]) -> list[str]:
     """Imports of te_fsdp that pyrefly would not find where `make lint` has installed what it needs and nothing more."""
     told = [*REQUIRED, *(found.name for extra in ("emulation", "lint") for found in EXTRAS[extra])]
     there = {IMPORTED_AS.get(name, name) for name in told}
-    used = set().union(*(imports(path.read_text()) for path in (ROOT / "te_fsdp").rglob("*.py*")))
+    sources = [path for kind in ("*.py", "*.pyi") for path in (ROOT / "te_fsdp").rglob(kind)]
+    used = set().union(*(imports(path.read_text()) for path in sources))
     return sorted(
         name
         for name in used

@@ -58,8 +58,9 @@ class _Properties(TensorProperties):
     """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__class__ = TensorProperties  # dataclasses of two classes are never equal
-        self.__setstate__(state[: _fields_of_properties()])
+        made: Any = self
+        made.__class__ = TensorProperties  # dataclasses of two classes are never equal
+        made.__setstate__(state[: _fields_of_properties()])
 
 
 @functools.cache
