@@ -129,7 +129,7 @@ def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | No
     return known[near[0]] if near else None
 
 
-def shorten(names: list[str], most: int = 5) -> str:
+def shorten(names: list[str], most: int = 5, between: str = ", ") -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return between.join(names[:most]) + more

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_call, is_simulated
-from te_fsdp.errors import InputError, message
+from te_fsdp.errors import InputError, message, shorten
 from te_fsdp.modules.rank_checks import checksum, is_constant
 
 if TYPE_CHECKING:
@@ -341,11 +341,10 @@ def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) 
 
 
 def _text(where: str, different: list[str]) -> str:
-    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
     return message(
         f"{where}: inputs that differ over tp",
         expected="the same on all ranks of a tp group",
-        got=f"{'; '.join(different[:3])}{more}",
+        got=shorten(different, 3, "; "),
         why="These ranks compute one forward together: each would add its part of another batch",
         fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these numbers, not "
         "from the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE modules with "

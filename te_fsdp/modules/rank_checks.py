@@ -18,7 +18,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
 from te_fsdp.all_ranks import is_simulated
-from te_fsdp.errors import InitError
+from te_fsdp.errors import InitError, shorten
 from te_fsdp.parameters import binding_of
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ def refuse_equal_shards(found: list[str]) -> None:
     """
     if not found:
         return
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     raise InitError(
-        f"{'; '.join(found[:3])}{more}: equal values where each rank holds another part",
+        f"{shorten(found, 3, '; ')}: equal values where each rank holds another part",
         expected="different values on ranks that hold different rows, columns or experts",
         got="those of one random state, as equal seeds draw them",
         why="Training would keep them equal, so that the model learns what one rank's part can",

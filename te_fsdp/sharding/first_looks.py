@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
-from te_fsdp.errors import CheckpointError, InitError, OrderError
+from te_fsdp.errors import CheckpointError, InitError, OrderError, shorten
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered
 from te_fsdp.sharding.units import refuse_hooks
@@ -80,9 +80,8 @@ def _refuse_new_parameters(state: ShardingState) -> None:
         if p.requires_grad and not isinstance(p, DTensor) and id(p) not in reduced
     ]
     if new:
-        more = f" and {len(new) - 3} more" if len(new) > 3 else ""
         raise OrderError(
-            f"{', '.join(new[:3])}{more}: trained, but not in the model that te_fsdp.fully_shard was given",
+            f"{shorten(new, 3)}: trained, but not in the model that te_fsdp.fully_shard was given",
             expected="the parameters that the model had then",
             got=f"{len(new)} parameter(s) of a module that was added or replaced since",
             why="Nobody would average their gradients over the ranks, whose copies would drift apart",
@@ -115,9 +114,8 @@ def _refuse_unset(state: ShardingState) -> None:
         and bool(local.isnan().all())
     ]
     if unset:
-        more = f" and {len(unset) - 3} more" if len(unset) > 3 else ""
         raise InitError(
-            f"{', '.join(unset[:3])}{more}: never initialised",
+            f"{shorten(unset, 3)}: never initialised",
             expected="values after to_empty, which gives memory alone",
             got=f"{len(unset)} tensor(s) that nothing was written to",
             why="They would hold whatever the memory held",
@@ -218,9 +216,8 @@ def _refuse_differing_copies(state: ShardingState, where: str) -> None:
     with raised_on_all_ranks(state.meshes.device_mesh, where):
         bad = differing_copies(state)
         if bad:
-            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise InitError(
-                f"{', '.join(bad[:5])}{more}: copies differ between ranks",
+                f"{shorten(bad)}: copies differ between ranks",
                 expected="equal values on all ranks that hold a weight's copies, before the first step",
                 got=f"{len(bad)} parameter(s) that differ",
                 why="Something was written to them rank by rank, such as nn.init with a seed for each rank",
