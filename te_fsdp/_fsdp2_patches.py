@@ -107,43 +107,28 @@ def _in_one_dtype(group: Any) -> None:
             managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
 
 
-def after_reductions(unit: nn.Module, call: Callable[[int, Any], None]) -> None:
-    """Call something whenever FSDP2 has enqueued the reduction of a unit's gradients. Local operation.
-
-    Sharded gradients are final then, as far as this backward goes, on FSDP2's own stream
-    (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). Every backward comes by at least once for each
-    parameter group of the tree that it runs in, also for those that it has not used.
-
-    Args:
-        unit: A module that FSDP2 manages.
-        call: Gets the number of the unit's parameter group, and the event after which its gradients are final;
-            ``None`` where nothing was reduced, or there are no streams.
-    """
-    for number, group in enumerate(fsdp_parameter_groups(unit)):
-        _listen(group, after=functools.partial(_tell_event, call, number))
-
-
-def _tell_event(call: Callable[[int, Any], None], number: int, group: Any) -> None:
-    call(number, group._post_reduce_event)
-
-
 def around_reductions(
     unit: nn.Module,
     before: Callable[[list[torch.nn.Parameter]], None],
-    after: Callable[[list[torch.nn.Parameter]], None],
+    after: Callable[[list[torch.nn.Parameter], int, Any], None],
 ) -> None:
     """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
+
+    Every backward comes by at least once for each parameter group of the tree that it runs in, also for those that it
+    has not used (``FSDPParamGroup.post_backward``, ``_post_reduce_event``).
 
     Args:
         unit: A module that FSDP2 manages.
         before: Gets the group's sharded parameters; their ``.grad`` is what the reduction will be added to.
-        after: Gets them when the reduction is enqueued and ``.grad`` is there (``FSDPParamGroup.post_backward``).
+        after: Gets them when the reduction is enqueued and ``.grad`` is there; the group's number in the unit; and the
+            event after which gradients are final, as far as this backward goes: ``None`` where nothing was reduced, or
+            there are no streams.
     """
-    for group in fsdp_parameter_groups(unit):
+    for number, group in enumerate(fsdp_parameter_groups(unit)):
         _listen(
             group,
             before=lambda group: before(_parameters_of(group)),
-            after=lambda group: after(_parameters_of(group)),
+            after=lambda group, number=number: after(_parameters_of(group), number, group._post_reduce_event),
         )
 
 

@@ -45,7 +45,7 @@ from te_fsdp.sharding.comm_units import (
 )
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
-from te_fsdp.sharding.outer_averages import guard_gradients
+from te_fsdp.sharding.outer_averages import watch_reductions
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
@@ -270,7 +270,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     if state.precision_plan is not None:
         state.precision_plan.install(state.model, plan.parameters.values())
     reduce_unused(state.model)
-    guard_gradients(state)
+    watch_reductions(state)
     if replicated := plan.replicated:
         if rank() == 0:
             _log.info("%s", _whole_parameters(replicated))

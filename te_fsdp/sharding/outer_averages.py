@@ -19,6 +19,7 @@ replica, and scale each by another factor. Such a gradient is therefore a DTenso
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -454,13 +455,17 @@ def reopen(gradient: torch.Tensor, divisor: int) -> None:
         guard(gradient)
 
 
-def guard_gradients(state: ShardingState) -> None:
-    """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation."""
+def watch_reductions(state: ShardingState) -> None:
+    """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation.
+
+    Averages of them may begin then (:mod:`te_fsdp.sharding.outer_overlap_reduce`).
+    """
     replicas = state.meshes.size(OUTER)
     if state.outer == "optim" and replicas > 1:
         before = functools.partial(_before, 1 if state.average_gradients else replicas)
-        for unit in state.modules.values():
-            _fsdp2_patches.around_reductions(unit, before, _after)
+        for name, unit in state.modules.items():
+            after = functools.partial(_after, weakref.ref(state), name)
+            _fsdp2_patches.around_reductions(unit, before, after)
 
 
 @torch.no_grad()
@@ -470,10 +475,15 @@ def _before(divisor: int, parameters: Iterable[torch.Tensor]) -> None:
             reopen(parameter.grad, divisor)
 
 
-def _after(parameters: Iterable[torch.Tensor]) -> None:
+def _after(
+    of: weakref.ref[ShardingState], unit: str, parameters: Iterable[torch.Tensor], group: int, event: Any
+) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is DTensor:
             gradient.__class__ = UnaveragedGradient
             facts = facts_of(parameter)
             setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")
+    state = of()
+    if state is not None and state.outer_optimizer is not None:
+        state.outer_optimizer.averages.early.reduced(state, unit, group, event)

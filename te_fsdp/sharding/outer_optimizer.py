@@ -34,7 +34,6 @@ from te_fsdp.sharding.outer_gather import (
     watch_state_dicts,
     why_not_bytes,
 )
-from te_fsdp.sharding.outer_overlap_reduce import watch_units
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
@@ -137,7 +136,6 @@ def _shard(
     main_parameters.start(optimizer)
     for state in states:
         state.outer_optimizer = main_parameters
-        watch_units(state)
         if overlap_gather:
             watch_state_dicts(state)
     main_parameters.overlaps = overlap_gather

@@ -14,24 +14,20 @@ What has begun is stale if a gradient has changed since: after an exception in b
 ``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All replicas then
 complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
 saved. The question at the step goes over the CPU, and waits for no device.
-
-This file is the whole of the overlap. ``OuterAverages`` makes an :class:`EarlyAverages`, and calls ``forget`` and
-``finish``; ``finish_averages`` asks whether any are ``expected``; ``shard_optimizer`` calls :func:`watch_units`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, GradComm
@@ -41,6 +37,10 @@ from te_fsdp.step_hooks import Seen, gradients_of
 
 _log = logging.getLogger("te_fsdp")
 
+#: Steps in each of which the ranks ask whether all know their last backward; after these in the 16th, 32nd, ...
+_ASKED_ALWAYS = 8
+#: Sets of trained parameters whose plans are kept.
+_MOST_PLANS = 8
 #: Dtypes that gradients may cross the wire in, ``None`` for their own: ranks compare their places here.
 _WIRES = (None, *COMM_DTYPES)
 
@@ -78,27 +78,6 @@ class _Begun(NamedTuple):
     pending: Pending[list[Average]]
 
 
-@dataclass(eq=False)
-class _Window:
-    """What begins between two steps.
-
-    Attributes:
-        plan: Of the parameters that are trained; ``None`` where nothing of theirs can begin early.
-        backward: Which of the loop's last backwards it belongs to (``ShardingState.last_microbatches``).
-        begun: Units whose averages are under way, in the agreed order.
-        events: Unit -> after what its gradients are final.
-        comm: How gradients were sent when the first of them began.
-        stale: Whether gradients have changed since, so that all is dropped.
-    """
-
-    plan: _Plan | None
-    backward: int = 0
-    begun: list[_Begun] = field(default_factory=list)
-    events: dict[str, list[Any]] = field(default_factory=dict)
-    comm: GradComm | None = None
-    stale: bool = False
-
-
 class EarlyAverages:
     """The averages of one optimizer's gradients that may begin in backward.
 
@@ -109,11 +88,24 @@ class EarlyAverages:
     def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
         self._shards = shards
         self._plans: dict[tuple[int, ...], _Plan | None] = {}
-        self._pending: _Window | None = None
         self._averaged = 0  # ``last_microbatches`` at the last step
         # For the averages, and for the question at the step.
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._side = SideStream()
+        self._begin_anew(None)
+
+    def _begin_anew(self, plan: _Plan | None, backward: int = 0) -> None:
+        """Nothing has begun since the last step. Local operation.
+
+        Args:
+            plan: Of the parameters that are trained; ``None`` where nothing of theirs can begin early.
+            backward: Which of the loop's last backwards runs (``ShardingState.last_microbatches``); 0: none.
+        """
+        self._plan, self._backward = plan, backward
+        self._begun: list[_Begun] = []  # in the agreed order
+        self._events: dict[str, list[Any]] = {}  # unit -> after what its gradients are final
+        self._comm: GradComm | None = None  # how gradients were sent when the first of them began
+        self._stale = False  # whether gradients have changed since, so that all is dropped
 
     # --- during backward
 
@@ -130,41 +122,40 @@ class EarlyAverages:
             group: Number of the parameter group in it.
             event: After which its gradients are final; ``None`` without streams.
         """
-        now = self._pending
-        if now is not None and now.begun:  # then these gradients are others than those that were sent?
-            now.stale |= now.backward != state.last_microbatches or any(
-                begun.unit == unit for begun in now.begun
-            )
-        if not state.last_microbatch or (now is not None and now.stale):
+        backward = state.last_microbatches
+        if self._begun:  # then these gradients are others than those that were sent?
+            self._stale |= self._backward != backward or any(begun.unit == unit for begun in self._begun)
+        if not state.last_microbatch or self._stale:
             return
-        if now is None or now.backward != state.last_microbatches:  # the first unit that this backward leaves
-            now = self._pending = _Window(self._plan_of(self._shards()), state.last_microbatches)
-            if now.plan is not None:
-                now.plan.order.begin(now.plan.groups)
-        if now.plan is None or unit not in now.plan.units:
+        if self._backward != backward:  # the first unit that this backward leaves
+            self._begin_anew(self._plan_of(self._shards()), backward)
+            if self._plan is not None:
+                self._plan.order.begin(self._plan.groups)
+        plan = self._plan
+        if plan is None or unit not in plan.units:
             return
-        now.events.setdefault(unit, []).append(event)
-        now.plan.order.arrived(unit, (unit, group))
-        while (complete := now.plan.order.next(len(now.begun))) is not None:
-            self._begin(now, now.plan, complete)
+        self._events.setdefault(unit, []).append(event)
+        plan.order.arrived(unit, (unit, group))
+        while (complete := plan.order.next(len(self._begun))) is not None:
+            self._begin(plan, complete)
 
-    def _begin(self, now: _Window, plan: _Plan, unit: str, *, empty: bool = False) -> None:
+    def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the replicas."""
         shards = plan.units[unit].shards
         given = [None] * len(shards) if empty else gradients_of([shard.parameter for shard in shards])
         local = [None if g is None else _torch.local_of(g) for g in given]
-        if now.comm is None:
-            now.comm = replace(comm_for(shards[0]) or GradComm())
+        if self._comm is None:
+            self._comm = replace(comm_for(shards[0]) or GradComm())
         assert self._groups is not None
         start = functools.partial(
-            plan.units[unit].start, local, comm=now.comm, group=self._groups[0], flags=False
+            plan.units[unit].start, local, comm=self._comm, group=self._groups[0], flags=False
         )
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
-            self._side.after_current(plan.state.meshes.device, now.events.pop(unit, [])),
+            self._side.after_current(plan.state.meshes.device, self._events.pop(unit, [])),
         ):
             pending = self._side.begun(lambda async_op: start(async_op=async_op), local)
-        now.begun.append(_Begun(unit, Seen.now(given), pending))
+        self._begun.append(_Begun(unit, Seen.now(given), pending))
 
     # --- between backward and step
 
@@ -179,10 +170,9 @@ class EarlyAverages:
 
     def forget(self) -> None:
         """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
-        if self._pending is not None and self._pending.begun:
-            self._pending.stale = True
-        else:
-            self._pending = None
+        self._stale = bool(self._begun)
+        if not self._stale:
+            self._backward = 0
 
     @torch.no_grad()
     def finish(self, shards: list[OptimizerShard]) -> dict[int, Average | None]:
@@ -200,45 +190,51 @@ class EarlyAverages:
             ``id`` of a parameter -> its average, ``None`` where no replica has a gradient; empty if all is yet to be
             averaged. Parameters of units that never begin early are left out.
         """
-        plan, last = self._plan_of(shards), self._pending
-        self._pending = None
-        now = last if last is not None and last.begun else _Window(plan)
-        now.stale |= now.plan is not plan
+        plan = self._plan_of(shards)
+        if not self._begun:
+            self._begin_anew(plan)
+        self._stale |= self._plan is not plan
         try:
             found: dict[int, Average | None] = {}
-            if now.plan is not None and now.plan.order.agreed:
-                found = self._complete(now, now.plan, now.plan.order.agreed)
+            if self._plan is not None and self._plan.order.agreed:
+                found = self._complete(self._plan, self._plan.order.agreed)
             if plan is not None and plan.order.agreed is None and self._all_know_the_last(plan):
                 self._agree(plan)
             return found
         finally:
+            self._begin_anew(None)
             if plan is not None:
                 self._averaged = plan.state.last_microbatches
 
-    def _complete(self, now: _Window, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
+    def _complete(self, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, Average | None]:
         """What :meth:`finish` does where the order is known."""
         shards = [shard for unit in agreed for shard in plan.units[unit].shards]
-        for begun in now.begun:
+        for begun in self._begun:
             found = gradients_of([shard.parameter for shard in plan.units[begun.unit].shards])
-            now.stale |= not all(Seen.are_same(begun.sources, found))
-        wire = 0 if now.comm is None else 1 + _WIRES.index(now.comm.dtype)
+            self._stale |= not all(Seen.are_same(begun.sources, found))
+        wire = 0 if self._comm is None else 1 + _WIRES.index(self._comm.dtype)
         has = [gradient is not None for gradient in gradients_of([shard.parameter for shard in shards])]
-        asked = torch.tensor([len(now.begun), now.stale, wire, *has], dtype=torch.int32)
+        asked = torch.tensor([len(self._begun), self._stale, wire, *has], dtype=torch.int32)
         assert self._groups is not None
         maximum(asked, self._groups[1])
         most, dropped, wire, *exist = asked.tolist()
         if most == 0:
             return {}
-        if now.comm is None:  # others have begun, maybe where gradients were sent in another dtype
-            now.comm = replace(comm_for(shards[0]) or GradComm(), dtype=_WIRES[wire - 1])
-        for unit in agreed[len(now.begun) : most if dropped else None]:
-            self._begin(now, plan, unit, empty=bool(dropped))
-        averages = [average for begun in now.begun for average in begun.pending.wait()]
+        if self._comm is None:  # others have begun, maybe where gradients were sent in another dtype
+            self._comm = replace(comm_for(shards[0]) or GradComm(), dtype=_WIRES[wire - 1])
+        for unit in agreed[len(self._begun) : most if dropped else None]:
+            self._begin(plan, unit, empty=bool(dropped))
+        averages = [average for begun in self._begun for average in begun.pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
         for average in averages if stream is not None else ():
             average.rows.record_stream(stream)  # their memory is the side stream's
         if dropped:
-            _say_dropped()
+            _warn_once(
+                "gradients have changed after their last backward, as microbatch(model, is_last=True) has told it: "
+                "what was averaged over dp_replicate during that backward is in vain, and averaged anew. Where each "
+                "step does that, run the backward without telling, or change gradients with te_fsdp.scale_gradients "
+                "and clip_grad_norm_"
+            )
             return {}
         there = zip(shards, averages, exist, strict=True)
         return {id(shard.parameter): average if exists else None for shard, average, exists in there}
@@ -257,7 +253,10 @@ class EarlyAverages:
         maximum(seen, plan.state.meshes.device_mesh)
         some, not_all = bool(seen[0]), bool(seen[1] + 1)
         if some and not_all:
-            _say_known_to_some()
+            _warn_once(
+                "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the "
+                "step. Use it on all ranks for the last backward of a step"
+            )
         return some and not not_all
 
     def _agree(self, plan: _Plan) -> None:
@@ -291,49 +290,15 @@ def _planned(shards: list[OptimizerShard]) -> _Plan | None:
     (state,) = states.values()
     units: dict[str, Averaging] = {}
     groups: list[str] = []
+    place = {id(shard.parameter): at for at, shard in enumerate(shards)}
     for name, unit in state.modules.items():
-        own = [set(map(id, group)) for group in _fsdp2.sharded_by_group(unit)]
-        mine = [shard for shard in shards if any(id(shard.parameter) in ids for ids in own)]
-        if mine:
-            units[name] = Averaging(mine)
-            groups += [name for ids in own if any(id(shard.parameter) in ids for shard in mine)]
+        own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
+        if any(own):
+            units[name] = Averaging([shards[at] for at in sorted(at for members in own for at in members)])
+            groups += [name for members in own if members]
     return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
 
 
 @functools.cache
-def _say_dropped() -> None:
-    """Say once that averages were computed in vain."""
-    _log.warning(
-        "gradients have changed after their last backward, as microbatch(model, is_last=True) has told it: what was "
-        "averaged over dp_replicate during that backward is in vain, and averaged anew. Where each step does that, "
-        "run the backward without telling, or change gradients with te_fsdp.scale_gradients and clip_grad_norm_"
-    )
-
-
-@functools.cache
-def _say_known_to_some() -> None:
-    """Say once that nothing begins early, and why."""
-    _log.warning(
-        "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the step. "
-        "Use it on all ranks for the last backward of a step"
-    )
-
-
-#: Steps in each of which the ranks ask whether all know their last backward; after these in the 16th, 32nd, ...
-_ASKED_ALWAYS = 8
-#: Sets of trained parameters whose plans are kept.
-_MOST_PLANS = 8
-
-
-def watch_units(state: ShardingState) -> None:
-    """Let the optimizer that shards a model's state hear of reductions that FSDP2 has enqueued. Local operation."""
-    if not state.outer_watched:
-        state.outer_watched = True
-        for name, unit in state.modules.items():
-            _fsdp2_patches.after_reductions(unit, functools.partial(_reduced, weakref.ref(state), name))
-
-
-def _reduced(of: weakref.ref[ShardingState], unit: str, group: int, event: Any) -> None:
-    state = of()
-    if state is not None and state.outer_optimizer is not None:
-        state.outer_optimizer.averages.early.reduced(state, unit, group, event)
+def _warn_once(text: str) -> None:
+    _log.warning(text)

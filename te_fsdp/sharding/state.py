@@ -99,7 +99,6 @@ class ShardingState:
         replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
         modules: Name -> module of the units that FSDP2 manages, inner before outer.
         outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
-        outer_watched: Whether it hears of reductions that FSDP2 has enqueued.
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         plans: Full name -> what is settled about a parameter.
@@ -138,7 +137,6 @@ class ShardingState:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     replicated: Replicated | None = None
     outer_optimizer: Any = None
-    outer_watched: bool = False
     sync_mode: SyncMode = SyncMode.LAST
     last_microbatch: bool = False
     last_microbatches: int = 0
