@@ -19,10 +19,11 @@ import datetime
 import functools
 import hashlib
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -281,11 +282,14 @@ class Ranks:
         rank: This one.
         size: How many there are.
         group: A gloo group of them; ``None`` for one rank.
+        waits: The rank that a message is awaited from, and since when (``time.monotonic``), for whoever watches from
+            another thread; empty while nothing is awaited.
     """
 
     rank: int
     size: int
     group: Any
+    waits: dict[int, float] = field(default_factory=dict, compare=False)
 
     def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
         """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
@@ -345,7 +349,11 @@ class Ranks:
 
     def _receive(self, source: int) -> Any:
         size = torch.empty(1, dtype=torch.int64, device="cpu")
-        self.group.recv([size], source, 0).wait()
-        data = bytearray(int(size))
-        self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0).wait()
+        self.waits[source] = time.monotonic()
+        try:
+            self.group.recv([size], source, 0).wait()
+            data = bytearray(int(size))
+            self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0).wait()
+        finally:
+            del self.waits[source]
         return pickle.loads(data)

@@ -31,8 +31,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from te_fsdp.agree import rank
-from te_fsdp.errors import CheckpointError, TeFsdpError
+from te_fsdp.agree import Ranks, rank
+from te_fsdp.all_ranks import REPORT_AFTER, collective_timeout
+from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
 K = TypeVar("K")
 
@@ -320,6 +321,8 @@ class Background:
         atexit.register(self._report)
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._ranks: Ranks | None = None
+        self._watch: threading.Thread | None = None
 
     def wait(self) -> float:
         """Wait for the running save, if there is one; the seconds that it took. Local operation."""
@@ -351,13 +354,37 @@ class Background:
             # Not through the logger, which may have no handler.
             sys.stderr.write(f"te_fsdp: {error}\n")
 
-    def start(self, handle: SaveHandle, work: Callable[[], None], waited: float) -> None:
+    def _watch_the_end(self) -> None:
+        """When the interpreter ends: say for whom the save that runs waits, and end without it if nothing comes.
+
+        Runs beside the save's thread, which cannot look up from a message that it waits for. The deadline is for
+        silence alone: what this rank writes itself may take as long as it takes.
+        """
+        threading.main_thread().join()
+        began, path = time.monotonic(), None if self._last is None else self._last.path
+        while self._thread is not None and self._thread.is_alive():
+            waits = {} if self._ranks is None else dict(self._ranks.waits)
+            source, since = next(iter(waits.items()), (None, math.inf))
+            silent, timeout = time.monotonic() - max(began, since), collective_timeout()
+            if silent >= timeout:
+                sys.stderr.write(f"te_fsdp: {_gave_up(path, source, silent)}\n")
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)  # the thread holds up any other end
+            if time.monotonic() - began >= REPORT_AFTER:
+                whom = "it is being written" if source is None else f"waiting for rank {source}"
+                sys.stderr.write(f"te_fsdp: the program ends when {path} is saved: {whom}\n")
+            self._thread.join(min(REPORT_AFTER, max(timeout - silent, 0.0)) if waits else REPORT_AFTER)
+
+    def start(self, handle: SaveHandle, work: Callable[[], None], waited: float, ranks: Ranks) -> None:
         """Do the rest of a save in a thread. The interpreter does not end before it has.
 
         Args:
             handle: Told how it ends.
             work: Raises TeFsdpError when it fails.
             waited: Seconds of its stall that were spent on waiting for the save before.
+            ranks: Those that it waits for; silent ones no longer than :func:`te_fsdp.set_collective_timeout` once the
+                interpreter ends.
         """
         text = (
             "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
@@ -377,9 +404,23 @@ class Background:
             else:
                 handle.finish()
 
-        self._last = handle
+        self._last, self._ranks = handle, ranks
+        if self._watch is None or not self._watch.is_alive():  # in a forked process it is not
+            self._watch = threading.Thread(target=self._watch_the_end, name="te_fsdp end", daemon=True)
+            self._watch.start()
         self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
         self._thread.start()
+
+
+def _gave_up(path: Path | None, source: int | None, silent: float) -> str:
+    """What is said of a save that is given up when the interpreter ends."""
+    return message(
+        f"{path}: given up when the program ended",
+        expected=f"an answer of rank {source}",
+        got=f"none for {silent:.0f} s",
+        why="The checkpoint is not whole on this rank's word; the process ends with status 1",
+        fix="end ranks that hang; or give slow ones more time: te_fsdp.set_collective_timeout(seconds)",
+    )
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def save(
             wrapped in :class:`te_fsdp.checkpoint.PerRank`.
         asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
             training may change everything at once. A save begins after the one before has ended; the interpreter
-            waits for a running one before it ends.
+            waits for a running one before it ends, for silent ranks as :func:`te_fsdp.set_collective_timeout` says.
         keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
             included. What is being loaded stays.
         progress: Draw a progress bar on rank 0.
@@ -118,7 +118,7 @@ def save(
             handle.finish()
         handle.stall = time.perf_counter() - began
         if asynchronous:
-            background().start(handle, complete, waited)
+            background().start(handle, complete, waited, writing.ranks)
         return handle
 
 

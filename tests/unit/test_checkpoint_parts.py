@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -234,6 +235,46 @@ raise SystemExit(3)
     assert "saving a" in ran.stderr
     assert "te_fsdp: " in ran.stderr and "b: the disk is full (No space left on device)" in ran.stderr
     assert names(tmp_path) == ["a"]
+
+
+def test_the_interpreter_does_not_wait_for_ever(tmp_path: Path, python: str) -> None:
+    """Rank 1 is stopped while it writes: rank 0 says for whom it waits, then ends without it."""
+    code = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import te_fsdp
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import background, writing
+child = os.fork()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(not child), world_size=2)
+if not child:
+    writing.Writing.blocks = lambda self, plan: os.kill(os.getpid(), signal.SIGSTOP)
+background.REPORT_AFTER = 0.2
+te_fsdp.set_collective_timeout(1.0)
+checkpoint.save(f"{sys.argv[1]}/a", torch.nn.Linear(2, 2), asynchronous=True)
+if child:
+    print(child, flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(
+        [python, "-c", code, str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as ran:
+        stopped = int(ran.stdout.readline())
+        try:
+            status = ran.wait(60)
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+        told = ran.stderr.read()
+    assert status == 1
+    assert "te_fsdp: the program ends when " in told and "/a is saved: waiting for rank 1\n" in told
+    assert "/a: given up when the program ended: expected an answer of rank 1, got none for 1 s. " in told
+    assert "te_fsdp.set_collective_timeout(seconds)" in told
+    assert checkpoint.latest(tmp_path) is None
 
 
 # ------------------------------------------------------------------------------------------- files of other people
