@@ -79,6 +79,16 @@ class Pending(Generic[T]):
         return Pending(lambda: finish(self.wait()))
 
 
+def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
+    """Several that are waited for together, in this order."""
+
+    def finish() -> None:
+        for move in moves:
+            move.wait()
+
+    return Pending(finish)
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream that work on ``device`` goes to now; ``None`` for the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device.type).current_stream(device)

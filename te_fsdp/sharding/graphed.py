@@ -44,7 +44,7 @@ from te_fsdp.sharding.graph_checks import (
     why_step_runs_eagerly,
 )
 from te_fsdp.sharding.main_weights import check_optimizer
-from te_fsdp.sharding.outer_averages import finish_averages
+from te_fsdp.sharding.outer_averages import averages_of
 from te_fsdp.sharding.reductions import release_params, require_reduced, zero_grad
 from te_fsdp.sharding.state import refuse_in_backward, required_state
 
@@ -267,7 +267,8 @@ class GraphedStep:
         leaves, structure = _torch.flatten(self._call(*args, **kwargs))
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         require_reduced(self._state, "graphed_step")
-        finish_averages(self._state.parameters().values())
+        for averages in averages_of(self._state.parameters().values()):
+            averages.finish()
         # With report_nan it waits: a norm asks for what was seen, on the host.
         norm = self._clip() if self._state.nan_report is None else None
         return StepOutput(_torch.unflatten(leaves, structure), norm)

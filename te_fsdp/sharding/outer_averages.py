@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -78,7 +78,7 @@ class OuterAverages:
         self._main_parameters = main_parameters
         self.ready: dict[int, Ready] = {}
         self.early = EarlyAverages(lambda: [c for c in main_parameters.shards() if not c.reduced])
-        self._averaging: Averaging | None = None  # of those that the last step has averaged
+        self._averaging = Averaging(())  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
 
@@ -97,29 +97,33 @@ class OuterAverages:
         if not cut or self._is_done(cut, gradients):
             return
         mains = self._main_parameters.of(cut)
-        given: list[OptimizerShard] = []
-        own, rows, specs, sources = [], [], [], []
-        for shard, main, source, average in zip(
-            cut, mains, gradients, self._averages(cut, gradients), strict=True
-        ):
-            if average is None or (average.replicas is not None and average.result() is None):
-                continue
+        given: list[tuple[OptimizerShard, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        averages = self._averages(cut, gradients)
+        for shard, main, source, average in zip(cut, mains, gradients, averages, strict=True):
+            if average is None or (average.replicas is not None and not bool(average.replicas > 0)):
+                continue  # no replica has a gradient
             if source is None:  # others have one: from now on this rank takes part as they do
                 source = zero_gradient(shard.parameter)
                 if not shard.reduced:
                     guard(source)
-            given.append(shard)
-            own.append(main)
-            rows.append(average.rows)
-            specs.append(shard.spec(average.rows))
-            sources.append(source)
-        give_gradients(own, _torch.dtensors(rows, specs))
-        for shard, main, seen in zip(given, own, Seen.now(sources), strict=True):
+            given.append((shard, main, average.rows, source))
+        rows = [one for _, _, one, _ in given]
+        specs = [shard.spec(one) for shard, _, one, _ in given]
+        give_gradients([main for _, main, _, _ in given], _torch.dtensors(rows, specs))
+        for (shard, main, _, _), seen in zip(given, Seen.now([source for *_, source in given]), strict=True):
             assert seen is not None
             self.ready[id(shard.parameter)] = Ready(main, seen)
-        take_over_gradients(
-            [shard.parameter for shard in given], {key: ready.main for key, ready in self.ready.items()}
-        )
+        holders = {key: ready.main for key, ready in self.ready.items()}
+        take_over_gradients([shard.parameter for shard, _, _, _ in given], holders)
+
+    def finish(self) -> None:
+        """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
+
+        Raises:
+            OrderError: Gradients have changed since they were averaged.
+        """
+        if self.early.expected:
+            self.make()
 
     def clear(self) -> None:
         """Forget all averages. Local operation."""
@@ -163,7 +167,7 @@ class OuterAverages:
             found = self.early.finish(apart)
             rest = [at for at, shard in enumerate(cut) if not (shard.reduced or id(shard.parameter) in found)]
             shards = tuple([cut[at] for at in rest])
-            if self._averaging is None or self._averaging.shards != shards:
+            if self._averaging.shards != shards:
                 self._averaging = Averaging(shards)
             averages = self._averaging.start([local[at] for at in rest]).wait()
             found |= {id(cut[at].parameter): average for at, average in zip(rest, averages, strict=True)}
@@ -176,7 +180,13 @@ class OuterAverages:
     # --- whole averages
 
     def gather(self) -> None:
-        """Average, and give each parameter its whole average for a gradient. Collective over the replicas."""
+        """Make ``.grad`` of parameters the average over their replicas, whole.
+
+        Collective over the replicas: the averages, unless that is done, and an all-gather of their rows.
+
+        Raises:
+            OrderError: Gradients have changed since they were averaged.
+        """
         self.make()
         parts, gradients = [], []
         for shard in self._main_parameters.shards():
@@ -188,8 +198,10 @@ class OuterAverages:
                 if not shard.reduced:
                     gradients.append(gradient)
         start_gather(parts).wait()
-        for gradient in gradients:
-            open_averaged(gradient)
+        for gradient in gradients:  # everybody may read them now
+            if type(gradient) is UnaveragedGradient:
+                gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
+            setattr(gradient, _AVERAGED, True)
         self.clear()
         self._opened = True
 
@@ -203,7 +215,8 @@ class OuterAverages:
         for ranks, shard in {shard.ranks: shard for shard in apart}.items():
             held = gradients_of([shard.parameter for shard in apart if shard.ranks == ranks])
             found = [gradient for gradient in held if gradient is not None]
-            mine = [not all(map(is_averaged, found)), len(found), -len(found)]
+            # Whether something was added to one since.
+            mine = [any(_AVERAGED not in g.__dict__ for g in found), len(found), -len(found)]
             seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(shard.parameter).device)
             maximum(seen, shard.group)
             added, most, fewest = seen.tolist()
@@ -228,52 +241,32 @@ def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
             changed since they were averaged.
     """
-    given = list(parameters)
-    for averages in _all_averages(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
+    given, ready = list(parameters), dict[int, Ready]()
+    for averages in averages_of(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
         averages.make()
-    known = (_ready(parameter) for parameter in given)
-    return [p if ready is None else ready.main for p, ready in zip(given, known, strict=True)]
+        ready |= averages.ready
+    return [ready[id(p)].main if id(p) in ready else p for p in given]
 
 
-def current(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that a step now would use as far as it is there: averaged rows, else the parameter's own.
+def current(parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that a step now would use as far as they are there: averaged rows, else the parameters' own.
 
     For changes that are the same on all ranks and linear, such as scaling. Local operation.
     """
-    ready, own = _ready(parameter), gradient_of(parameter)
-    return own if ready is None or own is None or ready.source.gradient() is not own else ready.main.grad
+    ready = {key: one for averages in averages_of(parameters) for key, one in averages.ready.items()}
+    found = []
+    for parameter, own in zip(parameters, gradients_of(parameters), strict=True):
+        one = ready.get(id(parameter))
+        found.append(own if one is None or own is None or one.source.gradient() is not own else one.main.grad)
+    return [gradient for gradient in found if gradient is not None]
 
 
-def forget_average(parameter: torch.Tensor) -> None:
-    """Forget what was averaged of a parameter's gradient, which is about to be cleared. Local operation."""
-    averages = _averages_of(parameter)
-    if averages is not None:
-        averages.ready.pop(id(parameter), None)
+def forget_averages(parameters: Collection[torch.Tensor]) -> None:
+    """Forget what was averaged of gradients that are about to be cleared. Local operation."""
+    for averages in averages_of(parameters):
         averages.early.forget()
-
-
-def finish_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
-
-    Raises:
-        OrderError: Gradients have changed since they were averaged.
-    """
-    for averages in _all_averages(parameters):
-        if averages.early.expected:
-            averages.make()
-
-
-def gather_averages(parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``.grad`` of cut parameters the average over their replicas, whole.
-
-    Collective over the replicas: the averages, unless that is done, and an all-gather of their rows.
-
-    Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
-            changed since they were averaged.
-    """
-    for averages in _all_averages(parameters, "finish_grad_reduce(outer=True) before shard_optimizer"):
-        averages.gather()
+        for parameter in parameters:
+            averages.ready.pop(id(parameter), None)
 
 
 def check_step(optimizer: Optimizer) -> None:
@@ -305,27 +298,23 @@ def _check_sharded(parameter: torch.Tensor, what: str) -> None:
     )
 
 
-def _averages_of(parameter: torch.Tensor) -> OuterAverages | None:
-    """Those of the living optimizer that cuts a parameter's state."""
-    facts = facts_of(parameter)
-    main_parameters = (
-        facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
-    )
-    return None if main_parameters is None else main_parameters.averages
+def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
+    """The averages of several parameters' gradients, one object for each optimizer that cuts state. Local operation.
 
+    Args:
+        parameters: Of a model.
+        what: Of an error, for trained parameters that should have some; empty: none is raised.
 
-def _ready(parameter: torch.Tensor) -> Ready | None:
-    averages = _averages_of(parameter)
-    return None if averages is None else averages.ready.get(id(parameter))
-
-
-def _all_averages(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
-    """Those of several parameters, each once; with ``what``, raise for trained ones that should have some."""
+    Raises:
+        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded.
+    """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
-        averages = _averages_of(parameter)
-        if averages is not None:
-            found[id(averages)] = averages
+        facts = facts_of(parameter)
+        # Of the living optimizer that cuts its state.
+        cutting = facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
+        if cutting is not None:
+            found[id(cutting)] = cutting.averages
         elif what and parameter.requires_grad:
             _check_sharded(parameter, what)
     return list(found.values())
@@ -426,18 +415,6 @@ def guard(gradient: torch.Tensor) -> torch.Tensor:
     if type(gradient) is DTensor:
         gradient.__class__ = UnaveragedGradient
     return gradient
-
-
-def is_averaged(gradient: torch.Tensor) -> bool:
-    """Whether :func:`open_averaged` was called on a gradient, and nothing was added since. Local operation."""
-    return _AVERAGED in gradient.__dict__
-
-
-def open_averaged(gradient: torch.Tensor) -> None:
-    """Take note that a gradient is the average over all replicas now: everybody may read it. Local operation."""
-    if type(gradient) is UnaveragedGradient:
-        gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
-    setattr(gradient, _AVERAGED, True)
 
 
 def reopen(gradient: torch.Tensor, divisor: int) -> None:

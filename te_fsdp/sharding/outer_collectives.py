@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_fsdp import _torch
 from te_fsdp.layout.rules import chunk_range
-from te_fsdp.move.pending import Pending
+from te_fsdp.move.pending import Pending, all_of
 from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, start
 from te_fsdp.parameters import plan_of
 from te_fsdp.quantized.components import block_of
@@ -213,18 +213,11 @@ class Average(NamedTuple):
     Attributes:
         rows: Of the shape of the :class:`OptimizerShard`.
         replicas: How many replicas have a gradient, on the device and not as a whole number; ``None`` where this rank
-            is one of them.
+            is one of them. Only a rank without a gradient has to ask, which on a GPU waits for the device.
     """
 
     rows: torch.Tensor
     replicas: torch.Tensor | None = None
-
-    def result(self) -> torch.Tensor | None:
-        """The rows; ``None`` where no replica has a gradient.
-
-        Only a rank without a gradient has to ask, which on a GPU waits for the device.
-        """
-        return self.rows if self.replicas is None or bool(self.replicas > 0) else None
 
 
 def comm_for(shard: OptimizerShard) -> GradComm | None:
@@ -244,8 +237,13 @@ class Averaging:
 
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
         self.shards = tuple(shards)
-        kinds = [(shard.ranks, shard.dtype) for shard in shards]
-        self._kinds = [_Kind(places, shards) for places in _by_kind(range(len(shards)), kinds)]
+        self._alone = [_is_large(shard.rows) for shard in shards]
+        self._numels = [math.prod(shard.shape) for shard in shards]
+        # Places of those with the same replicas and dtype, and where the small ones of these lie together.
+        self._kinds: list[tuple[list[int], Buffer]] = []
+        for places in _by_kind(range(len(shards)), [(shard.ranks, shard.dtype) for shard in shards]):
+            small = [shards[at].rows.numel for at in places if not self._alone[at]]
+            self._kinds.append((places, Buffer(tuple(small), _ALIGNED)))
 
     def start(
         self,
@@ -275,88 +273,49 @@ class Averaging:
             This rank's rows, in the order of the shards.
         """
         found: list[Any] = [None] * len(self.shards)
-        moves: list[Pending[Any]] = []
-        for kind in self._kinds:
-            moves += kind.start(
-                gradients, found, comm or comm_for(kind.first), group or kind.first.group, flags, async_op
-            )
+        moves: list[Pending[torch.Tensor]] = []
 
-        def finish() -> list[Average]:
-            for move in moves:
-                move.wait()
-            return found
-
-        return Pending(finish)
-
-
-class _Kind:
-    """Parameters with the same replicas and dtype.
-
-    Attributes:
-        places: Of them among those given.
-        shards: They themselves.
-        alone: For each whether it is sent by itself.
-        small: Those that are not.
-        buffer: Where these lie together.
-    """
-
-    def __init__(self, places: list[int], shards: Sequence[OptimizerShard]) -> None:
-        self.places, self.shards = places, [shards[place] for place in places]
-        self.first = self.shards[0]
-        self.alone = [_is_large(shard.rows) for shard in self.shards]
-        self.small = [shard for shard, alone in zip(self.shards, self.alone, strict=True) if not alone]
-        self.buffer = Buffer(tuple(shard.rows.numel for shard in self.small), _ALIGNED)
-        self.numels = [math.prod(shard.shape) for shard in self.shards]
-        self.device = _torch.local_of(self.first.parameter).device
-
-    def start(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        found: list[Any],
-        comm: GradComm | None,
-        group: dist.ProcessGroup,
-        flags: bool,
-        async_op: bool,
-    ) -> list[Pending[torch.Tensor]]:
-        """:meth:`Averaging.start`; ``found`` gets the averages, complete once what is returned has been waited for."""
-        dtype, end, moves = self.first.dtype, self.buffer.numel, []
-
-        def send(source: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-            into = torch.empty(shape, dtype=dtype, device=self.device)
+        def send(source: torch.Tensor, shape: Sequence[int], first: OptimizerShard, by: Any) -> torch.Tensor:
+            into = torch.empty(shape, dtype=first.dtype, device=source.device)
             if into.numel():
-                flat = into.view(-1)
-                move = start(source, self.first.partial, Shard(0), group, comm, into=flat, async_op=async_op)
-                moves.append(move)
+                to, flat = group or first.group, into.view(-1)
+                moves.append(start(source, first.partial, Shard(0), to, by, into=flat, async_op=async_op))
             return into
 
-        mine = [gradients[place] for place in self.places]
-        packed = self._packed(mine, flags)
-        result = send(packed.view(-1), packed.shape[1:])
-        pieces = iter(self.buffer.pieces(result))
-        for at, (place, shard, gradient) in enumerate(zip(self.places, self.shards, mine, strict=True)):
-            # A rank that has a gradient need not ask whether there is one.
-            asked = result[end + at] if flags and gradient is None else None
-            if not self.alone[at]:
-                rows = next(pieces)[: self.numels[at]].view(shard.shape)
-            else:
-                if gradient is None:
-                    gradient = torch.zeros(shard.rows.shape, dtype=dtype, device=self.device)
-                rows = send(gradient.to(dtype).contiguous().view(-1), shard.shape)
-            found[place] = Average(rows, asked)
-        return moves
+        for places, buffer in self._kinds:
+            first = self.shards[places[0]]
+            by = comm or comm_for(first)
+            packed = self._packed(places, buffer, gradients, flags)
+            result = send(packed.view(-1), packed.shape[1:], first, by)
+            pieces = iter(buffer.pieces(result))
+            for flag, at in enumerate(places, buffer.numel):
+                shard, gradient = self.shards[at], gradients[at]
+                if not self._alone[at]:
+                    rows = next(pieces)[: self._numels[at]].view(shard.shape)
+                else:
+                    if gradient is None:
+                        gradient = packed.new_zeros(shard.rows.shape)
+                    rows = send(gradient.to(first.dtype).contiguous().view(-1), shard.shape, first, by)
+                asks = flags and gradients[at] is None
+                found[at] = Average(rows, result[flag] if asks else None)
+        return all_of(moves).then(lambda unused: found)
 
-    def _packed(self, mine: Sequence[torch.Tensor | None], flags: bool) -> torch.Tensor:
+    def _packed(
+        self, places: list[int], buffer: Buffer, gradients: Sequence[torch.Tensor | None], flags: bool
+    ) -> torch.Tensor:
         """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
-        end, more = self.buffer.numel, len(mine) if flags else 0
-        memory = torch.empty(self.first.size, end + more, dtype=self.first.dtype, device=self.device)
-        memory[:, end:] = 1
+        first, numel = self.shards[places[0]], buffer.numel + (len(places) if flags else 0)
+        device = _torch.local_of(first.parameter).device
+        memory = torch.empty(first.size, numel, dtype=first.dtype, device=device)
+        memory[:, buffer.numel :] = 1
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        pieces = iter(self.buffer.pieces(memory))
-        for at, (shard, gradient) in enumerate(zip(self.shards, mine, strict=True)):
+        pieces = iter(buffer.pieces(memory))
+        for flag, at in enumerate(places, buffer.numel):
+            shard, gradient = self.shards[at], gradients[at]
             if flags and gradient is None:
-                memory[:, end + at] = 0
-            if self.alone[at]:
+                memory[:, flag] = 0
+            if self._alone[at]:
                 continue
             piece = next(pieces)
             if gradient is None or not shard.rows.is_even:
@@ -411,17 +370,10 @@ def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[No
             else:
                 packed.append(part)
         if packed:
-            move = _start_packed_gather(packed, async_op)
+            moves.append(_start_packed_gather(packed, async_op))
             if not async_op:
-                move.wait()  # what is packed is freed
-            else:
-                moves.append(move)
-
-    def finish() -> None:
-        for move in moves:
-            move.wait()
-
-    return Pending(finish)
+                moves.pop().wait()  # what is packed is freed
+    return all_of(moves)
 
 
 def _gathered(
@@ -432,19 +384,17 @@ def _gathered(
 
 def _start_packed_gather(parts: Sequence[Part], async_op: bool) -> Pending[None]:
     """One all-gather of parts of one kind; the wholes are written by the wait."""
-    shard, device = parts[0].shard, parts[0].mine.device
     dtype = torch.uint8 if parts[0].as_bytes else parts[0].mine.dtype
     rows = [part.shard.rows_like(part.whole) for part in parts]
     sizes = [
-        each.numel * part.mine.element_size() // dtype.itemsize
-        for each, part in zip(rows, parts, strict=True)
+        r.numel * part.mine.element_size() // dtype.itemsize for r, part in zip(rows, parts, strict=True)
     ]
     buffer = Buffer(tuple(sizes), _ALIGNED)
     # Not view(-1), which leaves a single element the stride of the rows that it was cut from: bytes want 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part in parts]
-    mine = buffer.pack([each.view(dtype) for each in flat], dtype, device)
+    mine = buffer.pack([each.view(dtype) for each in flat], dtype, flat[0].device)
     del flat
-    gathered = torch.empty(shard.size, mine.numel(), dtype=dtype, device=device)
+    gathered = mine.new_empty(parts[0].shard.size, mine.numel())
 
     def unpack(unused: torch.Tensor) -> None:
         targets: list[torch.Tensor] = []
@@ -455,4 +405,4 @@ def _start_packed_gather(parts: Sequence[Part], async_op: bool) -> Pending[None]
                 sources.append(came)
         _torch.copy_all_(targets, sources)
 
-    return _gathered(mine, gathered.view(-1), shard, async_op).then(unpack)
+    return _gathered(mine, gathered.view(-1), parts[0].shard, async_op).then(unpack)

@@ -24,7 +24,7 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout.storage import SyncMode
-from te_fsdp.sharding.outer_averages import current, finish_averages, forget_average, gather_averages
+from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
 from te_fsdp.sharding.state import (
     ShardingState,
     mark_gathered,
@@ -89,7 +89,9 @@ def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
     state = required_state(model, "finish_grad_reduce")
     wait_for_reductions(state)
     if outer:
-        gather_averages(state.parameters().values())
+        where = "finish_grad_reduce(outer=True) before shard_optimizer"
+        for averages in averages_of(state.parameters().values(), where):
+            averages.gather()
 
 
 def wait_for_reductions(state: ShardingState) -> None:
@@ -176,8 +178,9 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     if state.replicated is not None:
         state.replicated.settle()  # what another rank has given up is forgotten as well
         state.replicated.zero_grad(set_to_none)
-    for parameter in state.parameters().values():
-        forget_average(parameter)
+    parameters = state.parameters().values()
+    forget_averages(parameters)
+    for parameter in parameters:
         if getattr(parameter, "decoupled_grad", None) is not None:
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
         if set_to_none:
@@ -207,9 +210,9 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     state = required_state(model, "scale_gradients")
     require_reduced(state, "scale_gradients")
     parameters = state.parameters().values()
-    finish_averages(parameters)
-    found = [current(parameter) for parameter in parameters]
-    gradients = [_torch.local_of(gradient) for gradient in found if gradient is not None]
+    for averages in averages_of(parameters):
+        averages.finish()
+    gradients = [_torch.local_of(gradient) for gradient in current(parameters)]
     _torch.multiply_all_(gradients, torch.as_tensor(factor, dtype=torch.float32).reshape(()))
 
 
