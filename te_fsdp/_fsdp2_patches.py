@@ -363,6 +363,42 @@ def gather_with(
         record.free_unsharded_param = _keep
 
 
+# --- pipelines
+
+
+def around_pipeline_step(root: nn.Module, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
+    """Tell what FSDP2 does not manage which microbatches of a pipeline reduce no gradients, and when the last is over.
+
+    torch's stages (``_PipelineStageBase``) tell FSDP2's root alone: they turn reductions off before each backward, and
+    after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``. Then they
+    divide all gradients by the number of microbatches. Local operation.
+
+    Args:
+        root: The stage, which FSDP2 manages.
+        sync: Gets whether backwards reduce from now on.
+        end: Called at the end of each backward, and when the stage has reduced.
+    """
+    stage: Any = root
+    stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
+    state = stage._get_fsdp_state()
+    stock = state._root_post_backward_final_callback
+    state._root_post_backward_final_callback = functools.partial(_end_backward, stock, end)
+
+
+def _set_sync(
+    stock: Callable[..., None], sync: Callable[[bool], None], enabled: bool, *, recurse: bool = True
+) -> None:
+    """``FSDPModule.set_requires_gradient_sync``; without ``recurse`` te_fsdp itself speaks to FSDP2's part."""
+    stock(enabled, recurse=recurse)
+    if recurse:
+        sync(enabled)
+
+
+def _end_backward(stock: Callable[[], None], end: Callable[[], None]) -> None:
+    stock()
+    end()
+
+
 # --- process groups, and methods of modules
 
 

@@ -116,6 +116,18 @@ FSDP2 = (
         "test_patches.py::test_apply_loses_attributes",
     ),
     Patch(
+        "stage of a pipeline",
+        "set_requires_gradient_sync",
+        "tells `no_shard` parameters too that microbatches follow",
+        "test_pipeline.py::test_schedules",
+    ),
+    Patch(
+        "`FSDPState`",
+        "_root_post_backward_final_callback",
+        "reduces `no_shard` parameters too after the last microbatch of a pipeline",
+        "test_pipeline.py::test_schedules",
+    ),
+    Patch(
         "module `_fsdp_param`, during `te_fsdp.fully_shard`",
         "_chunk_with_empty",
         "cuts a parameter into the pieces that FSDP2 looks at, not into one for each rank",

@@ -186,6 +186,9 @@ def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
         if precision is not None:
             options["mp_policy"] = precision.fsdp2_policy(name)
         fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
+    if plan.meshes.pp is not None and "" in plan.whole:
+        # A pipeline's stage says which microbatch is the last one to modules of FSDP2's alone: a unit of nothing.
+        fsdp2_fully_shard(model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters()))
     divide_gradients(state, plan.mp_policy)
     restore_quantized(model, stash)
 
@@ -283,6 +286,11 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
             average=state.average_gradients,
             beside_fsdp2=bool(state.modules),
         )
+        if state.meshes.pp is not None and _torch.is_fsdp_module(state.model):
+            own = state.replicated
+            _fsdp2_patches.around_pipeline_step(
+                state.model, own.set_gradient_sync, own.reduce_after_microbatches
+            )
     state.model.__dict__[KEY] = state
     mark(state)
     tell_attention(state.model, state.meshes)

@@ -183,6 +183,14 @@ class ReplicatedGradients:
         self._owes = False
         self._finish(self._new_reduction())
 
+    def reduce_after_microbatches(self) -> None:
+        """Reduce what the backwards of a pipeline's microbatches have left, once a stage reduces again.
+
+        Collective as :meth:`reduce`, outside of backward; within one its own end does that.
+        """
+        if self._sync and not self._running and self.pending:
+            self.reduce()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those that wait included."""
         self._owes = False

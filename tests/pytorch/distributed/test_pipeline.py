@@ -11,13 +11,16 @@ RUNS = {
     "gpipe tp": {"axes": TP, "kind": "gpipe"},
     "interleaved": {"axes": DP, "kind": "interleaved", "strategy": "optim_grads"},
     "no_shard": {"axes": DP, "strategy": "no_shard"},
+    "some no_shard": {"axes": DP, "strategy": {"": "no_shard", "layers.*": "optim"}},
     "hfsdp": {"axes": {"pp": 2, "replicate": 2}, "outer_strategy": "optim", "strategy": "optim"},
     "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "told": False},
     "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3, "microbatches": 2},
     "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads", "microbatches": 2},
 }
 # All-gathers of a step: with kept weights one for each of three units, else for each microbatch too.
-GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3}
+GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3, "no_shard": 0}
+# All-reduces of gradients in a step: of each unit that stays whole, however many microbatches.
+REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 
 
 @pytest.mark.ranks(4)
@@ -32,6 +35,7 @@ def test_schedules(pool, tmp_path, run):
     )
     for outcome in outcomes:
         assert run not in GATHERS or set(outcome["gathers"]) == {GATHERS[run]}
+        assert run not in REDUCTIONS or set(outcome["reductions"]) == {REDUCTIONS[run]}
     assert outcomes[-1]["losses"] and not outcomes[0]["losses"]
 
 

@@ -110,17 +110,16 @@ def training(
         with torch.no_grad():
             next(parts[0].layers.parameters()).mul_(1.1)
     ours, wanted = optimizer_of(parts, quantized), optimizer_of(reference, quantized)
-    hfsdp = options.get("outer_strategy") == "optim"
-    if hfsdp:
+    if hfsdp := options.get("outer_strategy") == "optim":
         te_fsdp.shard_optimizer(ours)
     step_of = _scheduled(meshes, parts, kind, next(reference.parameters()).dtype, told, microbatches)
-    checks, gathers, losses = harness.Comparisons(), [], []
+    checks, sent, losses = harness.Comparisons(), [], list[float]()
     for step in range(steps):
         words, then = batch(step, meshes.data_size, microbatches)
         allowed = QUANTIZED if quantized and step else FP32
         with recorded() as seen:
             found = step_of(words[meshes.data_rank], then[meshes.data_rank])
-        gathers.append(sum(one.kind == "all_gather" for one in seen))
+        sent.append(seen)
         expected = _whole_step(reference, words, then)
         if found:
             checks.close(f"step {step}: losses", torch.stack(found), expected[meshes.data_rank], *allowed)
@@ -136,7 +135,18 @@ def training(
             optimizer.step()
             optimizer.zero_grad()
         _compare(checks, f"step {step}: updated", parts, reference, allowed, gradients=False)
-    return checks.require(steps * 5) and {"gathers": gathers, "losses": losses}
+    checks.require(steps * 5)
+    return {**_counts(sent), "losses": losses}
+
+
+def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
+    """All-gathers of each step, and all-reduces of gradients."""
+    return {
+        "gathers": [sum(one.kind == "all_gather" for one in step) for step in sent],
+        "reductions": [
+            sum((one.kind, one.dtype) == ("all_reduce", "float32") for one in step) for step in sent
+        ],
+    }
 
 
 def _built(
