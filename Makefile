@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions lint format docs coverage clean clean-venv
+.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions lint format docs docs-commands coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,13 +57,17 @@ torch-versions:  ## the distributed tests on the CPU with torch 2.11, 2.14 and 2
 	@scripts/setup.sh test
 	@ARGS="$(ARGS)" scripts/torch_versions.sh $(PY) $(VERSIONS)
 
-lint:  ## ruff (lint and format), pyrefly, import-linter, codespell
+lint:  ## ruff (lint and format), pyrefly, import-linter, codespell, shellcheck, hadolint, the workflow's schema
 	@scripts/setup.sh lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check
 	$(BIN)lint-imports --no-logo
 	$(PY) -m codespell_lib
+	$(BIN)shellcheck .ci/run scripts/*.sh
+	@# DL3008: a release of Debian has one version of a package, and keeps no older ones that could be pinned.
+	$(BIN)hadolint --failure-threshold warning --ignore DL3008 Dockerfile
+	$(BIN)check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
 
 format:  ## rewrite the sources as ruff wants them
 	@scripts/setup.sh lint
@@ -73,6 +77,10 @@ format:  ## rewrite the sources as ruff wants them
 docs:  ## build the documentation into docs/_build/html; a warning is an error
 	@scripts/setup.sh docs
 	$(RUN) -m sphinx -W --keep-going -E -b html docs docs/_build/html
+
+docs-commands:  ## run each command of README and pages that needs neither a network nor GPUs (some 5 minutes)
+	@scripts/setup.sh example test
+	$(RUN) -m pytest tests/pytorch/distributed/test_commands.py --matrix full $(ARGS)
 
 coverage:  ## run the tests and report the coverage of te_fsdp (the emulation aside); below 90 % is an error
 	@scripts/setup.sh test

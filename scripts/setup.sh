@@ -58,8 +58,9 @@ make_venv() {
 join() { local IFS=,; printf '%s' "$*"; }
 
 install_cpu() {
+  local spec
   # shellcheck disable=SC2086
-  local spec; spec=".[$(join emulation $extras)]"
+  spec=".[$(join emulation $extras)]"
   say "installing $spec with constraints/cpu.txt (TransformerEngine's Python part only, for the emulation)"
   pip_install -c constraints/cpu.txt -e "$spec"
 }
@@ -101,8 +102,9 @@ install_gpu() {
   say "compiling TransformerEngine's PyTorch bindings for CUDA $cuda (about ten minutes)"
   # Without isolation, or they would be compiled against another torch than the one installed.
   pip_install --no-build-isolation -c constraints/gpu.txt "transformer-engine[core_cu$cuda,pytorch]"
+  local names
   # shellcheck disable=SC2086
-  local names; names=$(join $extras)
+  names=$(join $extras)
   pip_install -c constraints/gpu.txt -e ".${names:+[$names]}"
 }
 
@@ -116,6 +118,7 @@ case $setup in
         test) needed+=" pytest" ;;
       esac
     done
+    # shellcheck disable=SC2086
     missing=$("$python" -c 'import sys
 from importlib.util import find_spec
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $needed)

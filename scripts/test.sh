@@ -5,7 +5,7 @@
 #
 #   usage: scripts/test.sh PYTHON [PYTEST OPTION...]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 python=$1
 shift

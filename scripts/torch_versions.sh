@@ -19,7 +19,7 @@ shift
 versions=${*:-2.11.0 2.14.1 2.15.0}
 tests=${TESTS:-tests/pytorch/distributed}
 folder=${WHERE:-$("$python" -c 'import sys; print(sys.prefix)')/.te_fsdp}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES= TE_FSDP_TEST_DEVICE=cpu
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES="" TE_FSDP_TEST_DEVICE=cpu
 
 failed=
 summary=

@@ -121,7 +121,8 @@ class WandB:
         """Log the values under the step's number."""
         if self._run is None:
             self._run = self._module.init(**self._options)
-        self._run.log(dict(values), step=step)
+        # Without `commit` wandb holds a row back until one of another step comes, or the end.
+        self._run.log(dict(values), step=step, commit=True)
 
     def close(self) -> None:
         """End the run."""

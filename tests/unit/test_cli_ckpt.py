@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.cli import ckpt
 from te_fsdp.cli.main import main
+from tests.unit import documented
 from tests.unit.commands import ROOT, start
-
-PAGE = ROOT / "docs/cli.md"
 
 
 def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False) -> Path:
@@ -77,16 +75,6 @@ def test_nothing_heavy_is_imported_for_help() -> None:
     assert "ckpt" in done.stdout
 
 
-def commands() -> list[tuple[str, int]]:
-    """The page's commands, and the exit code that a comment behind each promises (0 without)."""
-    text = PAGE.read_text()
-    blocks = re.findall(r"^```sh\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("te-fsdp")]
-    return [
-        (line.partition("#")[0], int((re.findall(r"# exit code (\d)", line) or ["0"])[0])) for line in lines
-    ]
-
-
 def test_the_page_of_the_documentation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,19 +85,16 @@ def test_the_page_of_the_documentation(
     torch.save(state, tmp_path / "plain.pt")
     torch.distributed.checkpoint.save(state["model"], checkpoint_id=tmp_path / "plain-dcp", no_dist=True)
     monkeypatch.chdir(tmp_path)
-    listed = commands()
+    listed = [line for block in documented.to_run("docs/cli.md") for line in block]
     assert len(listed) >= 10
-    for line, code in listed:
-        program, *words = shlex.split(line)
+    for line in listed:
+        program, *words = documented.words(line)
         found = main(words)
         said = capsys.readouterr()
+        code = int((re.findall(r"# exit code (\d)", line) or ["0"])[0])
         assert (program, found) == ("te-fsdp", code), f"{line}\n{said.out}\n{said.err}"
-    assert {
-        name
-        for line, _ in listed
-        for name in ("inspect", "verify", "diff", "convert", "export")
-        if name in line
-    }
+    ran = " ".join(listed)
+    assert all(name in ran for name in ("inspect", "verify", "diff", "convert", "export"))
 
 
 # ------------------------------------------------------------------------------------------------ inspect

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import os
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +17,7 @@ from te_fsdp import _patches
 from te_fsdp.cli import env, env_facts
 from te_fsdp.cli.env import faults
 from te_fsdp.cli.env_facts import Facts, Gpu
-from tests.unit.commands import start
+from tests.unit.commands import ROOT, start
 
 GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)
 TE = {
@@ -246,6 +249,92 @@ def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
             monkeypatch.setitem(sys.modules, "transformer_engine_torch", module)
         found.append(env_facts.gather().te_bindings)
     assert found[0] == found[1]
+
+
+# ----------------------------------------------------------------------------- faults, found where they really are
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder in front of the path, for this process and those that it starts; nothing else of CUDA's is found."""
+    for variable in ("CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def distribution(site, name, version):
+    """What pip leaves of an installation."""
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def found_here(monkeypatch, **others):
+    """Faults of what `gather` finds, on a machine with two GPUs; TransformerEngine is asked by `others` alone."""
+    if "te_says" in others:
+        monkeypatch.setattr(env_facts, "_te_says", lambda parts, bindings: others["te_says"])
+    of_gpus = {name: getattr(SOUND, name) for name in ("torch", "torch_cuda", "cudnn", "gpus", "driver")}
+    return faults(dataclasses.replace(env_facts.gather(), **of_gpus, cuda_problem="", emulation=""))
+
+
+def test_two_installations_are_found(site, monkeypatch):
+    for name, version in (
+        ("transformer_engine", "2.18.0"),  # beside the one that the tests run with
+        ("transformer-engine-cu12", "2.18.0"),
+        ("transformer_engine_cu13", "2.18.0"),
+        ("transformer_engine_torch", "2.18.0"),
+    ):
+        distribution(site, name, version)
+    cores, versions = found_here(monkeypatch, te_says=SOUND.te_says)
+    assert "several cores" in cores.what and "transformer_engine_cu12, transformer_engine_cu13" in cores.what
+    assert (
+        "transformer_engine 2.18.0 and 2." in versions.what and "again until pip finds none" in versions.cure
+    )
+
+
+def test_two_versions_of_cudnn_are_found(site, monkeypatch):
+    """One of torch's wheels, another where the loader looks first."""
+    for folder, name in (("nvidia/cudnn/lib", "libcudnn.so.9"), ("other", "libcudnn.so.9.14.0")):
+        (site / folder).mkdir(parents=True)
+        (site / folder / name).touch()
+    (site / "other/libcudnn.so.9").symlink_to("libcudnn.so.9.14.0")
+    monkeypatch.setattr(env_facts, "_te_parts", lambda: TE)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{site}/other:{site}/nvidia/cudnn/lib")
+    (fault,) = found_here(monkeypatch, te_says=SOUND.te_says)
+    assert f"torch's 9.19.0 in {site}/nvidia/cudnn/lib, and {site}/other/libcudnn.so.9.14.0" in fault.what
+    name, value = fault.cure.split()[-1].replace("$LD_LIBRARY_PATH", os.environ["LD_LIBRARY_PATH"]).split("=")
+    monkeypatch.setenv(name, value)  # the cure cures it
+    assert not found_here(monkeypatch, te_says=SOUND.te_says)
+
+
+def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
+    monkeypatch.setattr(env_facts, "_te_parts", lambda: {"transformer_engine": ["2.20.2"]})
+    monkeypatch.setattr(env_facts.importlib.machinery.PathFinder, "find_spec", lambda *given: None)
+    monkeypatch.setattr(env_facts.shutil, "which", lambda name: None)
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        (fault,) = found_here(monkeypatch, te_says={})
+        assert "nvcc, which is missing: install a CUDA toolkit" in fault.cure
+    (site / "bin").mkdir()
+    (site / "bin/nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(site))
+    (fault,) = found_here(monkeypatch, te_says={})
+    assert f"compiles with nvcc, which is {site}/bin/nvcc" in fault.cure
+
+
+def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
+    """TransformerEngine fails as it does then, in the process that is started to ask it."""
+    distribution(site, "transformer_engine_torch", importlib.metadata.version("transformer_engine"))
+    distribution(site, "transformer_engine_cu13", importlib.metadata.version("transformer_engine"))
+    (site / "transformer_engine").mkdir()
+    symbol = "transformer_engine_torch.so: undefined symbol: _ZN3c104cuda9SetDeviceEab"
+    (site / "transformer_engine/__init__.py").write_text(f"raise ImportError({symbol!r})\n")
+    monkeypatch.setattr(sys, "executable", python)
+    (fault,) = found_here(monkeypatch)
+    assert symbol in fault.what and "compiled against another torch than 2.11.0+cu130" in fault.why
+    assert fault.cure.endswith("--no-cache-dir --force-reinstall --no-deps transformer_engine_torch")
 
 
 def test_this_environment(python, tmp_path):

@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,22 +18,25 @@ import pytest
 import torch
 
 import te_fsdp
+from tests.unit import documented
 from tests.unit.commands import ROOT, start
 
-MORE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/fsdp2_tp/README.md"]
+MORE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+MORE += ["benchmarks/README.md", "examples/fsdp2_tp/README.md"]
 PAGES = [*(ROOT / page for page in MORE), *sorted((ROOT / "docs").glob("*.md"))]
-QUICKSTART = ROOT / "docs/quickstart.md"
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+QUICKSTART = "docs/quickstart.md"
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """Contents of the page's fenced blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def run(python: str, command: str, folder: Path) -> str:
     """Run a command of the page; returns what it printed."""
-    program, *arguments = shlex.split(command)
+    program, *arguments = documented.words(command)
     module = {"torchrun": "torch.distributed.run", "te-fsdp": "te_fsdp.cli"}[program]
     result = start(python, module, arguments, folder)
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
@@ -51,12 +54,13 @@ def test_the_quickstart_runs(tmp_path, python):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < 4:
         pytest.skip(f"the quickstart's commands need 4 GPUs, found {gpus}")
-    (tmp_path / "quickstart.py").write_text("\n".join(blocks(QUICKSTART, "python")))
-    language = "text" if gpus else "sh"
-    lines = [line for block in blocks(QUICKSTART, language) for line in block.splitlines()]
-    *commands, look = [line for line in lines if line.startswith(("torchrun", "te-fsdp"))]
+    (tmp_path / "quickstart.py").write_text("\n".join(documented.blocks(QUICKSTART, "python")))
+    (_, *emulated), real = documented.to_run(
+        QUICKSTART
+    )  # the first of them sets OMP_NUM_THREADS, as `start` does
+    assert [command.replace(" -m te_fsdp.emulation", "") for command in emulated] == real != emulated
+    *commands, look = real if gpus else emulated
     assert len(commands) == 2, commands
-    assert all(("te_fsdp.emulation" in command) == (gpus == 0) for command in commands), commands
 
     first, second = (run(python, command, tmp_path) for command in commands)
     assert "placements" in first, f"no report in\n{first}"
@@ -72,7 +76,7 @@ def test_the_quickstart_runs(tmp_path, python):
 
 @every_page
 def test_code_blocks_are_python(page):
-    for block in blocks(page, "python"):
+    for block in documented.blocks(name_of(page), "python"):
         ast.parse(block)
 
 
@@ -85,7 +89,7 @@ def test_names_exist(page):
 
 @every_page
 def test_arguments_in_code_blocks_exist(page):
-    for block in blocks(page, "python"):
+    for block in documented.blocks(name_of(page), "python"):
         for name, arguments, keywords in calls(block):
             inspect.signature(find(name)).bind_partial(*arguments, **dict.fromkeys(keywords))
 
@@ -144,22 +148,69 @@ def test_a_broken_anchor_is_noticed():
     ]
 
 
+# ------------------------------------------------------------------------------------------------------- commands
+
+
 @every_page
 def test_commands_are_known(page):
-    """Targets of make, options of scripts and of te-fsdp in the commands of a page; other tests run most of them."""
-    assert not [word for command in commands(page) for word in unknown_words(command)]
+    """Targets of make, options of scripts and of te-fsdp in the commands of a page, those that no test runs too."""
+    listed = [line for block in documented.blocks(name_of(page), "sh") for line in documented.lines(block)]
+    assert not [word for command in listed for word in unknown_words(command)]
 
 
-def commands(page: Path) -> list[str]:
-    """The lines of a page's blocks that start a program of ours; variables before them and comments left out."""
-    text = "\n".join(blocks(page, "sh") + blocks(page, "text")).replace("\\\n", " ")
-    lines = [re.sub(r"^([A-Z_]+=\S+ )+|\s+#.*", "", line.strip()) for line in text.splitlines()]
-    return [line for line in lines if re.match(r"(make|te-fsdp|torchrun|python -m te_fsdp|pytest) ", line)]
+@every_page
+def test_each_command_is_run_or_has_a_reason(page):
+    name = name_of(page)
+    assert not unaccounted(name, name in documented.RUN_BY)
+    for block in documented.blocks(name, "text"):
+        assert not re.match(rf"([A-Z_]+=\S+ )*({documented.PROGRAMS}) ", block), (
+            f"commands are `sh`:\n{block}"
+        )
+    bash = subprocess.run(
+        ["bash", "-n"],
+        input="\n".join(documented.blocks(name, "sh")),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert not bash.stderr
+
+
+def unaccounted(page: str, is_run: bool) -> list[str]:
+    """Commands of a page that no test runs and nothing excuses, or that two reasons excuse."""
+    listed = [line for block in documented.blocks(page, "sh") for line in documented.lines(block)]
+    reasons = {line: len(documented.why_not(page, line)) for line in listed}
+    return [line for line, count in reasons.items() if count > 1 or (count == 0 and not is_run)]
+
+
+def test_what_runs_commands_and_what_excuses_them_is_there():
+    pages = {name_of(page) for page in PAGES}
+    for page, test in documented.RUN_BY.items():
+        assert documented.to_run(page), f"{page} has no command that {test} would run"
+        file, function = test.split("::")
+        assert f"def {function}(" in (ROOT / file).read_text() and "to_run(" in (ROOT / file).read_text(), (
+            test
+        )
+    used = {
+        key
+        for page in pages
+        for block in documented.blocks(page, "sh")
+        for line in documented.lines(block)
+        for key in documented.why_not(page, line)
+    }
+    assert used == documented.NOT_RUN.keys()
+    named = [found for why in documented.NOT_RUN.values() for found in re.findall(r"tests/\S+\.py", why)]
+    assert named and all((ROOT / path).exists() for path in named)
+
+
+def test_a_command_that_nothing_runs_is_noticed():
+    assert unaccounted("docs/moe.md", False)
+    assert not unaccounted("docs/moe.md", True)
 
 
 def unknown_words(command: str) -> list[str]:
     """Words of a command that its program does not know, as far as its source tells."""
-    first, *words = shlex.split(command)
+    first, *words = documented.words(re.sub(r"^([A-Z_]+=\S+ )+", "", command))
     if first == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return [word for word in words if "=" not in word and word not in targets]
@@ -171,7 +222,7 @@ def unknown_words(command: str) -> list[str]:
     else:
         return []  # programs of the reader's own, and pytest, which has options of its own
     known = "\n".join(source.read_text() for source in sources).replace("_", "-")
-    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--help"]
     return [o for o in options if not re.search(rf"\b{re.escape(o.strip('-').split('.')[-1])}\b", known)]
 
 

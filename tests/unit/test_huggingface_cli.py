@@ -20,6 +20,7 @@ from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_fold
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
+from tests.unit import documented
 from tests.unit.damage import as_format_2
 from tests.unit.huggingface_models import TeModel
 
@@ -91,6 +92,21 @@ def test_there_and_back(te: Any, folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
     about = {"torch_dtype": "bfloat16", "architectures": ["Qwen2ForCausalLM"]}
     assert json.loads((back / "config.json").read_text()) == CONFIG | about
+
+
+def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands as they stand, around a training that leaves the weights as they are."""
+    folder.rename(tmp_path / "my-llama")
+    monkeypatch.chdir(tmp_path)
+    ((convert, export),) = documented.to_run("docs/huggingface.md")
+    assert main(documented.words(convert)[1:]) == 0
+    model = build(te)
+    checkpoint.load("out/step-0", model, allow=["*.inv_freq"])
+    checkpoint.save("out/step-900", model)
+    assert main(documented.words(export)[1:]) == 0
+    before, after = (open_safetensors(Path(name))[0] for name in ("my-llama", "my-llama-trained"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].whole(), after[name].whole()) for name in before)
 
 
 def test_another_layout_is_noticed(

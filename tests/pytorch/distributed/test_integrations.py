@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from te_fsdp.errors import TeFsdpError
+from tests.unit import documented
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples/integrations"
 HALF, STEPS = 2, 4
@@ -120,8 +120,10 @@ def test_trainer(pool, native, tmp_path):
     assert other[-HALF:] == pytest.approx(native[HALF:], abs=TOLERANCE)
 
 
-PAGE = FOLDER.parents[1] / "docs/integrations.md"
-COMMANDS = re.findall(r"^torchrun (.*/train_(\w+)\.py.*)$", PAGE.read_text(), re.MULTILINE)
+COMMANDS = [
+    (command, re.search(r"/train_(\w+)\.py", command)[1])
+    for (command,) in documented.to_run("docs/integrations.md")
+]
 NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "torchtitan"}
 
 
@@ -131,7 +133,9 @@ NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "t
 def test_commands_run(command, name):
     if not find_spec(NEEDS[name]):
         pytest.skip(f"make test-integrations installs {NEEDS[name]}")
-    words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)]
+    program, *words = documented.words(command)
+    assert program == "torchrun"
+    words = [sys.executable, "-m", "torch.distributed.run", *words]
     given = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         words, cwd=FOLDER.parents[1], env=given, capture_output=True, text=True, timeout=300

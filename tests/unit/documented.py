@@ -1,0 +1,77 @@
+"""The commands of the pages: each is run as it stands by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
+
+`test_docs.py` holds that there is no third kind; the tests take what they run from `to_run`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Page -> the test that runs its commands, but for those of `NOT_RUN`.
+RUN_BY = {
+    "README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/cli.md": "tests/unit/test_cli_ckpt.py::test_the_page_of_the_documentation",
+    "docs/emulation.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/huggingface.md": "tests/unit/test_huggingface_cli.py::test_the_page",
+    "docs/install.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/integrations.md": "tests/pytorch/distributed/test_integrations.py::test_commands_run",
+    "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+    "docs/plan.md": "tests/unit/test_planning.py::test_the_page",
+    "docs/quickstart.md": "tests/unit/test_docs.py::test_the_quickstart_runs",
+    "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
+}
+#: (page, what a command matches) -> why no test runs it, or the test that runs its program for less.
+NOT_RUN = {
+    ("", r"(uv )?pip (install|wheel) |python3 -m venv |uv venv "): "installs, by the network",
+    ("README.md", "make test "): "runs all tests, this one too",
+    ("", r"(PIP_FIND_LINKS=\S+ )?SETUP=gpu scripts/setup.sh"): "installs, by the network, what GPUs need",
+    ("docs/install.md", "site=|export C|export CUDA_HOME"): "prepares a compilation for GPUs",
+    ("docs/install.md", "docker "): "builds an image by the network; test_packaging.py reads the Dockerfile",
+    ("docs/cli.md", "mkdir|te-fsdp completion"): "writes where shells look; tests/unit/test_planning.py",
+    ("docs/moe.md", r"NODES=2|make train-moe ARGS"): "needs GPUs",
+    ("docs/nodes.md", ""): "needs several nodes; tests/pytorch/distributed/test_torchrun.py",
+    ("docs/elastic.md", "export TORCH_DISABLE|torchrun --nnodes"): "needs several nodes",
+    ("docs/elastic.md", ".*elastic_kills.py"): "takes many minutes; tests/pytorch/distributed/test_elastic.py",
+    ("docs/emulation.md", "python -m tests.conformance.record"): "needs a Hopper GPU",
+    ("docs/scale.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
+    ("docs/scale.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
+    ("docs/support.md", "pytest .*test_matrix.py"): "takes minutes to hours; the first is a part of all tests",
+    ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
+    ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 16"): "needs four GPUs",
+    ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
+}  # fmt: skip
+#: What a line begins with that is a command, after variables; `text` blocks have none.
+PROGRAMS = r"make|te-fsdp|torchrun|python3?|pytest|pip|uv|docker|srun|bash|git|cd|export|scripts/\S+"
+
+
+@cache
+def blocks(page: str, language: str) -> list[str]:
+    """Contents of a page's fenced blocks of a language, in order."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def lines(block: str) -> list[str]:
+    """The commands of a block as they stand, without comments; those over several lines joined."""
+    joined = block.replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def why_not(page: str, command: str) -> list[tuple[str, str]]:
+    """The entries of `NOT_RUN` that a command matches."""
+    return [key for key in NOT_RUN if key[0] in ("", page) and re.match(key[1], command)]
+
+
+def to_run(page: str) -> list[list[str]]:
+    """Of each `sh` block of a page the commands that its test runs; blocks of which nothing is run are left out."""
+    found = [[line for line in lines(block) if not why_not(page, line)] for block in blocks(page, "sh")]
+    return [commands for commands in found if commands]
+
+
+def words(command: str) -> list[str]:
+    """A command's words, without its comment."""
+    return shlex.split(command, comments=True)
