@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +30,7 @@ from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard, rows_of_state
 from te_fsdp.sharding.outer_gather import install_by_unit, start_install
 from te_fsdp.sharding.state import state_of
-from te_fsdp.step_hooks import give_gradients, gradients_of
+from te_fsdp.step_hooks import Seen, give_gradients, gradients_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,29 +57,33 @@ def beginning(local: torch.Tensor) -> torch.Tensor:
     return local.detach().to(torch.float32, copy=True)
 
 
-class Pair(NamedTuple):
-    """A parameter and its main parameter.
+@dataclass(eq=False)
+class MainParameter:
+    """What is known of one parameter of an optimizer.
 
     Attributes:
         parameter: The parameter.
-        main: Its main parameter.
-        local: The parameter's local tensor.
-        low: Whether it is of low precision, so that the main parameter is its main weight.
         shard: This rank's rows of it; ``None`` if its state is not cut.
+        main: The main parameter at the last look; ``None`` where there needs to be none.
+        local: The parameter's local tensor then.
+        low: Whether it is of low precision, so that the main parameter is its main weight.
+        source: The gradient over whose replicas that of ``main`` is the average; ``None``: it has none.
     """
 
     parameter: torch.Tensor
-    main: torch.Tensor
-    local: torch.Tensor
-    low: bool
-    shard: OptimizerShard | None
+    shard: OptimizerShard | None = None
+    main: Any = None
+    local: torch.Tensor | None = None
+    low: bool = False
+    source: Seen | None = None
 
 
 class MainParameters:
     """The main parameters of one optimizer.
 
     Attributes:
-        pairs: Those in the parameters' places now; empty between steps.
+        known: What is known of each parameter, by its id.
+        pairs: Of those whose main parameters are in their places now; empty between steps.
         averages: Of the gradients, over the replicas; ``None`` where state is not cut over these: then there are main
             weights alone.
         overlaps: Whether new weights arrive after the step, unit by unit.
@@ -87,12 +92,8 @@ class MainParameters:
     def __init__(self, optimizer: Optimizer) -> None:
         self.averages: OuterAverages | None = None
         self.overlaps = False
-        self.pairs: list[Pair] = []
-        # What the last look has found, by the parameter's id; without a pair for one that needs none. Holds as long as
-        # the parameter has the same local tensor (initialising and loading may replace it), and its state the same
-        # main weight (so may loading). Rows of a parameter itself are looked at anew in each step: maybe a copy.
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, Pair | None]] = {}
-        self._shards: dict[int, OptimizerShard] = {}
+        self.known: dict[int, MainParameter] = {}
+        self.pairs: list[MainParameter] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
@@ -112,19 +113,17 @@ class MainParameters:
     def cut(self) -> None:
         """From now on cut state over the replicas of parameters."""
         self.averages = OuterAverages(self)
-        self._known.clear()
+        self.known.clear()
 
-    def shard(self, parameter: torch.Tensor) -> OptimizerShard | None:
-        """This rank's rows of a parameter; ``None`` if its state is not cut. Local operation."""
-        if not self.cuts:
-            return None
-        known = self._shards.get(id(parameter))
-        if known is None or known.parameter is not parameter:
-            known = optimizer_shard(parameter)
-            if known is None:
-                return None
-            self._shards[id(parameter)] = known
-            noted(parameter).main_parameters = weakref.ref(self)
+    def of(self, parameter: torch.Tensor) -> MainParameter:
+        """What is known of a parameter. Local operation."""
+        known = self.known.get(id(parameter))
+        if known is None:
+            known = self.known[id(parameter)] = MainParameter(parameter)
+        if known.shard is None and self.cuts:
+            known.shard = optimizer_shard(parameter)
+            if known.shard is not None:
+                noted(parameter).main_parameters = weakref.ref(self)
         return known
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -134,28 +133,26 @@ class MainParameters:
         """
         if self._fused and not self.cuts:
             return _main_weight_of_fused(optimizer, parameter)
-        shard, local = self.shard(parameter) if self.cuts else None, _torch.local_of(parameter)
-        if is_low(parameter):
-            main = optimizer.state.get(parameter, {}).get(MAIN)
-            if main is None:
-                _wait_for_weights(parameter)
-                whole = beginning(local)
-                main = (
-                    _torch.placed_like(whole, parameter)
-                    if shard is None
-                    else shard.distributed(shard.of(whole).clone(memory_format=torch.contiguous_format))
-                )
-                optimizer.state[parameter][MAIN] = main
-            elif shard is not None and rows_of_state(main, parameter) is None:  # of main_weights
-                rows = shard.of(_torch.local_of(main)).clone(memory_format=torch.contiguous_format)
-                main = optimizer.state[parameter][MAIN] = shard.distributed(rows)
-            _te.forget_high_precision_value(local)
-        elif shard is not None:
-            _wait_for_weights(parameter)
-            # A view where rows lie together; TE's FusedAdam goes through memory without strides.
-            main = shard.distributed(shard.of(local.detach()).contiguous())
-        else:
+        shard, local, low = self.of(parameter).shard, _torch.local_of(parameter), is_low(parameter)
+        if not low and shard is None:
             return None
+        state = state_of(parameter)
+        if state is not None:  # may have new weights on their way
+            state.pending_gathers.wait()
+        if shard is not None and not low:
+            # A view where rows lie together; TE's FusedAdam goes through memory without strides.
+            return shard.distributed(shard.of(local.detach()).contiguous())
+        main = optimizer.state.get(parameter, {}).get(MAIN)
+        if main is None or (shard is not None and rows_of_state(main, parameter) is None):
+            # Of a whole one that main_weights has made only this rank's rows stay.
+            whole = beginning(local) if main is None else _torch.local_of(main)
+            if shard is None:
+                main = _torch.placed_like(whole, parameter)
+            else:
+                rows = shard.of(whole).clone(memory_format=torch.contiguous_format)
+                main = shard.distributed(rows)
+            optimizer.state[parameter][MAIN] = main
+        _te.forget_high_precision_value(local)
         return main
 
     def start(self, optimizer: Optimizer) -> None:
@@ -190,16 +187,14 @@ class MainParameters:
         """
         self.put_back(optimizer)  # a step that raised has left them in
         scales = hasattr(optimizer, "_scales")
-        count = 0
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
             self._groups.append((live, held))
             live.clear()
-            count += len(held)
             for parameter, pair in zip(held, self._look(optimizer, held), strict=True):
                 if pair is None:
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
-                    if not frozen or not stepping or self.shard(parameter) is None:
+                    if not frozen or not stepping or self.of(parameter).shard is None:
                         live.append(parameter)
                     continue
                 state = optimizer.state.pop(parameter, {})
@@ -211,33 +206,36 @@ class MainParameters:
                     _move_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        if len(self._known) > count:  # of parameters that it has no longer
-            self._known.clear()
+        if len(self.known) > sum(
+            len(held) for _, held in self._groups
+        ):  # also parameters that it has no longer
+            ids = {id(parameter) for _, held in self._groups for parameter in held}
+            self.known = {key: known for key, known in self.known.items() if key in ids}
         if self.cuts and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights: it shall make none of them.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
 
-    def _look(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Pair | None]:
+    def _look(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[MainParameter | None]:
         """Parameters with their main parameters; ``None`` for those that need none, and for frozen ones without state.
 
         Each is made where there is none, or where the last look does not hold any longer. Local operation.
         """
-        found: list[Pair | None] = []
+        found: list[MainParameter | None] = []
         for parameter, local in zip(parameters, _torch.locals_of(parameters), strict=True):
             state = optimizer.state.get(parameter)
             if not parameter.requires_grad and not state:
                 found.append(None)
                 continue
-            ready = None if self.averages is None else self.averages.ready.get(id(parameter))
-            known, of, pair = self._known.get(id(parameter), (None, None, None))
-            main = state.get(MAIN) if state and (pair is None or pair.low) else ready and ready.main
-            is_same = pair is None or main is pair.main
-            if known is not parameter or of is not local or not is_same:
-                main = ready.main if ready is not None else self.make(optimizer, parameter)
-                low, shard = is_low(parameter), self.shard(parameter)
-                pair = None if main is None else Pair(parameter, main, local, low, shard)
-                self._known[id(parameter)] = parameter, local, pair
-            found.append(pair)
+            own = self.known.get(id(parameter)) or self.of(parameter)
+            # The last look holds as long as the parameter has the same local tensor (initialising and loading may
+            # replace it), and its state the same main weight (so may loading). Rows of a parameter itself are looked at
+            # anew in each step: maybe a copy. With an averaged gradient a main parameter stays.
+            averaged = own.source is not None
+            kept = state.get(MAIN) is own.main if state and own.low else averaged
+            if own.local is not local or not (own.main is None or kept):
+                main = own.main if averaged else self.make(optimizer, parameter)
+                own.local, own.low, own.main = local, is_low(parameter), main
+            found.append(None if own.main is None else own)
         return found
 
     def swap_out(self, optimizer: Optimizer) -> None:
@@ -251,20 +249,20 @@ class MainParameters:
         """As :meth:`swap_out`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
-        for parameter, main, _, low, _ in self.pairs:
-            state = optimizer.state.pop(main, {})
-            if low:
-                state = {**state, MAIN: main}
+        for pair in self.pairs:
+            state = optimizer.state.pop(pair.main, {})
+            if pair.low:
+                state = {**state, MAIN: pair.main}
             if state:
-                optimizer.state[parameter] = state
+                optimizer.state[pair.parameter] = state
             if hasattr(optimizer, "_scales"):
-                _move_scales(optimizer, main, parameter)
+                _move_scales(optimizer, pair.main, pair.parameter)
         self.pairs, self._groups = [], []
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
 
-    def shards(self) -> list[OptimizerShard]:
-        """This rank's rows of the trained parameters whose state is cut, in the optimizer's order.
+    def trained(self) -> list[tuple[MainParameter, OptimizerShard]]:
+        """The trained parameters whose state is cut, each with this rank's rows, in the optimizer's order.
 
         The same parameters on all replicas. Local operation.
         """
@@ -273,18 +271,18 @@ class MainParameters:
         held = [p for group in groups for p in group["params"] if p.requires_grad]
         found = []
         for parameter in held:
-            shard = self._shards.get(id(parameter))
-            if shard is None or shard.parameter is not parameter:
-                shard = self.shard(parameter)
-            if shard is not None:
-                found.append(shard)
+            own = self.known.get(id(parameter))
+            if own is None or own.shard is None:
+                own = self.of(parameter)
+            if own.shard is not None:
+                found.append((own, own.shard))
         return found
 
-    def of(self, shards: Sequence[OptimizerShard]) -> list[torch.Tensor]:
-        """The main parameters of parameters whose state is cut. Local operation."""
+    def look(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let trained parameters have the main parameters that a step now would use. Local operation."""
         optimizer = self._optimizer()
-        pairs = [] if optimizer is None else self._look(optimizer, [shard.parameter for shard in shards])
-        return [pair.main for pair in pairs if pair is not None]
+        assert optimizer is not None
+        self._look(optimizer, parameters)
 
     # --- hooks of the optimizer
 
@@ -325,7 +323,7 @@ class MainParameters:
                 continue
             if pair.shard is not None:
                 cut.append((pair.shard, main))
-            else:
+            elif pair.local is not None:
                 whole.append((pair.local, main))
         write_all(whole)
         if self.overlaps:
@@ -333,13 +331,6 @@ class MainParameters:
         elif cut:
             start_install(cut).wait()
         self.swap_out(optimizer)
-
-
-def _wait_for_weights(parameter: torch.Tensor) -> None:
-    """Wait for a parameter's new weights, of which a main parameter is about to be made. Local operation."""
-    state = state_of(parameter)
-    if state is not None:
-        state.pending_gathers.wait()
 
 
 def _put_hook(hook: RemovableHandle, *, first: bool) -> None:

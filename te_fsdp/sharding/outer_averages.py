@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -47,20 +47,8 @@ from te_fsdp.step_hooks import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from te_fsdp.sharding.main_parameters import MainParameters
+    from te_fsdp.sharding.main_parameters import MainParameter, MainParameters
     from te_fsdp.sharding.state import ShardingState
-
-
-class Ready(NamedTuple):
-    """An average that is there.
-
-    Attributes:
-        main: The main parameter that has it.
-        source: The gradient that it was made of.
-    """
-
-    main: torch.Tensor
-    source: Seen
 
 
 class OuterAverages:
@@ -70,17 +58,22 @@ class OuterAverages:
         main_parameters: The optimizer's.
 
     Attributes:
-        ready: Averages that are there, by their parameters' ids.
         early: Those that begin during backward.
     """
 
     def __init__(self, main_parameters: MainParameters) -> None:
         self._main_parameters = main_parameters
-        self.ready: dict[int, Ready] = {}
-        self.early = EarlyAverages(lambda: [c for c in main_parameters.shards() if not c.reduced])
+        self.early = EarlyAverages(
+            lambda: [shard for _, shard in main_parameters.trained() if not shard.reduced]
+        )
         self._averaging = Averaging(())  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
+
+    @property
+    def ready(self) -> dict[int, MainParameter]:
+        """The main parameters whose gradients are averages that are there, by their parameters' ids."""
+        return {key: own for key, own in self._main_parameters.known.items() if own.source is not None}
 
     def make(self) -> None:
         """Average the gradients of cut parameters over their replicas, unless that is done.
@@ -92,29 +85,30 @@ class OuterAverages:
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
-        cut = self._main_parameters.shards()
-        gradients = gradients_of([shard.parameter for shard in cut])
+        cut = self._main_parameters.trained()
+        parameters = [own.parameter for own, _ in cut]
+        gradients = gradients_of(parameters)
         if not cut or self._is_done(cut, gradients):
             return
-        mains = self._main_parameters.of(cut)
-        given: list[tuple[OptimizerShard, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        averages = self._averages(cut, gradients)
-        for shard, main, source, average in zip(cut, mains, gradients, averages, strict=True):
+        self._main_parameters.look(parameters)
+        given: list[tuple[MainParameter, OptimizerShard]] = []
+        rows, sources = [], []
+        for (own, shard), source, average in zip(cut, gradients, self._averages(cut, gradients), strict=True):
             if average is None or (average.replicas is not None and not bool(average.replicas > 0)):
                 continue  # no replica has a gradient
             if source is None:  # others have one: from now on this rank takes part as they do
-                source = zero_gradient(shard.parameter)
+                source = zero_gradient(own.parameter)
                 if not shard.reduced:
                     guard(source)
-            given.append((shard, main, average.rows, source))
-        rows = [one for _, _, one, _ in given]
-        specs = [shard.spec(one) for shard, _, one, _ in given]
-        give_gradients([main for _, main, _, _ in given], _torch.dtensors(rows, specs))
-        for (shard, main, _, _), seen in zip(given, Seen.now([source for *_, source in given]), strict=True):
-            assert seen is not None
-            self.ready[id(shard.parameter)] = Ready(main, seen)
-        holders = {key: ready.main for key, ready in self.ready.items()}
-        take_over_gradients([shard.parameter for shard, _, _, _ in given], holders)
+            given.append((own, shard))
+            rows.append(average.rows)
+            sources.append(source)
+        specs = [shard.spec(average) for (_, shard), average in zip(given, rows, strict=True)]
+        give_gradients([own.main for own, _ in given], _torch.dtensors(rows, specs))
+        for (own, _), seen in zip(given, Seen.now(sources), strict=True):
+            own.source = seen
+        mains = {id(own.parameter): own.main for own, _ in given}
+        take_over_gradients([own.parameter for own, _ in given], mains)
 
     def finish(self) -> None:
         """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
@@ -127,18 +121,19 @@ class OuterAverages:
 
     def clear(self) -> None:
         """Forget all averages. Local operation."""
-        give_gradients([ready.main for ready in self.ready.values()], [None] * len(self.ready))
-        self.ready = {}
+        for own in self.ready.values():
+            own.source = own.main.grad = own.main.decoupled_grad = None
 
-    def _is_done(self, cut: list[OptimizerShard], gradients: list[torch.Tensor | None]) -> bool:
+    def _is_done(
+        self, cut: list[tuple[MainParameter, OptimizerShard]], gradients: list[torch.Tensor | None]
+    ) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
         kept, fresh, changed = 0, 0, 0
-        found = [self.ready.get(id(shard.parameter)) for shard in cut]
-        same = Seen.are_same([None if ready is None else ready.source for ready in found], gradients)
-        for shard, gradient, ready, is_same in zip(cut, gradients, found, same, strict=True):
+        same = Seen.are_same([own.source for own, _ in cut], gradients)
+        for (own, _), gradient, is_same in zip(cut, gradients, same, strict=True):
             if gradient is None:
-                self.ready.pop(id(shard.parameter), None)
-            elif ready is None or ready.source.gradient() is not gradient:
+                own.source = None
+            elif own.source is None or own.source.gradient() is not gradient:
                 fresh += 1
             elif is_same:
                 kept += 1
@@ -152,14 +147,15 @@ class OuterAverages:
                 why="The step would miss it",
                 fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
-        if not kept:
-            self.ready = {}
+        for own in self.ready.values() if not kept else ():
+            own.source = None
         return bool(kept)
 
     def _averages(
-        self, cut: list[OptimizerShard], gradients: list[torch.Tensor | None]
+        self, trained: list[tuple[MainParameter, OptimizerShard]], gradients: list[torch.Tensor | None]
     ) -> list[Average | None]:
         """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective."""
+        cut = [shard for _, shard in trained]
         found: dict[int, Average | None] = {}
         local = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
         apart = [shard for shard in cut if not shard.reduced]
@@ -189,12 +185,11 @@ class OuterAverages:
         """
         self.make()
         parts, gradients = [], []
-        for shard in self._main_parameters.shards():
-            gradient, ready = gradient_of(shard.parameter), self.ready.get(id(shard.parameter))
-            if gradient is not None and ready is not None:  # the same ones on all replicas
-                whole, rows = _torch.local_of(gradient), ready.main.grad
-                assert rows is not None
-                parts.append(Part(shard, _torch.local_of(rows).to(whole.dtype), whole))
+        for own, shard in self._main_parameters.trained():
+            gradient = gradient_of(own.parameter)
+            if gradient is not None and own.source is not None:  # the same ones on all replicas
+                whole, rows = _torch.local_of(gradient), _torch.local_of(own.main.grad)
+                parts.append(Part(shard, rows.to(whole.dtype), whole))
                 if not shard.reduced:
                     gradients.append(gradient)
         start_gather(parts).wait()
@@ -241,7 +236,8 @@ def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
             changed since they were averaged.
     """
-    given, ready = list(parameters), dict[int, Ready]()
+    given = list(parameters)
+    ready: dict[int, MainParameter] = {}
     for averages in averages_of(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
         averages.make()
         ready |= averages.ready
@@ -257,7 +253,8 @@ def current(parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for parameter, own in zip(parameters, gradients_of(parameters), strict=True):
         one = ready.get(id(parameter))
-        found.append(own if one is None or own is None or one.source.gradient() is not own else one.main.grad)
+        is_averaged = one is not None and one.source is not None and one.source.gradient() is own
+        found.append(one.main.grad if one is not None and is_averaged else own)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -265,8 +262,10 @@ def forget_averages(parameters: Collection[torch.Tensor]) -> None:
     """Forget what was averaged of gradients that are about to be cleared. Local operation."""
     for averages in averages_of(parameters):
         averages.early.forget()
+        ready = averages.ready
         for parameter in parameters:
-            averages.ready.pop(id(parameter), None)
+            if id(parameter) in ready:
+                ready[id(parameter)].source = None
 
 
 def check_step(optimizer: Optimizer) -> None:

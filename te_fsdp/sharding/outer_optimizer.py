@@ -58,7 +58,7 @@ def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
 def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
     """The rows of a parameter that this rank keeps state for; ``None`` if the optimizer does not cut it."""
     main_parameters = main_parameters_of(optimizer)
-    return main_parameters.shard(parameter) if main_parameters is not None else None
+    return main_parameters.of(parameter).shard if main_parameters is not None else None
 
 
 def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) -> AnyOptimizer:
@@ -128,7 +128,7 @@ def _shard(
         optimizer
     )
     main_parameters.cut()
-    shards = [shard for p in held if (shard := main_parameters.shard(p)) is not None]
+    shards = [shard for p in held if (shard := main_parameters.of(p).shard) is not None]
     _check_same(shards, overlap_gather)
     _keep_main_weights(optimizer, shards)
     setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
@@ -349,7 +349,7 @@ class _StateDicts:
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for key, parameter in zip(keys, held, strict=False):  # torch compares the groups, with a message
-            shard = self.main_parameters.shard(parameter)
+            shard = self.main_parameters.of(parameter).shard
             if shard is not None:
                 yield key, shard
 
