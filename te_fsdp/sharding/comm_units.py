@@ -293,7 +293,7 @@ class Transport(NamedTuple):
     """How a unit is gathered.
 
     Attributes:
-        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` where one rank holds whole shards.
+        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` where nothing is gathered.
         why: Why it is not ``copy_engine``; empty where it is.
         gathers: What gathers it by copies.
     """
@@ -319,7 +319,9 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
     for name, unit in state.modules.items():
         ranks = _fsdp2_copies.ranks_of_gathers(unit)
         if ranks is None:
-            state.transports[name] = Transport("none", "one rank holds whole shards")
+            held = _torch.fsdp_parameter_groups(unit)
+            why = "one rank holds whole shards" if held else "it has no sharded weights"
+            state.transports[name] = Transport("none", why)
             continue
         why = _why_not_asked(wanted, device, state.units[name])
         if not why:
