@@ -9,7 +9,7 @@ Every row of `tests/mutants/<room>.toml` is a fault of one place that a careless
     new = '''the broken text'''
     tests = ["tests/....py::test_name[parameters]"]     # fail with the fault; few and quick
     survives = "why no test can see it"                 # only where that is so
-    needs = "package"                                   # only where its tests are skipped without it: then the row is
+    needs = "package"                                   # or "package>=version": only where its tests need it to fail
 
 The rows' tests run once on the tree as it is, then each row's on a copy with its fault. A row whose tests pass all the
 same is a survivor; one whose text or tests no longer exist is stale. Both make the exit status 1, explained survivors
@@ -32,6 +32,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any
@@ -42,6 +43,7 @@ else:  # pytest brings it
     import tomli as tomllib
 
 import tyro
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -68,7 +70,8 @@ class Mutant:
         new: What stands there instead.
         tests: pytest's node ids; at least one of them fails.
         survives: Why no test can see it; empty: one must.
-        needs: A package without which its tests are skipped, and the row with them; empty: none.
+        needs: A requirement ("torch>=2.13") without which its tests are skipped or see nothing, and the row with
+            them; empty: none.
     """
 
     room: str
@@ -148,9 +151,18 @@ def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
 
 
 def without_absent(mutants: Sequence[Mutant]) -> tuple[list[Mutant], list[str]]:
-    """The rows whose tests can run here, and the packages that the others need."""
-    absent = {m.needs for m in mutants if m.needs and importlib.util.find_spec(m.needs) is None}
+    """The rows whose tests can run here, and what the others need."""
+    absent = {m.needs for m in mutants if m.needs and not _is_here(Requirement(m.needs))}
     return [m for m in mutants if m.needs not in absent], sorted(absent)
+
+
+def _is_here(needed: Requirement) -> bool:
+    try:
+        return needed.specifier.contains(version(needed.name), prereleases=True)
+    except PackageNotFoundError:
+        return (
+            importlib.util.find_spec(needed.name) is not None
+        )  # imported under another name than it is installed
 
 
 def _rooms(folder: Path) -> list[str]:
