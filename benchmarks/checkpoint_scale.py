@@ -6,6 +6,8 @@
 The parameters are those of Llama 3.1 405B, or of DeepSeek-V3 (671B, 256 experts over 64 ranks), with AdamW's state, cut
 over all ranks along dim 0, experts over the ranks that share them. What a rank plans, and what rank 0 makes of the
 plans of all, is run for some of the ranks and counted per stored piece; bytes and seconds of all are in proportion.
+The index, which every rank of a load reads, is made of all pieces of all ranks, and read by a process of its own, as
+one of as many ranks, and as one of 3/4 of them.
 """
 
 from __future__ import annotations
@@ -13,23 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
-from te_fsdp import _torch
-from te_fsdp.checkpoint import save_plan, writing
+from te_fsdp.checkpoint import compare, index, save_plan, writing
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA
-from te_fsdp.checkpoint.portable.dcp import unpickle_metadata
-from te_fsdp.checkpoint.sums import SummingWriter, without_collector
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
+from te_fsdp.checkpoint.portable.contents import empty_manifest
+from te_fsdp.checkpoint.sums import without_collector
 
 #: Experts' weights have a leading dim, over which ranks of expert parallelism share them.
 EXPERTS, EXPERT_RANKS = 256, 64
@@ -131,6 +132,10 @@ def pieces_of(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // -(-shape[0] // ranks))
 
 
+#: Of the shapes, by name; the mark of a save; and bytes that stand around the elements of a piece.
+MODELS, MARK, FRAME = {"dense": dense, "moe": moe}, f"te_fsdp-{'0' * 32}-{'0' * 32}", 1100
+
+
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     """CPU seconds, and the result."""
     began = time.process_time()
@@ -149,29 +154,26 @@ def manifest_bytes(shapes: Shapes) -> int:
     return len(json.dumps([weights, state, list(tensor)]))
 
 
-def measure(shapes: Shapes, measured: int, all_ranks: list[int]) -> dict[str, Any]:
+def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
     """Numbers of all ranks, from some."""
-    messages, seconds, items = [], 0.0, []
+    shapes = MODELS[model]()
+    messages, seconds, places = [], 0.0, []
     for rank in range(measured):
         own = entries(shapes, rank, measured)
         spent, message = timed(lambda own=own: pickle.dumps(save_plan.held(own)))
         messages.append(message)
         seconds += spent
-        spent, made = timed(lambda own=own: writing.plan_items(own))
-        items.append(made)
-        seconds += spent
-    with tempfile.TemporaryDirectory() as directory, without_collector():
+        count = sum(len(entry.pieces) for entry in own.values())
+        places.append(np.stack([np.arange(count), np.arange(count) << 20, np.full(count, 1 << 20)], axis=1))
+    with without_collector():
         unpickled, seen = timed(lambda: [pickle.loads(message) for message in messages])
-        together, (parts, _, metadata) = timed(lambda: save_plan.divide(seen))
+        together, (parts, _, tensors) = timed(lambda: save_plan.divide(seen))
         replies, answers = timed(lambda: [pickle.dumps(part) for part in parts])
-        writer = SummingWriter(Path(directory), "0" * 32)
-        writer.mark = "0" * 73
-        written = [[own[at] for at in part.writes] for own, part in zip(items, parts, strict=True)]
-        told, results = timed(partial(_sent, _results(written)))
-        dumped, _ = timed(lambda: writer.finish(metadata, results))
-        data = Path(directory, DCP_METADATA).read_bytes()
-        loaded, _ = timed(lambda: unpickle_metadata(data))
-    stored = len(metadata.storage_data)
+    files = [writing.file_of(rank) for rank in range(measured)]
+    told, places = timed(lambda: pickle.loads(pickle.dumps(places)))
+    encoded, found_bytes = timed(lambda: index.encode(tensors, files, places, MARK))
+    loaded, _ = timed(lambda: index.unpickle_metadata(found_bytes.metadata))
+    stored = sum(len(tensor.boxes) for tensor in tensors.values())
     own = entries(shapes, 0, measured)
     signature = writing.signature_of(own)
     again = min(timed(lambda: writing.signature_of(own) == signature)[0] for _ in range(3))
@@ -182,43 +184,112 @@ def measure(shapes: Shapes, measured: int, all_ranks: list[int]) -> dict[str, An
         scale = all_stored / stored
         found[f"{ranks} ranks"] = {
             "stored pieces": all_stored,
-            "files": ranks + 2,
-            f"{DCP_METADATA} bytes": round(len(data) * scale),
+            "files": ranks + 3,
+            f"{DCP_METADATA} bytes": round(len(found_bytes.metadata) * scale),
             "bytes of checksums": 12 * all_stored,
             "first save, seconds on a rank": seconds / measured,
             "first save, bytes of a rank's message, and of the answer": (len(messages[0]), len(answers[0])),
             "first save, seconds of planning on rank 0": (unpickled + together + replies) * scale,
-            "first save, seconds of metadata on rank 0": (told + dumped) * scale,
+            "first save, seconds of index and metadata on rank 0": (told + encoded) * scale,
             "later saves, seconds on a rank": again,
             "later saves, bytes of a rank's messages": 40 + 20 * len(parts[0].groups),
-            "seconds of reading the metadata, on every rank of a load": loaded * scale,
+            f"seconds of reading {DCP_METADATA} as a whole": loaded * scale,
+            **measure_index(model, ranks),
         }
     return found
 
 
-def _sent(value: Any) -> Any:
-    """As it comes to another rank."""
-    return pickle.loads(pickle.dumps(value))
+def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...], index.Rows]]:
+    """Rows of the index of each tensor, as a save of so many ranks has them."""
+    ends, everyone = np.zeros(ranks, dtype=np.int64), np.arange(ranks)
+    for name, shape in shapes.items():
+        last = shape[1:] if len(shape) == 3 else shape
+        own = shape[0] // EXPERT_RANKS if len(shape) == 3 else 1
+        group, each = (
+            (everyone // EXPERT_RANKS, ranks // EXPERT_RANKS) if len(shape) == 3 else (everyone, ranks)
+        )
+        height = -(-last[0] // each)
+        first = np.minimum(group * height, last[0])
+        rows = np.minimum(first + height, last[0]) - first
+        for key in (f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
+            found = []
+            for expert in range(own):
+                length = rows * int(np.prod(last[1:])) * 4 + FRAME
+                lead = [(everyone % EXPERT_RANKS) * own + expert] if len(shape) == 3 else []
+                zeros, ones = [0 * everyone for _ in last[1:]], [0 * everyone + 1 for _ in lead]
+                sizes = [0 * everyone + n for n in last[1:]]
+                found.append(
+                    np.stack([everyone, ends, length, *lead, first, *zeros, *ones, rows, *sizes], axis=1)
+                )
+                ends = ends + np.where(rows > 0, length, 0)
+            # As ranks hold them: rank by rank, expert by expert.
+            together = np.stack(found, axis=1).reshape(ranks * own, -1)
+            yield key, shape, together[np.repeat(rows > 0, own)]
+        step = f"optimizer.state.{name}.step"
+        yield step, (), np.array([[0, ends[0], FRAME + 4]])
+        ends[0] += FRAME + 4
 
 
-def _results(written: list[list[WriteItem]]) -> list[list[WriteResult]]:
-    """What the ranks tell of what they have written."""
-    place = _torch.place_class()
-    return [
-        [WriteResult(i.index, 1 << 20, place(f"__{r}_0.distcp", n << 20, 1 << 20)) for n, i in enumerate(own)]
-        for r, own in enumerate(written)
-    ]
+def measure_index(model: str, ranks: int) -> dict[str, Any]:
+    """Bytes of the index of all ranks, and what it takes to read it."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        packer = index.Packer([writing.file_of(rank) for rank in range(ranks)])
+        for key, shape, rows in all_pieces(MODELS[model](), ranks):
+            packer.add(key, shape, torch.float32, rows)
+        manifest = empty_manifest()
+        manifest.save_id = "0" * 32
+        mark = manifest.identity
+        index.Encoded(mark.encode(), packer.pieces(mark), mark).write(Path(directory), manifest)
+        Path(directory, "manifest").write_bytes(pickle.dumps(manifest))
+        found[f"{INDEX} bytes"] = Path(directory, INDEX).stat().st_size
+        for name, readers in (("as many ranks", ranks), ("3/4 as many", ranks * 3 // 4)):
+            command = [
+                sys.executable,
+                __file__,
+                "--model",
+                model,
+                "--read",
+                directory,
+                "--ranks",
+                str(readers),
+            ]
+            ran = subprocess.run(command, check=True, capture_output=True, text=True)
+            found[f"load on {name}, seconds, MiB more, pieces of a rank"] = json.loads(ran.stdout)
+    return found
+
+
+def read(model: str, directory: Path, ranks: int) -> list[float]:
+    """Find what a rank in the middle of so many loads; CPU seconds, MiB more at the peak, pieces."""
+    manifest, rank = pickle.loads((directory / "manifest").read_bytes()), ranks // 2 + 1
+    own = entries(MODELS[model](), rank, ranks)
+    wanted = [compare.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
+    before = memory()
+    spent, found = timed(
+        lambda: compare.pieces_to_read(directory, manifest, index.read_index(directory, manifest), wanted)
+    )
+    return [round(spent, 2), round((memory() - before) / 1024), sum(map(len, found.values()))]
+
+
+def memory() -> int:
+    """KiB that this process has had at most since this was last asked for; Linux counts anew."""
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(peak.split()[1])
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
+    parser.add_argument("--model", choices=(*MODELS,), default="dense")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384])
     parser.add_argument("--measured", type=int, default=64, help="ranks that are really planned (3 MiB each)")
+    parser.add_argument("--read", type=Path, help="read the index in this directory, as one of so many ranks")
     options = parser.parse_args()
-    shapes = dense() if options.model == "dense" else moe()
-    print(json.dumps(measure(shapes, options.measured, options.ranks), indent=1))
+    if options.read is not None:
+        print(json.dumps(read(options.model, options.read, *options.ranks)))
+    else:
+        print(json.dumps(measure(options.model, options.measured, options.ranks), indent=1))
 
 
 if __name__ == "__main__":

@@ -439,6 +439,15 @@ def place_class() -> Any:
     return _StorageInfo
 
 
+def set_dcp_version(metadata: Any) -> None:
+    """Mark DCP's metadata with the version that DCP's writer gives it, where it has them."""
+    from torch.distributed.checkpoint import filesystem
+
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    if version is not None:
+        metadata.version = version
+
+
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors
 #: (``torch._C._disabled_torch_function_impl``).
 plain_results = torch._C._disabled_torch_function_impl

@@ -1,7 +1,7 @@
 """A checkpoint and a model with its optimizer: all differences before anything is read; then what is read, checked.
 
-DCP says what lies where (``.metadata``) and which stored pieces overlap which rectangles. Reading is ours: DCP's reader
-takes a piece from its file once for each rectangle, checks nothing, and writes into the model as it goes.
+The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is ours: DCP's reader takes a piece from its
+file once for each rectangle, checks nothing, and writes into the model as it goes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from te_fsdp import _te
 from te_fsdp.agree import gather_if_any
 from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest
+from te_fsdp.checkpoint.index import FIXED, Index, Rows
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import ModelState
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.lazy import slices
@@ -242,6 +241,8 @@ def _text(value: Any) -> str:
 #: A part of a tensor of the files: its key, where it begins, its shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
 
+#: Stored pieces up to which a loop is faster than arrays.
+_FEW = 8
 #: Bytes of neighbouring pieces that are read together.
 _RUN = 1 << 20
 #: Reading and summing up release the interpreter, so that threads help where there are cores for them.
@@ -295,14 +296,24 @@ class Staged:
                 self.copy(rectangle(key, piece), piece.tensor)
 
 
-#: A stored piece, and what is wanted of it, each with the rectangle that it is for.
-_Wanted = tuple[dcp.Piece, list[tuple[ReadItem, Rectangle]]]
+@dataclass(frozen=True)
+class _Part:
+    """What of a stored piece a rectangle takes: its shape, and where it begins in either."""
+
+    place: Rectangle
+    shape: tuple[int, ...]
+    in_piece: tuple[int, ...]
+    in_place: tuple[int, ...]
+
+
+#: A stored piece, and what is wanted of it.
+_Wanted = tuple[dcp.Piece, list[_Part]]
 
 
 def read_stored(
     path: Path,
     manifest: Manifest,
-    metadata: Metadata,
+    index: Index,
     wanted: list[Rectangle],
     into: Staged,
     names: Mapping[str, str] | None = None,
@@ -312,7 +323,7 @@ def read_stored(
     Args:
         path: The directory.
         manifest: Says what the files must be.
-        metadata: Says what lies where.
+        index: Says what lies where.
         wanted: What is read.
         into: Takes it.
         names: Of a plain directory, whose files the manifest does not list: their keys by ours.
@@ -320,8 +331,8 @@ def read_stored(
     Raises:
         CheckpointError: Files that are not as they were saved, or that lack something.
     """
+    by_file = pieces_to_read(path, manifest, index, wanted, names)
     path = manifest.at(path)
-    by_file = _pieces(path, metadata, wanted, names or {})
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             taken: list[_Wanted] = []
@@ -337,34 +348,58 @@ def read_stored(
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
 
 
-def _pieces(
-    path: Path, metadata: Metadata, wanted: list[Rectangle], names: Mapping[str, str]
+def pieces_to_read(
+    path: Path,
+    manifest: Manifest,
+    index: Index,
+    wanted: list[Rectangle],
+    names: Mapping[str, str] | None = None,
 ) -> dict[str, list[_Wanted]]:
-    """What is read, by file, in its order there."""
-    by_key: dict[str, list[Rectangle]] = {}
+    """What is read by :func:`read_stored`, by file, in its order there. Takes and raises the same. Local operation."""
+    path, names = manifest.at(path), names or {}
+    missing: dict[str, list[Rectangle]] = {}
     for place in wanted:
-        by_key.setdefault(names.get(place[0], place[0]), []).append(place)
+        missing.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
     file_of = functools.cache(lambda name: dcp.file_in(path, name))
     heads: dcp.Heads = {}
-    for key, places in by_key.items():
-        saved, covered = metadata.state_dict_metadata.get(key), 0
-        if isinstance(saved, TensorStorageMetadata) and len(saved.size) == len(places[0][1]):
-            chunks = [
-                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in places
-            ]
-            for item in create_read_items_for_chunk_list(key, saved, chunks):
-                where = metadata.storage_data[item.storage_index]
-                in_file = found.setdefault(where.relative_path, {})
-                if where.offset not in in_file:
-                    window = Window(file_of(where.relative_path), key, where.offset, where.length)
-                    shape = tuple(saved.chunks[item.storage_index.index or 0].sizes)
-                    in_file[where.offset] = dcp.Piece(window, shape, saved.properties.dtype, heads), []
-                in_file[where.offset][1].append((item, places[item.dest_index.index or 0]))
-                covered += math.prod(item.lengths)
-        if covered != sum(math.prod(sizes) for _, _, sizes in places):
-            damaged(path, [f"{DCP_METADATA}: {key} is not there, or not all of it"])
+    for key, rows in index.rows([*missing]):
+        covered, (shape, dtype) = 0, index.tensors[key]
+        places = [place for place in missing[key] if len(place[1]) == len(shape)]
+        for place in places:
+            for (number, begin, length), sizes, part in _overlapping(rows, place):
+                in_file = found.setdefault(index.files[number], {})
+                if begin not in in_file:
+                    window = Window(file_of(index.files[number]), key, begin, length)
+                    in_file[begin] = dcp.Piece(window, sizes, dtype, heads), []
+                in_file[begin][1].append(part)
+                covered += math.prod(part.shape)
+        if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
+            del missing[key]
+    if missing:
+        said_by = INDEX if INDEX in manifest.files else DCP_METADATA
+        damaged(path, [f"{said_by}: {next(iter(missing))} is not there, or not all of it"])
     return {name: [at[offset] for offset in sorted(at)] for name, at in found.items()}
+
+
+def _overlapping(
+    rows: Rows, place: Rectangle
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _Part]]:
+    """The stored pieces that a rectangle takes something of: where each lies, its shape, and what of it."""
+    _, offsets, sizes = place
+    dims = len(offsets)
+    if len(rows) > _FEW:
+        begins, ends = rows[:, FIXED : FIXED + dims], rows[:, FIXED : FIXED + dims] + rows[:, FIXED + dims :]
+        rows = rows[((begins < np.add(offsets, sizes)) & (ends > offsets)).all(axis=1)]
+    for number, first, length, *box in rows.tolist():
+        begins, shape = box[:dims], tuple(box[dims:])
+        low = tuple(map(max, begins, offsets))
+        high = (min(a + n, b + m) for a, n, b, m in zip(begins, shape, offsets, sizes, strict=True))
+        own = tuple(b - a for a, b in zip(low, high, strict=True))
+        if all(count > 0 for count in own):
+            in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
+            in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
+            yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
 
 
 def _runs(pieces: list[_Wanted]) -> Iterator[list[_Wanted]]:
@@ -413,17 +448,17 @@ def _read_ahead(
         wait(tensors for _, tensors in pending if not tensors.cancel())
 
 
-def _mostly(piece: dcp.Piece, items: list[tuple[ReadItem, Rectangle]]) -> bool:
+def _mostly(piece: dcp.Piece, parts: list[_Part]) -> bool:
     """Whether at least half of a piece is wanted."""
-    return 2 * sum(math.prod(item.lengths) for item, _ in items) >= math.prod(piece.shape)
+    return 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
 
 
 def _take(tensors: list[torch.Tensor], run: list[_Wanted], into: Staged) -> None:
     """Keep what is wanted of some pieces."""
-    for tensor, (piece, items) in zip(tensors, run, strict=True):
-        is_kept = _mostly(piece, items)
-        for item, place in items:
-            values = tensor[slices(item.storage_offsets, item.lengths)]
+    for tensor, (piece, parts) in zip(tensors, run, strict=True):
+        is_kept = _mostly(piece, parts)
+        for part in parts:
+            values = tensor[slices(part.in_piece, part.shape)]
             # A view keeps all of the piece in memory.
             values = values if is_kept else values.clone()
-            into.parts[place].append((tuple(item.dest_offsets), values))
+            into.parts[part.place].append((part.in_place, values))

@@ -30,13 +30,15 @@ from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, 
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
+    INDEX,
+    MARK,
     Manifest,
     check_files,
     read_manifest,
     save_number,
 )
 from te_fsdp.checkpoint.remote import is_remote, place_of
-from te_fsdp.checkpoint.sums import checksum
+from te_fsdp.checkpoint.sums import DamagedFileError, checksum
 from te_fsdp.errors import CheckpointError, message
 
 _log = logging.getLogger("te_fsdp")
@@ -44,6 +46,8 @@ _SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsd
 _HIDDEN = re.compile(rf"\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
 #: After so many seconds a temporary directory of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
+#: Last bytes of DCP's metadata, among which is the mark of the save.
+_END = 4096
 _FULL = {
     errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
     errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
@@ -405,11 +409,24 @@ def in_use(path: Path) -> Iterator[None]:
 
 def _problems(path: Path, manifest: Manifest) -> list[str]:
     """What is wrong with a checkpoint, as far as that shows without reading its tensors."""
-    problems = check_files(path, manifest)
-    listed = manifest.files.get(DCP_METADATA)
-    if not problems and (listed is None or checksum(manifest.at(path) / DCP_METADATA) != listed[1]):
-        problems.append(f"{DCP_METADATA}: its contents have changed (CRC-32)")
-    return problems
+    problems, folder = check_files(path, manifest), manifest.at(path)
+    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
+    if problems:
+        return problems
+    if listed is None or checksum(metadata) != listed[1]:
+        return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
+    if INDEX in manifest.files:
+        # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
+        with metadata.open("rb") as file:
+            file.seek(max(0, listed[0] - _END))
+            mark = MARK.search(file.read())
+        try:
+            manifest.check_identity(mark and mark[0].decode())
+        except DamagedFileError as error:
+            return [f"{DCP_METADATA}: {error}"]
+    elif (folder / INDEX).is_file():
+        return [f"{INDEX}: not listed in the manifest"]
+    return []
 
 
 def visible(directory: Path) -> list[Path]:

@@ -38,6 +38,7 @@ from te_fsdp.checkpoint.conversion import (
 )
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
+from te_fsdp.checkpoint.index import check_index
 from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state, names_of
 from te_fsdp.checkpoint.optimizer_state import (
     check_scaled_state,
@@ -45,7 +46,6 @@ from te_fsdp.checkpoint.optimizer_state import (
     prepare_loading,
     restore_groups,
 )
-from te_fsdp.checkpoint.portable.dcp import check_metadata
 from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
@@ -159,13 +159,14 @@ def _own_part(source: Source, model: nn.Module) -> Source:
         return source
 
     def held() -> set[str]:
-        if source.tensors is None:  # by the whole manifest, which the mark in the metadata is of
-            source.metadata = check_metadata(source.path, source.manifest)
+        if source.tensors is None:
+            # By the whole manifest, which the mark in the index is of.
+            source.index = check_index(source.path, source.manifest)
         return names_of(model)
 
     away = elsewhere(stage, all_agree(held), model)
     own = replace(source, manifest=without(source.manifest, away))
-    own.__dict__ |= {"metadata": source.metadata} if "metadata" in source.__dict__ else {}
+    own.__dict__ |= {"index": source.index} if "index" in source.__dict__ else {}
     return own
 
 
@@ -174,7 +175,7 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
     if source.tensors is None and stage is None:
-        source.metadata = check_metadata(source.path, manifest)
+        source.index = check_index(source.path, manifest)
     state = model_state(model, may_cut_blocks=True)
     settle_scaling(source, state.described)
     found = compare_model(manifest, state)

@@ -34,9 +34,12 @@ SUMS_PIECES = 3
 HAS_FOLDER = 4
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
+#: Our own, which says the same in less (:mod:`te_fsdp.checkpoint.index`); earlier checkpoints have none.
+INDEX = "te_fsdp.index"
 _NO_DIGEST = "0" * 32
-#: Begins the marks in DCP's metadata that are ours.
+#: Begins the marks in DCP's metadata that are ours; and all of one, see :attr:`Manifest.identity`.
 _OURS = "te_fsdp-"
+MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
 #: Nested levels. Python's own limit on recursion is not far above.
 _DEEPEST = 200
 

@@ -1,7 +1,7 @@
 """Who writes which pieces of a save, decided by rank 0 from what all ranks hold.
 
 DCP's planner does the same with several objects for each piece, of which a large job has millions: here a piece is two
-tuples, and a rank hears only the numbers of those that it writes. What DCP's metadata needs is made last.
+tuples, and a rank hears only the numbers of those that it writes.
 """
 
 from __future__ import annotations
@@ -9,15 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.errors import CheckpointError, shorten
@@ -43,6 +38,23 @@ class Part:
     groups: dict[int, list[int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor and its pieces.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Element type.
+        boxes: int64, (pieces, 2, dims): where each begins, and its shape.
+        writers: int64, (pieces, 2): the rank that writes it, and the number that it has there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: np.ndarray[Any, np.dtype[np.int64]]
+    writers: np.ndarray[Any, np.dtype[np.int64]]
+
+
 def held(entries: Mapping[str, Entry]) -> Held:
     """What rank 0 needs to know of a rank's entries. Local operation."""
     return [
@@ -51,7 +63,7 @@ def held(entries: Mapping[str, Entry]) -> Held:
     ]
 
 
-def divide(all_held: list[Held]) -> tuple[list[Part], list[str], Metadata]:
+def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Stored]]:
     """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write.
 
     Local operation.
@@ -60,7 +72,7 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], Metadata]:
         all_held: By rank.
 
     Returns:
-        What each rank hears; names of what several ranks hold, by number; and DCP's description of the tensors.
+        What each rank hears; names of what several ranks hold, by number; and the tensors.
 
     Raises:
         CheckpointError: The pieces do not make up the tensors.
@@ -77,7 +89,9 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], Metadata]:
                 number += 1
     parts, names = [Part() for _ in all_held], list[str]()
     load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
+    tensors: dict[str, Stored] = {}
     for key, have in pieces.items():
+        (shape, dtype), writers = described[key], list[tuple[int, int]]()
         for (_, sizes), holders in have.items():
             writer, number = holders[0]
             if len(holders) > 1:
@@ -87,11 +101,14 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], Metadata]:
                     parts[rank].groups.setdefault(group, []).append(len(names))
                 names.append(key)
                 writer, number = min(holders, key=lambda holder: load[holder[0]])
-            load[writer] += math.prod(sizes) * described[key][1].itemsize
+            load[writer] += math.prod(sizes) * dtype.itemsize
             parts[writer].writes.append(number)
+            writers.append((writer, number))
+        boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
+        tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
     for part in parts:
         part.writes.sort()
-    wrong = [key for key, have in pieces.items() if not _is_tiling(described[key][0], list(have))]
+    wrong = [key for key, stored in tensors.items() if not _is_tiling(stored.shape, stored.boxes)]
     if wrong:
         raise CheckpointError(
             f"save: the pieces of {shorten(wrong)}",
@@ -99,19 +116,14 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], Metadata]:
             got="others",
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
-    return (
-        parts,
-        names,
-        Metadata({key: _metadata(*described[key], list(have)) for key, have in pieces.items()}),
-    )
+    return parts, names, tensors
 
 
-def _is_tiling(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def _is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
     """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few."""
     if len(boxes) == 1:
-        return not any(boxes[0][0]) and boxes[0][1] == shape
-    starts = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
-    ends = starts + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(starts.shape)
+        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
+    starts, ends = boxes[:, 0], boxes.sum(axis=1)
     edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
     if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
         return False
@@ -124,9 +136,3 @@ def _is_tiling(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
             covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
     return bool((covered == 1).all())
-
-
-def _metadata(shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
-    return TensorStorageMetadata(properties, torch.Size(shape), chunks)

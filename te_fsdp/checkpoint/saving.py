@@ -354,7 +354,7 @@ def _prepare(
     model = given if isinstance(given, nn.Module) else as_one(given)
 
     plan, before = background().plans.get(model, (None, None))
-    if plan is None or (ranks.rank == 0 and plan.written is None):
+    if plan is None or (ranks.rank == 0 and plan.encoded is None):
         plan = before = None  # there was none, or the save that it was made for has failed
 
     def mine() -> Any:
@@ -475,7 +475,7 @@ def _complete(
             )
         with directories.telling_full(target):
             manifest.number = directories.next_number(target.parent)
-            writing.finish([results for results, _ in written], manifest)
+            writing.finish([places for places, _ in written], manifest)
             write_manifest(writing.path, manifest)
             directories.commit(writing.path, target)
         hidden.extend(hide_old(target, manifest, keep_last))

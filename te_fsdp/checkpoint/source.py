@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from te_fsdp.agree import (
     Ranks,
@@ -35,6 +34,7 @@ from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.compare import Differences, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -89,18 +89,15 @@ class Source:
     ranks: Ranks | None = None
 
     @cached_property
-    def metadata(self) -> Metadata:
-        """DCP's; checked when it is first asked for. Local operation."""
-        return dcp.read_metadata(self.path, self.manifest)
+    def index(self) -> Index:
+        """What lies where; read when it is first asked for. Local operation."""
+        return read_index(self.path, self.manifest)
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
         if self.tensors is not None:
             return {key: (tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()}
-        saved = self.metadata.state_dict_metadata.items()
-        return {
-            k: (tuple(m.size), m.properties.dtype) for k, m in saved if isinstance(m, TensorStorageMetadata)
-        }
+        return self.index.tensors
 
     def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
         """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
@@ -128,13 +125,13 @@ class Source:
 
     def _stage(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
-            read_stored(self.path, self.manifest, self.metadata, wanted, self.staged)
+            read_stored(self.path, self.manifest, self.index, wanted, self.staged)
             return
         named = {key: _stored_as(self.tensors[key]) for key, _, _ in wanted}
         names = {key: name for key, name in named.items() if name is not None}
         stored = [place for place in wanted if place[0] in names]
         if stored:  # files of other kinds have no metadata
-            read_stored(self.path, self.manifest, self.metadata, stored, self.staged, names)
+            read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
         for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place
             values = torch.empty(shape, dtype=self.tensors[key].dtype, device="cpu")
@@ -234,7 +231,7 @@ def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: 
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
     source = Source(path, contents.manifest, contents.tensors, contents.kind, told)
-    source.metadata = opened.metadata
+    source.index = opened.index
     return source
 
 
@@ -334,7 +331,7 @@ def _open_foreign(path: Path) -> dcp.Opened:
     Raises:
         CheckpointError: It may be a checkpoint of te_fsdp that has lost its manifest.
     """
-    metadata = dcp.read_metadata(path)
+    metadata = read_metadata(path)
     keys = set(metadata.state_dict_metadata)
     if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
         open_checkpoint(path)  # raises, and tells why
@@ -370,7 +367,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     with in_use(source):
         manifest = open_checkpoint(source)
         damaged(source, check_files(source, manifest, checksums=True))
-        dcp.check_metadata(source, manifest)
+        check_index(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
@@ -378,7 +375,7 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     try:
         problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
         if not problems:
-            dcp.check_metadata(path, open_checkpoint(path))
+            check_index(path, open_checkpoint(path))
     except CheckpointError as error:
         return [str(error)]
     return problems

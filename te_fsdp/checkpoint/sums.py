@@ -20,24 +20,13 @@ import logging
 import math
 import os
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 try:  # the same sums in a fifth of the time
     from zlib_ng.zlib_ng import crc32
@@ -48,7 +37,6 @@ except ImportError:  # an environment made by hand
 
     _IS_SLOW = True
 
-from te_fsdp import _torch
 from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.checkpoint.remote import is_remote, read_at
 from te_fsdp.errors import CheckpointError
@@ -169,93 +157,31 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     return Frame(head, size, b"".join(tail))
 
 
-class SummingWriter(dcp.FileSystemWriter):
-    """DCP's writer, whose planner yields tensors of one kind together. Checksums of all pieces end a rank's file.
+def write_pieces(
+    path: Path, blocks: Iterable[torch.Tensor], save_id: str
+) -> tuple[list[tuple[int, int]], Listed]:
+    """Write a file of tensors, synced to disk. Local operation.
 
     Args:
-        path: The directory.
+        path: The file.
+        blocks: Tensors of one dtype and shape each as the rows of one, on the host.
         save_id: Of the save, 32 characters.
 
-    Attributes:
-        mark: What DCP's metadata gets as the id of the save: the identity of a manifest.
-        listed: The manifest's entries of the files that were written.
+    Returns:
+        First byte and bytes of each row's piece; and the manifest's entry of the file.
     """
-
-    def __init__(self, path: Path, save_id: str) -> None:
-        # DCP knows local paths alone.
-        self.is_remote = is_remote(path)
-        super().__init__("." if self.is_remote else path, sync_files=False)
-        self.folder, self.save_id, self.mark = path, save_id, ""
-        self.listed: dict[str, Listed] = {}
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the directory, where there are directories."""
-        return plan if self.is_remote else super().prepare_local_plan(plan)
-
-    def storage_meta(self) -> StorageMeta:
-        """What DCP's metadata says of the save; not where it was written, which is a name for the time being."""
-        return StorageMeta(save_id=self.mark)
-
-    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """Write what ``planner.blocks(plan)`` yields: items of the plan, and their tensors as rows of one on the host.
-
-        One file, synced to disk. Local operation.
-        """
-        path, place = self.folder / f"{plan.storage_data.prefix}0.distcp", _torch.place_class()
-        results: list[WriteResult] = []
-        with synced(path) as raw:
-            file = _SummedFile(raw)
-            for items, rows in planner.blocks(plan):
-                for item, (offset, length) in zip(items, file.write(rows), strict=True):
-                    results.append(WriteResult(item.index, length, place(path.name, offset, length)))
-            self.listed[path.name] = file.finish(path.name, self.save_id)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write DCP's metadata. One object stands there for all that are equal, which halves its bytes.
-
-        Weights and moments are cut alike, and names and offsets recur.
-        """
-        same: dict[Any, Any] = {}
-
-        def one(value: Any) -> Any:
-            return same.setdefault(value, value)
-
-        with without_collector():
-            numbers: dict[str, dict[Any, int]] = {}
-            for key, saved in metadata.state_dict_metadata.items():
-                if isinstance(saved, TensorStorageMetadata):
-                    numbers[key] = {chunk.offsets: number for number, chunk in enumerate(saved.chunks)}
-                    places = [(one(chunk.offsets), one(chunk.sizes)) for chunk in saved.chunks]
-                    # They have no hash of their own.
-                    saved.chunks = [same.setdefault(place, ChunkStorageMetadata(*place)) for place in places]
-            for result in (result for each in results for result in each):
-                # A new index would copy the offset.
-                object.__setattr__(result.index, "fqn", one(result.index.fqn))
-                object.__setattr__(result.index, "offset", one(result.index.offset))
-                # Where it stands among the tensor's pieces, as DCP notes it.
-                object.__setattr__(result.index, "index", numbers[result.index.fqn][result.index.offset])
-            if not self.is_remote:
-                super().finish(metadata, results)
-                return
-            with tempfile.TemporaryDirectory() as scratch:
-                self.path = Path(scratch)
-                super().finish(metadata, results)
-                (self.folder / ".metadata").write_bytes((self.path / ".metadata").read_bytes())
-
-    def list_metadata(self) -> Listed:
-        """Sync DCP's metadata to disk; the manifest's entry of it. Local operation."""
-        path = self.folder / ".metadata"
-        if not self.is_remote:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return [path.stat().st_size, checksum(path)]
+    with synced(path) as raw:
+        file = SummedFile(raw)
+        places = [place for rows in blocks for place in file.write(rows)]
+        return places, file.finish(path.name, save_id)
 
 
-class _SummedFile:
-    """A file of pieces. Summing up and writing release the interpreter, for all but small tensors."""
+class SummedFile:
+    """A file of pieces. Summing up and writing release the interpreter, for all but small tensors.
+
+    Args:
+        raw: The file, open for writing.
+    """
 
     def __init__(self, raw: Any) -> None:
         _say_if_slow()
@@ -263,36 +189,35 @@ class _SummedFile:
         self.sums: list[tuple[int, int]] = []
         self.size = 0
 
-    def write(self, rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """Add a piece for each row of a tensor on the host; where each lies, and its bytes."""
-        frame, first = frame_of(rows.dtype, tuple(rows.shape[1:])), len(self.sums)
+    def write(self, rows: torch.Tensor) -> list[tuple[int, int]]:
+        """Add a piece for each row of a tensor on the host; where each begins, and its bytes."""
+        frame, at = frame_of(rows.dtype, tuple(rows.shape[1:])), self.size
         elements = flat_rows(rows).view(torch.uint8)
         if len(rows) == 1:
-            self._add([frame.head, *(view_of(part) for part in elements[0].split(_BLOCK)), frame.tail])
-        else:
-            frames = torch.frombuffer(
-                bytearray(frame.head + bytes(frame.size) + frame.tail), dtype=torch.uint8
-            )
-            begin = len(frame.head)
-            for some in elements.split(max(1, _BLOCK // frame.length)):
-                whole = frames.repeat(len(some), 1)
-                whole[:, begin : begin + frame.size] = some
-                view = view_of(whole.view(-1))
-                self.raw.write(view)
-                self.sums += [
-                    (frame.length, crc32(view[at : at + frame.length]))
-                    for at in range(0, len(view), frame.length)
-                ]
-        for length, _ in self.sums[first:]:
-            yield self.size, length
-            self.size += length
+            self.add([frame.head, *(view_of(part) for part in elements[0].split(_BLOCK)), frame.tail])
+            return [(at, frame.length)]
+        frames = torch.frombuffer(bytearray(frame.head + bytes(frame.size) + frame.tail), dtype=torch.uint8)
+        begin = len(frame.head)
+        for some in elements.split(max(1, _BLOCK // frame.length)):
+            whole = frames.repeat(len(some), 1)
+            whole[:, begin : begin + frame.size] = some
+            view = view_of(whole.view(-1))
+            self.raw.write(view)
+            self.sums += [
+                (frame.length, crc32(view[at : at + frame.length]))
+                for at in range(0, len(view), frame.length)
+            ]
+        self.size += len(rows) * frame.length
+        return [(at + number * frame.length, frame.length) for number in range(len(rows))]
 
-    def _add(self, parts: list[Any]) -> None:
+    def add(self, parts: list[Any]) -> None:
+        """Add a piece, given as bytes that follow one another."""
         crc = length = 0
         for part in parts:  # each is written while the processor still has it
             crc = crc32(part, crc)
             length += self.raw.write(part)
         self.sums.append((length, crc))
+        self.size += length
 
     def finish(self, name: str, save_id: str) -> Listed:
         """Add the table; the manifest's entry of the file."""

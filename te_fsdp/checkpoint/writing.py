@@ -1,37 +1,32 @@
-"""Entries into files through PyTorch's distributed checkpoint, step by step, so that writing may go on elsewhere.
+"""Entries into files, step by step, so that writing may go on elsewhere: plan, compare replicas, copy, write, describe.
 
 DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
-Ours says exactly which boxes a rank holds, as many as there are (:mod:`te_fsdp.checkpoint.save_plan` divides them); the
-files are DCP's. Its steps are called one by one: planning talks to the other ranks, writing
-does not, and between the two the tensors to write, and no others, can be copied. What is converted goes the same way,
-planned by one process from shapes, with blocks of rows as the pieces, each read when it is its turn.
+Ours says exactly which boxes a rank holds, as many as there are (:mod:`te_fsdp.checkpoint.save_plan` divides them);
+pieces and ``.metadata`` are as DCP's. Planning talks to the other ranks, writing does not, and between the two the
+tensors to write, and no others, can be copied. What is converted goes the same way, planned by one process from shapes,
+with blocks of rows as the pieces, each read when it is its turn.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, read_manifest
+from te_fsdp.checkpoint.index import Encoded, Rows, encode
+from te_fsdp.checkpoint.manifest import Manifest, read_manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.save_plan import Held, Part, divide, held
-from te_fsdp.checkpoint.sums import Listed, SummingWriter, Tick, crc32, silent, view_of, without_collector
+from te_fsdp.checkpoint.remote import is_remote
+from te_fsdp.checkpoint.save_plan import Held, Part, Stored, divide, held
+from te_fsdp.checkpoint.sums import Listed, Tick, crc32, silent, view_of, without_collector, write_pieces
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
 # Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
@@ -42,17 +37,9 @@ _BLOCK = 1 << 22
 _SMALL = 1 << 10
 
 
-def plan_items(entries: Mapping[str, Entry]) -> list[WriteItem]:
-    """What DCP plans with: an item for each piece of each entry, in this order. Local operation."""
-    items = []
-    for key, entry in entries.items():
-        for piece in entry.pieces:
-            offsets = torch.Size(piece.offsets)
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.size())
-            properties = TensorProperties.create_from_tensor(piece.tensor)
-            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
-            items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
+def file_of(rank: int) -> str:
+    """Name of the file that a rank writes, as DCP has it."""
+    return f"__{rank}_0.distcp"
 
 
 @dataclass
@@ -64,24 +51,23 @@ class Plan:
     Attributes:
         token: Drawn by rank 0 for this plan.
         signature: What this rank had to write; no tensors.
-        part: This rank's part, for DCP.
-        blocks: Items of the part that are written together, and where each was among all that this rank holds.
-        shared: What of this rank's others hold as well.
-        names: Of what is shared, by number; rank 0 alone has them, as all that follows.
-        metadata: DCP's description of all tensors, until it is written.
-        written: DCP's description with the places in the files, as it was written, and the mark in it.
-        places: Of this rank's items, in the order in which they were first written, with the bytes where they begin.
+        part: What this rank writes, and what of it others hold as well.
+        blocks: Numbers of the pieces that are written together, among all that this rank holds.
+        names: Of what several ranks hold, by number; rank 0 alone has them, as what follows.
+        tensors: All of them, until index and metadata are made.
+        encoded: Index and metadata.
+        places: Of this rank's pieces, a row for each in the order in which they were first written: its number, first
+            byte, bytes.
     """
 
     token: str
     signature: Any
-    part: SavePlan
-    blocks: list[tuple[list[WriteItem], list[int]]]
-    shared: Part
+    part: Part
+    blocks: list[list[int]]
     names: list[str]
-    metadata: Metadata | None = None
-    written: tuple[bytes, str] | None = None
-    places: list[tuple[MetadataIndex, int]] | None = None
+    tensors: dict[str, Stored] | None = None
+    encoded: Encoded | None = None
+    places: Rows = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
 
 
 @dataclass
@@ -91,22 +77,22 @@ class Writing:
     Attributes:
         ranks: The world.
         path: The directory.
+        save_id: Of this save.
         plan: Agreed on for this save, or before.
         is_known: Whether before: the places in the files are those of then.
-        tensors: The model's own, of this rank's part, by kinds.
-        writer: DCP's.
-        copies: What is written instead: items of the plan with their rows on the host.
+        tensors: The model's own, of this rank's part, by kinds, with their numbers.
+        copies: What is written instead: numbers of pieces with their rows on the host.
         tick: Told the bytes of each block.
         problem: What went wrong when they were copied.
     """
 
     ranks: Ranks
     path: Path
+    save_id: str
     plan: Plan
     is_known: bool
-    tensors: list[Block[WriteItem]]
-    writer: SummingWriter
-    copies: Iterable[tuple[list[WriteItem], torch.Tensor]] | None = None
+    tensors: list[Block[int]]
+    copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
     tick: Tick = silent
     problem: Exception | None = None
 
@@ -127,53 +113,58 @@ class Writing:
             self.problem = error
         self.tensors = []
 
-    def blocks(self, plan: SavePlan) -> Iterator[tuple[list[WriteItem], torch.Tensor]]:
-        """Items of the plan with their rows on the host; the writer asks."""
+    def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Numbers of pieces with their rows on the host, in the order in which they are written."""
         if self.copies is None:
             found = ((block.keys, rows) for block, rows in background().staging.through(self.tensors))
         else:
             found = self.copies
-        for items, rows in found:
-            yield items, rows
+        for numbers, rows in found:
+            yield numbers, rows
             self.tick(rows.nbytes)
 
-    def write(self, tick: Tick) -> tuple[list[WriteResult], dict[str, Listed]]:
+    def write(self, tick: Tick) -> tuple[Rows | None, dict[str, Listed]]:
         """Write this rank's part, synced to disk. Local operation.
 
         Args:
             tick: Told the bytes of each block.
 
         Returns:
-            DCP's results, none if they are known; and what the manifest lists of each file.
+            The plan's places, unless they are known; and what the manifest lists of each file.
         """
         if self.problem is not None:
             raise self.problem
-        self.tick = tick
-        results = self.writer.write_data(self.plan.part, self).value()
-        places = [(result.index, result.storage_data.offset) for result in results]
-        if self.is_known and places != self.plan.places:
+        self.tick, numbers, name = tick, list[int](), file_of(self.ranks.rank)
+
+        def rows() -> Iterator[torch.Tensor]:
+            for own, block in self.blocks():
+                numbers.extend(own)
+                yield block
+
+        lies, listed = write_pieces(self.path / name, rows(), self.save_id)
+        places = np.array([(n, *place) for n, place in zip(numbers, lies, strict=True)], dtype=np.int64)
+        places = places.reshape(-1, 3)
+        if self.is_known and not np.array_equal(places, self.plan.places):
             raise CheckpointError(
                 f"{self.path}: save: tensors were written in another order than by the save that planned it",
-                expected=f"{len(self.plan.places or ())} pieces at the places of then",
+                expected=f"{len(self.plan.places)} pieces at the places of then",
                 got="others",
                 fix="please report this; a model built anew is planned anew",
             )
         self.plan.places = places
-        return [] if self.is_known else results, self.writer.listed
+        return None if self.is_known else places, {name: listed}
 
-    def finish(self, results: list[list[WriteResult]], manifest: Manifest) -> None:
-        """Write DCP's metadata, given the results of all ranks, and list it. Rank 0 alone calls this.
+    def finish(self, places: list[Rows | None], manifest: Manifest) -> None:
+        """Write index and metadata, given the places of all ranks, and list them. Rank 0 alone calls this.
 
-        The metadata is marked with what the manifest says: from now on nothing may change there but ``files``.
+        Both are marked with what the manifest says: from now on nothing may change there but ``files``.
         """
-        plan, self.writer.mark = self.plan, manifest.identity
-        if plan.written is not None:
-            data, mark = plan.written
-            (self.path / DCP_METADATA).write_bytes(data.replace(mark.encode(), self.writer.mark.encode()))
-        elif plan.metadata is not None:
-            self.writer.finish(plan.metadata, results)
-            plan.metadata, plan.written = None, ((self.path / DCP_METADATA).read_bytes(), self.writer.mark)
-        manifest.files[DCP_METADATA] = self.writer.list_metadata()
+        plan = self.plan
+        if plan.encoded is None:
+            files, tensors = [file_of(rank) for rank in range(self.ranks.size)], plan.tensors or {}
+            known = [own for own in places if own is not None]
+            plan.tensors, plan.encoded = None, encode(tensors, files, known, manifest.identity)
+        plan.encoded.write(self.path, manifest)
 
 
 def plan_writing(
@@ -197,18 +188,16 @@ def plan_writing(
     entries = {key: entry for key, entry in entries.items() if not entry.is_empty}
     tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
     signature = ranks.rank, ranks.size, signature_of(entries)
-    writer = SummingWriter(path, save_id)
 
     def known() -> str | None:
-        writer.set_up_storage_writer(ranks.rank == 0)
         return before.token if before is not None and before.signature == signature else None
 
     def all_know(seen: list[str | None]) -> list[bool]:
         return [seen[0] is not None and len(set(seen)) == 1] * len(seen)
 
     is_known = ranks.round(known, all_know)
-    plan = before if is_known and before is not None else _plan(ranks, writer, entries, signature)
-    return _writing(ranks, plan, is_known, tensors, writer)
+    plan = before if is_known and before is not None else _plan(ranks, path, entries, signature)
+    return _writing(ranks, path, save_id, plan, is_known, tensors)
 
 
 def write_again(ranks: Ranks, path: Path, tensors: list[torch.Tensor], save_id: str, plan: Plan) -> Writing:
@@ -226,17 +215,15 @@ def write_again(ranks: Ranks, path: Path, tensors: list[torch.Tensor], save_id: 
     Raises:
         CheckpointError: Replicas differ. All ranks raise it.
     """
-    writer = SummingWriter(path, save_id)
-    writer.set_up_storage_writer(ranks.rank == 0)
-    return _writing(ranks, plan, True, tensors, writer)
+    return _writing(ranks, path, save_id, plan, True, tensors)
 
 
 def _writing(
-    ranks: Ranks, plan: Plan, is_known: bool, tensors: list[torch.Tensor], writer: SummingWriter
+    ranks: Ranks, path: Path, save_id: str, plan: Plan, is_known: bool, tensors: list[torch.Tensor]
 ) -> Writing:
-    check_replicas(ranks, plan.shared, tensors, plan.names)
-    mine = [Block(items, [tensors[at] for at in places]) for items, places in plan.blocks]
-    return Writing(ranks, writer.folder, plan, is_known, mine, writer)
+    check_replicas(ranks, plan.part, tensors, plan.names)
+    mine = [Block(numbers, [tensors[at] for at in numbers]) for numbers in plan.blocks]
+    return Writing(ranks, path, save_id, plan, is_known, mine)
 
 
 def signature_of(entries: dict[str, Entry]) -> list[Any]:
@@ -247,30 +234,28 @@ def signature_of(entries: dict[str, Entry]) -> list[Any]:
     ]
 
 
-def _plan(ranks: Ranks, writer: SummingWriter, entries: dict[str, Entry], signature: Any) -> Plan:
+def _plan(ranks: Ranks, path: Path, entries: dict[str, Entry], signature: Any) -> Plan:
     """Plan anew. Collective over the ranks: a round of what each rank holds."""
     names: list[str] = []
-    metadata: list[Metadata] = []
+    found: list[dict[str, Stored]] = []
 
     def mine() -> Held:
-        writer.prepare_local_plan(SavePlan([]))
+        if not is_remote(path):
+            path.mkdir(parents=True, exist_ok=True)
         return held(entries)
 
-    def all_of(seen: list[Held]) -> list[tuple[str, Any, Part]]:
+    def all_of(seen: list[Held]) -> list[tuple[str, Part]]:
         with without_collector():
-            parts, shared, described = divide(seen)
+            parts, shared, tensors = divide(seen)
         names.extend(shared)
-        metadata.append(described)
-        token, plans = secrets.token_hex(16), writer.prepare_global_plan([SavePlan([])] * len(seen))
-        return [(token, plan.storage_data, part) for plan, part in zip(plans, parts, strict=True)]
+        found.append(tensors)
+        token = secrets.token_hex(16)
+        return [(token, part) for part in parts]
 
-    token, prefix, part = ranks.round(mine, all_of)
-    items = plan_items(entries)
+    token, part = ranks.round(mine, all_of)
     tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
-    together = blocks_of((at, tensors[at]) for at in part.writes)
-    blocks = [([items[at] for at in block.keys], block.keys) for block in together]
-    written = SavePlan([items[at] for at in part.writes], storage_data=prefix)
-    return Plan(token, signature, written, blocks, part, names, metadata[0] if metadata else None)
+    blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in part.writes)]
+    return Plan(token, signature, part, blocks, names, found[0] if found else None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -292,9 +277,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     manifest.lay_out(path)
     entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items()}
     writing = plan_writing(Ranks(0, 1, None), path, entries, manifest.save_id, None)
-    writing.copies = (([item], _rows_of(item, tensors)) for item in writing.plan.part.items)
+    pieces = [(tensors[key], piece) for key, entry in entries.items() for piece in entry.pieces]
+    writing.copies = (([at], _rows_of(*pieces[at])) for at in writing.plan.part.writes)
     try:
-        results, files = writing.write(tick)
+        places, files = writing.write(tick)
     except CheckpointError:
         raise
     except Exception as error:
@@ -302,7 +288,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
             f"{path}: cannot be written ({type(error).__name__}: {error})", fix="check the space left"
         ) from error
     manifest.files.update(files)
-    writing.finish([results], manifest)
+    writing.finish([places], manifest)
     return manifest
 
 
@@ -319,11 +305,10 @@ def _entry_of_blocks(tensor: Lazy) -> Entry:
     return Entry(tensor.shape, tensor.dtype, tuple(pieces))
 
 
-def _rows_of(item: WriteItem, tensors: Mapping[str, Lazy]) -> torch.Tensor:
+def _rows_of(tensor: Lazy, piece: Piece) -> torch.Tensor:
     """The rows of a planned block, read now, as one row for the writer."""
-    chunk = item.tensor_data.chunk  # type: ignore[union-attr]
-    first, count = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
-    return tensors[item.index.fqn].rows(first, first + count).unsqueeze(0)
+    first, count = (piece.offsets[0], len(piece.tensor)) if piece.offsets else (0, 1)
+    return tensor.rows(first, first + count).unsqueeze(0)
 
 
 def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:

@@ -18,7 +18,7 @@ from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import sums
 from te_fsdp.errors import CheckpointError
 
-MANIFEST, METADATA, DATA = "te_fsdp.json", ".metadata", "__0_0.distcp"
+MANIFEST, METADATA, INDEX, DATA = "te_fsdp.json", ".metadata", "te_fsdp.index", "__0_0.distcp"
 EXTRA = {
     "step": 7,
     "order": torch.arange(300),
@@ -64,7 +64,7 @@ def two_saves(folder: Path) -> tuple[Path, Path]:
     model, optimizer = training(0, steps=2)
     checkpoint.save(folder / "b", model, optimizer, extra=EXTRA)
     sizes = [{p.name: p.stat().st_size for p in (folder / name).iterdir()} for name in "ab"]
-    assert sizes[0].keys() == {MANIFEST, METADATA, DATA} and sizes[0][DATA] == sizes[1][DATA]
+    assert sizes[0].keys() == {MANIFEST, METADATA, INDEX, DATA} and sizes[0][DATA] == sizes[1][DATA]
     return folder / "a", folder / "b"
 
 
@@ -102,8 +102,10 @@ def loaded_or_error(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def as_format_2(path: Path, *, save_id: str = "0d5d1bd6-5b0e-4b0f-9c5e-3c5b6f0a8d6e") -> dict[str, Any]:
-    """Make a save what te_fsdp wrote before pieces had checksums; its manifest."""
+    """Make a save what te_fsdp wrote before pieces had checksums, and without an index; its manifest."""
     body = json.loads((path / MANIFEST).read_text())
+    del body["files"][INDEX]
+    (path / INDEX).unlink()
     begin = body["files"][DATA][2]
     with (path / DATA).open("r+b") as file:
         file.truncate(begin)

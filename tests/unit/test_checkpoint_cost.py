@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import saving, sums, writing
+from te_fsdp.checkpoint import index, saving, sums, writing
 from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.portable import dcp as portable_dcp
-from te_fsdp.checkpoint.portable.dcp import open_dcp, unpickle_metadata
+from te_fsdp.checkpoint.portable.dcp import open_dcp
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.errors import CheckpointError
 
@@ -76,7 +77,7 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
     calls = counted(monkeypatch, Window, "objects")
-    metadata = counted(monkeypatch, portable_dcp, "unpickle_metadata")
+    metadata = counted(monkeypatch, index, "unpickle_metadata")
     reads = counted(monkeypatch, portable_dcp, "read_bytes")
     other, its_optimizer = small_model(seed=1)
     checkpoint.load(tmp_path / "plain", other, its_optimizer)
@@ -321,7 +322,7 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
     model, optimizer = small_model()
     checkpoint.save(tmp_path / "a", model, optimizer)
     blocks = writing.Writing.blocks
-    monkeypatch.setattr(writing.Writing, "blocks", lambda self, plan: iter([*blocks(self, plan)][::-1]))
+    monkeypatch.setattr(writing.Writing, "blocks", lambda self: iter([*blocks(self)][::-1]))
     with pytest.raises(CheckpointError, match="written in another order"):
         checkpoint.save(tmp_path / "b", model, optimizer)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
@@ -340,7 +341,7 @@ def test_a_plan_that_led_to_no_checkpoint_is_not_used(
 ) -> None:
     model, optimizer = small_model()
 
-    def full(self: object, plan: object) -> Any:
+    def full(self: object) -> Any:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -384,5 +385,5 @@ def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
         tensors = described.state_dict_metadata
         assert tensors["model.p0"].chunks[0] is tensors["optimizer.state.p0.exp_avg"].chunks[0]
         assert tensors["model.p0"].chunks[0] is not tensors["model.p1"].chunks[0]
-        for index in described.storage_data:
-            assert index.offset is tensors[index.fqn].chunks[index.index].offsets
+        for at in described.storage_data:
+            assert at.offset is tensors[at.fqn].chunks[at.index].offsets

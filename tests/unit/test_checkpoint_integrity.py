@@ -18,12 +18,14 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import compare, sums
 from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint.portable.dcp import Piece, read_metadata
+from te_fsdp.checkpoint.index import read_index
+from te_fsdp.checkpoint.portable.dcp import Piece
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,
+    INDEX,
     MANIFEST,
     METADATA,
     as_format_2,
@@ -160,10 +162,11 @@ def test_each_byte_is_read_once(saves: tuple[Path, Path], monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "preadv", lambda f, b, at: read.append(preadv(f, b, at)) or read[-1])
     model, optimizer = training(1)
     stored = dcp.FileSystemReader(saves[0]).read_metadata().storage_data
+    index = manifests.read_manifest(saves[0]).files[INDEX][2]  # all before its table
     for what, prefixes in ((optimizer, ("model.", "optimizer.", "extra/")), (None, ("model.", "extra/"))):
         read.clear()
         checkpoint.load(saves[0], model, what)
-        assert sum(read) == sum(s.length for i, s in stored.items() if i.fqn.startswith(prefixes))
+        assert sum(read) == index + sum(s.length for i, s in stored.items() if i.fqn.startswith(prefixes))
 
 
 def test_a_table_is_small(saves: tuple[Path, Path]) -> None:
@@ -239,11 +242,11 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:
     """A rank that needs a row of a large piece keeps a row."""
     path, manifest = saves[0], manifests.read_manifest(saves[0])
-    metadata = read_metadata(path, manifest)
+    index = read_index(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
         staged, place = compare.Staged(), ("model.0.weight", (0, 0), (rows, 6))
         staged.parts[place] = []
-        compare.read_stored(path, manifest, metadata, [place], staged)
+        compare.read_stored(path, manifest, index, [place], staged)
         ((_, values),) = staged.parts[place]
         assert values.shape == (rows, 6) and values.untyped_storage().nbytes() <= most * 24
 

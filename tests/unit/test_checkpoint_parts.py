@@ -24,8 +24,8 @@ from te_fsdp.checkpoint import background, sums, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
+from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.portable import dcp as dcp_files
-from te_fsdp.checkpoint.portable.dcp import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
@@ -173,7 +173,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
 def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
 
-    def full(self: object, plan: object) -> Any:
+    def full(self: object) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing.Writing, "blocks", full)
@@ -188,9 +188,9 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
 def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, original = threading.Event(), writing.Writing.blocks
 
-    def late(self: writing.Writing, plan: Any) -> Any:
+    def late(self: writing.Writing) -> Any:
         assert go.wait(30)
-        return original(self, plan)
+        return original(self)
 
     monkeypatch.setattr(writing.Writing, "blocks", late)
     model = nn.Linear(2, 2)
@@ -216,11 +216,11 @@ import torch
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import background, writing
 original, name = writing.Writing.blocks, "a" if os.fork() else "b"
-def slow(self, plan):
+def slow(self):
     time.sleep(0.5)
     if name == "b":
         raise OSError(28, "No space left on device")
-    return original(self, plan)
+    return original(self)
 writing.Writing.blocks = slow
 handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchronous=True, progress=name == "a")
 os.write(1, b"running %s\\n" % str(not handle.done()).encode())  # in one piece: two processes write

@@ -29,11 +29,12 @@ def one(shape: tuple[int, ...], *boxes: Box) -> Held:
     ],
 )
 def test_pieces_that_make_up_a_tensor(shape, boxes):
-    parts, names, metadata = divide([one(shape, box) for box in boxes])
+    parts, names, tensors = divide([one(shape, box) for box in boxes])
     assert [part.writes for part in parts] == [[0]] * len(boxes) and names == []
-    saved = metadata.state_dict_metadata["a"]
-    assert tuple(saved.size) == shape and saved.properties.dtype == torch.float32
-    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks] == boxes
+    stored = tensors["a"]
+    assert (stored.shape, stored.dtype) == (shape, torch.float32)
+    assert [(tuple(begin), tuple(sizes)) for begin, sizes in stored.boxes.tolist()] == boxes
+    assert stored.writers.tolist() == [[rank, 0] for rank in range(len(boxes))]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
     make(tmp_path / "step-100")
     good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
-    assert "good, 2 files" in good.stdout
+    assert "good, 3 files" in good.stdout
     data = next((tmp_path / "step-100").glob("*.distcp"))
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1

@@ -23,8 +23,9 @@ from te_fsdp.checkpoint.entries import (
     per_expert,
     stacked_name,
 )
+from te_fsdp.checkpoint.index import check_index, stored_tensors
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
-from te_fsdp.checkpoint.portable.dcp import check_metadata, open_dcp, stored_tensors
+from te_fsdp.checkpoint.portable.dcp import tensors_of
 from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Stack, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.checkpoint.remote import is_remote, place_of
@@ -191,8 +192,8 @@ def open_checkpoint_contents(path: Path) -> Contents:
         CheckpointError: Not whole, damaged, or of two saves.
     """
     manifest = open_checkpoint(path)
-    metadata = check_metadata(path, manifest)
-    contents = Contents(path, CHECKPOINT, manifest, open_dcp(manifest.at(path), metadata).tensors)
+    tensors = tensors_of(manifest.at(path), check_index(path, manifest))
+    contents = Contents(path, CHECKPOINT, manifest, tensors)
     _add_empty(contents)
     return contents
 

@@ -236,7 +236,7 @@ def failing_write(directory: str) -> dict[str, Any]:
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
     original = writing.Writing.blocks
 
-    def broken(self: Any, plan: Any) -> Any:
+    def broken(self: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:

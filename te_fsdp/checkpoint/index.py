@@ -1,0 +1,493 @@
+"""What lies where in a checkpoint's files of tensors: an index of ours, and DCP's ``.metadata``, which says the same.
+
+DCP's is one pickle with several objects for each stored piece, of which a reader must have all. Of 405B parameters on
+16,384 ranks that is 38 million pieces, 4.7 GB, a minute and many GB of memory on every rank that loads, each of which
+wants a few pieces of each tensor. So a save writes beside it, for te_fsdp's own readers::
+
+    te_fsdp.index:  block, block, ..., head, table     the table is that of files of tensors: te_fsdp.checkpoint.sums
+    head:           JSON: the mark of the save, the names of the files, and the tensors of each block: key, shape,
+                    dtype and number of pieces
+    block:          whole tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file, first
+                    byte, bytes, where it begins in each dim, its size in each dim; stored by columns, each number as
+                    its difference to the one above
+
+Tensors are cut regularly, so these differences repeat, and all of it takes some MB: each rank reads it, a block at a
+time, and keeps the rows that it wants. A piece of it that has changed shows in the table, as in any file of ours.
+The other way, that rank 0 reads ``.metadata`` and sends each rank its part, leaves all ranks waiting for that minute.
+SQLite reads no object storage, and a row takes it 60 bytes.
+
+Checkpoints from before there was an index, and plain DCP directories, are read by their ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import math
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from te_fsdp import _torch
+from te_fsdp.checkpoint.entries import references
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name
+from te_fsdp.checkpoint.save_plan import Stored
+from te_fsdp.checkpoint.sums import (
+    CheckedFile,
+    DamagedFileError,
+    SummedFile,
+    crc32,
+    synced,
+    view_of,
+    without_collector,
+)
+from te_fsdp.errors import CheckpointError, shorten
+
+#: Numbers in a row of the index before those of the dims: file, first byte, bytes.
+FIXED = 3
+#: Pieces from which on a block is full.
+_ROWS = 1 << 16
+#: Bytes of blocks that are read together.
+_RUN = 1 << 24
+#: An array of int64 with a row for each piece.
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+#: Key, shape, dtype and number of pieces of a tensor; and of a block where it begins, its bytes, and its tensors.
+_Head = tuple[str, tuple[int, ...], torch.dtype, int]
+_Block = tuple[int, int, list[_Head]]
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass
+class Encoded:
+    """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another.
+
+    Attributes:
+        metadata: The file.
+        pieces: Of the index; the last one is the head.
+        mark: In both: the identity of a manifest.
+    """
+
+    metadata: bytes
+    pieces: list[bytes]
+    mark: str
+
+    def write(self, folder: Path, manifest: Manifest) -> None:
+        """Write both files, synced to disk, and list them in the manifest. Local operation."""
+        old, new = self.mark.encode(), manifest.identity.encode()
+        metadata = self.metadata.replace(old, new)
+        with synced(folder / DCP_METADATA) as raw:
+            raw.write(metadata)
+        manifest.files[DCP_METADATA] = [len(metadata), crc32(metadata)]
+        with synced(folder / INDEX) as raw:
+            file = SummedFile(raw)
+            for piece in self.pieces[:-1]:
+                file.add([piece])
+            file.add([self.pieces[-1].replace(old, new)])
+            manifest.files[INDEX] = file.finish(INDEX, manifest.save_id)
+
+
+def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], mark: str) -> Encoded:
+    """Index and ``.metadata`` of a save. Local operation; of all pieces, which takes rank 0 some us for each.
+
+    Args:
+        tensors: By key; see :func:`te_fsdp.checkpoint.save_plan.divide`.
+        files: Of each rank.
+        places: Of each rank, a row for each piece that it has written: its number, first byte, bytes.
+        mark: The identity of the manifest.
+    """
+    counts = [int(own[:, 0].max(initial=-1)) + 1 for own in places]
+    first = np.cumsum([0, *counts])
+    lies = np.zeros((first[-1], 2), dtype=np.int64)
+    for begin, own in zip(first, places, strict=False):
+        lies[begin + own[:, 0]] = own[:, 1:]
+    index, dcp = Packer(files), _Described(files)
+    with without_collector():
+        for key, stored in tensors.items():
+            writers, boxes = stored.writers, stored.boxes
+            at = lies[first[writers[:, 0]] + writers[:, 1]]
+            rows = np.column_stack([writers[:, 0], at, boxes[:, 0], boxes[:, 1]])
+            index.add(key, stored.shape, stored.dtype, rows)
+            dcp.add(key, stored, rows)
+        return Encoded(dcp.pickled(mark), index.pieces(mark), mark)
+
+
+class Packer:
+    """An index in the making.
+
+    Args:
+        files: Names, by the numbers that rows have.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+        self._blocks: list[list[tuple[str, list[int], str, int]]] = []
+        self._packed: list[bytes] = []
+        self._open: list[Rows] = []
+
+    def add(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows) -> None:
+        """Add a tensor with the rows of its pieces."""
+        if not self._open:
+            self._blocks.append([])
+        self._blocks[-1].append((key, list(shape), dtype_name(dtype), len(rows)))
+        self._open.append(rows)
+        if sum(map(len, self._open)) >= _ROWS:
+            self._close()
+
+    def _close(self) -> None:
+        if self._open:
+            self._packed.append(_pack(self._open))
+            self._open = []
+
+    def pieces(self, mark: str) -> list[bytes]:
+        """The pieces of the file; the last one, its head, has the mark."""
+        self._close()
+        head = json.dumps({"mark": mark, "files": self.files, "blocks": self._blocks})
+        return [*self._packed, head.encode()]
+
+
+def _pack(tensors: list[Rows]) -> bytes:
+    """A block: the rows of some tensors."""
+    columns = np.zeros((max(rows.shape[1] for rows in tensors), sum(map(len, tensors))), dtype="<i8")
+    at = 0
+    for rows in tensors:
+        columns[: rows.shape[1], at : at + len(rows)] = rows.T
+        at += len(rows)
+    return zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1)
+
+
+def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
+    """Key and rows of each tensor in a block."""
+    width, count = FIXED + 2 * max(len(shape) for _, shape, _, _ in heads), sum(head[3] for head in heads)
+    # One byte more than there are: what would be more than that is damage, and takes no memory.
+    flat = zlib.decompressobj().decompress(data, 8 * width * count + 1)
+    columns = np.frombuffer(flat, dtype="<i8").reshape(width, count).cumsum(axis=1)
+    at = 0
+    for key, shape, _, rows in heads:
+        yield key, columns[: FIXED + 2 * len(shape), at : at + rows].T
+        at += rows
+
+
+class _Described:
+    """DCP's metadata in the making. What is equal is one object, which halves its bytes: weights are cut alike."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files, self.place = files, _torch.place_class()
+        self.saved: dict[str, Any] = {}
+        self.lies: dict[MetadataIndex, Any] = {}
+        self.cuts: dict[Any, list[ChunkStorageMetadata]] = {}
+
+    def add(self, key: str, stored: Stored, rows: Rows) -> None:
+        """Describe a tensor, given its rows in the index."""
+        boxes = stored.boxes
+        cut = boxes.shape, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest()
+        if cut not in self.cuts:
+            self.cuts[cut] = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes.tolist()]
+        chunks, size = self.cuts[cut], torch.Size(stored.shape)
+        self.saved[key] = TensorStorageMetadata(_properties(stored.dtype), size, chunks)
+        for number, (chunk, lies) in enumerate(zip(chunks, rows[:, :FIXED].tolist(), strict=True)):
+            index = MetadataIndex(key, None, number)
+            # The constructor would copy it.
+            object.__setattr__(index, "offset", chunk.offsets)
+            self.lies[index] = self.place(self.files[lies[0]], lies[1], lies[2])
+
+    def pickled(self, mark: str) -> bytes:
+        """The file."""
+        metadata = Metadata(self.saved, storage_data=self.lies, storage_meta=StorageMeta(save_id=mark))
+        _torch.set_dcp_version(metadata)
+        return pickle.dumps(metadata)
+
+
+@functools.cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class Index:
+    """What lies where in a directory.
+
+    Attributes:
+        tensors: Shape and dtype by key.
+        files: Names, by the numbers that rows have.
+        rows: Given keys, each that is there with its rows: an int64 array (pieces, 3 + 2 * dims), as above. What it
+            reads is compared with its checksums; it raises CheckpointError.
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    files: list[str]
+    rows: Callable[[Iterable[str]], Iterator[tuple[str, Rows]]]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> Index:
+        """From DCP's metadata, in memory."""
+        saved = {
+            k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
+        }
+        files = {place.relative_path: 0 for place in metadata.storage_data.values()}
+        files = {name: number for number, name in enumerate(files)}
+
+        def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
+            for key in (key for key in keys if key in saved):
+                found = []
+                for number, chunk in enumerate(saved[key].chunks):
+                    lies = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
+                    place = files[lies.relative_path], lies.offset, lies.length
+                    found.append((*place, *chunk.offsets, *chunk.sizes))
+                yield key, np.array(found, dtype=np.int64).reshape(len(found), -1)
+
+        return cls({k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}, list(files), rows)
+
+
+def read_index(path: Path, manifest: Manifest) -> Index:
+    """What lies where in a checkpoint of te_fsdp. Local operation; of the index, reads the head alone.
+
+    Args:
+        path: The directory.
+        manifest: Says what the index must be, and of which save. Without one in it, DCP's metadata is read.
+
+    Raises:
+        CheckpointError: It is unreadable, has changed, or is of another save.
+    """
+    if INDEX not in manifest.files:
+        with unreadable(path, DCP_METADATA):
+            return Index.of(read_metadata(path, manifest))
+    file = manifest.at(path) / INDEX
+
+    def read(opened: CheckedFile, begin: int, lengths: list[int]) -> memoryview:
+        return view_of(
+            opened.read(begin, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
+        )
+
+    def opened() -> CheckedFile:
+        return CheckedFile(file, manifest.files[INDEX], manifest.save_id)
+
+    with unreadable(path, INDEX), opened() as stream:
+        *places, (begin, (length, _)) = (stream.pieces or {}).items()
+        body = json.loads(bytes(read(stream, begin, [length])))
+        manifest.check_identity(body["mark"])
+        heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
+        blocks = [(at, size, block) for (at, (size, _)), block in zip(places, heads, strict=True)]
+
+    def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
+        wanted = set(keys)
+        needed = [block for block in blocks if any(head[0] in wanted for head in block[2])]
+        with unreadable(path, INDEX), opened() as stream:
+            for run in _runs(needed):
+                data = read(stream, run[0][0], [size for _, size, _ in run])
+                for at, size, block in run:
+                    packed = data[at - run[0][0] :][:size]
+                    yield from (found for found in _unpack(packed, block) if found[0] in wanted)
+
+    return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
+
+
+def _runs(blocks: list[_Block]) -> Iterator[list[_Block]]:
+    """Blocks that lie side by side, to be read together."""
+    run: list[_Block] = []
+    for block in blocks:
+        if run and (block[0] != run[-1][0] + run[-1][1] or block[0] - run[0][0] > _RUN):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+@contextmanager
+def unreadable(path: Path, name: str) -> Iterator[None]:
+    """Whatever goes wrong is said of a file of a directory; what is said already stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        is_damage = isinstance(error, DamagedFileError)
+        if isinstance(error, CheckpointError) and not is_damage:
+            raise
+        raise CheckpointError(
+            f"{path}: unreadable {name} ({'' if is_damage else f'{type(error).__name__}: '}{error})",
+            fix="the checkpoint is damaged, load an earlier one",
+        ) from error
+
+
+def check_index(path: Path, manifest: Manifest) -> Index:
+    """Every tensor that the manifest lists is in the index, which is returned, with its shape and dtype. Local.
+
+    Raises:
+        CheckpointError: The two disagree: the directory was put together from several, or damaged.
+    """
+    index, wrong = read_index(path, manifest), []
+    for key, shape, dtype in stored_tensors(manifest):
+        there = index.tensors.get(key)
+        if there is None:
+            wrong.append(f"{key} is missing")
+        elif shape is not None and (there[0], dtype_name(there[1])) != (tuple(shape), dtype):
+            wrong.append(f"{key} is {there[0]} {dtype_name(there[1])} instead of {tuple(shape)} {dtype}")
+    if wrong:
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {shorten(wrong)}",
+            why="Its manifest and its tensors are not of one save",
+            fix="load an earlier checkpoint, or copy this one again",
+        )
+    return index
+
+
+def stored_tensors(
+    manifest: Manifest, *, empty: bool = False
+) -> Iterator[tuple[str, list[int] | None, str | None]]:
+    """Key, shape and dtype of the tensors that a manifest lists and files hold; no shape for components.
+
+    Args:
+        manifest: Of a checkpoint.
+        empty: Tensors without elements instead, which are stored nowhere.
+    """
+    plain: list[tuple[str, list[int], str]] = []
+    for name, described in {**manifest.parameters, **manifest.buffers}.items():
+        if described.get("format") is None:
+            plain.append((f"model.{name}", described["shape"], described["dtype"]))
+        elif not empty:
+            yield from ((f"model.{name}:{part}", None, None) for part in described["components"])
+    for name in manifest.delayed if not empty else ():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            yield from ((f"delayed.{name}:{key}.{part}", None, None) for part in ("scale", "amax_history"))
+    for name, states in (manifest.optimizer or {"state": {}})["state"].items():
+        for key, described in states.items():
+            if "dtype" in described:
+                plain.append((f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]))
+    for described in references(manifest.extra):
+        plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
+    yield from (one for one in plain if empty != bool(math.prod(one[1])))
+
+
+# ----------------------------------------------------------------------------------------------- DCP's metadata
+
+
+#: All that DCP's metadata is made of, besides dtypes.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Properties(TensorProperties):
+    """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        made: Any = self
+        made.__class__ = TensorProperties  # dataclasses of two classes are never equal
+        made.__setstate__(state[: _fields_of_properties()])
+
+
+@functools.cache
+def _fields_of_properties() -> int:
+    return len(TensorProperties().__getstate__())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        self._named: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _KNOWN.get(module, ())
+        if not known and module == "torch":
+            known = isinstance(getattr(torch, name, None), torch.dtype)
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
+        found = _Properties if name == "TensorProperties" else super().find_class(module, name)
+        if isinstance(found, type):
+            self._named.setdefault(found, dict(vars(found)))
+        elif isinstance(found, FunctionType):
+            found = functools.partial(found)  # attributes are set on this one, then
+        return found
+
+    def restore(self) -> list[str]:
+        """Put back what the pickle has set on classes; which attributes of which."""
+        changed = []
+        for one, before in self._named.items():
+            for name in [n for n, value in vars(one).items() if before.get(n, _NOTHING) is not value]:
+                changed.append(f"{one.__name__}.{name}")
+                if name in before:
+                    setattr(one, name, before[name])
+                else:
+                    delattr(one, name)
+        return changed
+
+
+_NOTHING = object()
+
+
+def unpickle_metadata(data: bytes) -> Metadata:
+    """DCP's ``.metadata``, a pickle, read with its own classes alone.
+
+    Raises:
+        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged. Damaged ones may
+            raise anything.
+    """
+    unpickler = _Unpickler(io.BytesIO(data))
+    try:
+        with without_collector():
+            metadata = unpickler.load()
+    finally:
+        changed = unpickler.restore()
+    if changed:
+        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
+    return metadata
+
+
+def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
+    """DCP's metadata of a directory, compared with the manifest's checksum before it is unpickled. Local operation.
+
+    Args:
+        path: The directory.
+        manifest: Of a checkpoint of te_fsdp; also says of which save the metadata must be.
+
+    Raises:
+        CheckpointError: It is unreadable, has changed, or is of another save.
+    """
+    with unreadable(path, DCP_METADATA):
+        data = ((path if manifest is None else manifest.at(path)) / DCP_METADATA).read_bytes()
+        if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
+            raise DamagedFileError("its contents have changed (CRC-32)")
+        metadata = unpickle_metadata(data)
+        if manifest is not None:
+            manifest.check_identity(getattr(metadata.storage_meta, "save_id", None))
+    return metadata

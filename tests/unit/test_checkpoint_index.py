@@ -1,0 +1,160 @@
+"""The index of a save: it says what DCP's metadata says, is read by parts, and must be of the save."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import index, sums
+from te_fsdp.checkpoint.compare import pieces_to_read
+from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
+from te_fsdp.checkpoint.manifest import MARK, Manifest
+from te_fsdp.checkpoint.portable.contents import empty_manifest
+from te_fsdp.checkpoint.save_plan import Held, divide
+from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
+
+RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]
+
+
+def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Index]:
+    """Index and metadata of 40 tensors that six ranks hold rows of, each third one in halves along its last dim too."""
+    monkeypatch.setattr(index, "_ROWS", 16)
+    seen: list[Held] = [[] for _ in range(RANKS)]
+    for number in range(40):
+        shape = SHAPES[number % len(SHAPES)]
+        for rank in range(RANKS):
+            low, high = (rank * shape[0] // RANKS, (rank + 1) * shape[0] // RANKS) if shape else (0, 1)
+            boxes = [((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))] if shape else [((), ())]
+            if len(shape) > 1 and number % 3 == 0:
+                ((first, *zeros), (rows, *sizes)), last = boxes[0], shape[-1]
+                half = last // 2
+                boxes = [
+                    ((first, *zeros[:-1], 0), (rows, *sizes[:-1], half)),
+                    ((first, *zeros[:-1], half), (rows, *sizes[:-1], last - half)),
+                ]
+            boxes = [box for box in boxes if 0 not in box[1]]
+            if boxes:
+                seen[rank].append((f"k{number}", shape, torch.float32 if number % 2 else torch.int8, boxes))
+    parts, _, tensors = divide(seen)
+    places = []
+    for part in parts:
+        lengths = np.random.default_rng(0).integers(100, 2**33, len(part.writes))
+        ends = np.cumsum(lengths)
+        places.append(np.stack([np.array(part.writes), ends - lengths, lengths], axis=1))
+    manifest = empty_manifest()
+    manifest.save_id, manifest.format_version = "a" * 32, 3
+    encode(tensors, [f"f{rank}" for rank in range(RANKS)], places, manifest.identity).write(path, manifest)
+    return manifest, Index.of(unpickle_metadata((path / METADATA).read_bytes()))
+
+
+def by_name(found: Index, keys: list[str]) -> dict[str, list[tuple[Any, ...]]]:
+    """Rows with the names of files."""
+    rows = {key: own.tolist() for key, own in found.rows(keys)}
+    return {key: [(found.files[at], *rest) for at, *rest in own] for key, own in rows.items()}
+
+
+def test_it_says_what_the_metadata_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, described = written(tmp_path, monkeypatch)
+    blocks: list[int] = []
+    unpack = index._unpack
+    monkeypatch.setattr(index, "_unpack", lambda *given: blocks.append(1) or unpack(*given))
+    found = read_index(tmp_path, manifest)
+    keys = [*described.tensors]
+    assert found.tensors == described.tensors and len(keys) == 40
+    assert by_name(found, keys) == by_name(described, keys)
+    assert len(blocks) > 5
+    blocks.clear()
+    some = ["k3", "k38", "none"]
+    assert by_name(found, some) == by_name(described, some)
+    assert len(blocks) == 2, "no more than what is asked for"
+
+
+def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few pieces and of many: each element of a rectangle once, out of the piece that has it."""
+    manifest, described = written(tmp_path, monkeypatch)
+    for few in (0, 100):
+        monkeypatch.setattr("te_fsdp.checkpoint.compare._FEW", few)
+        for key, (shape, _) in described.tensors.items():
+            low, sizes = tuple(n // 4 for n in shape), tuple(max(1, n // 2) for n in shape)
+            wanted = [(key, low, sizes)]
+            covered = torch.zeros(sizes, dtype=torch.int64)
+            for pieces in pieces_to_read(tmp_path, manifest, read_index(tmp_path, manifest), wanted).values():
+                for piece, parts in pieces:
+                    [(begin, own)] = [
+                        (row[3 : 3 + len(shape)], row[3 + len(shape) :])
+                        for row in by_name(described, [key])[key]
+                        if (row[0], row[1]) == (piece.window.file.name, piece.window.offset)
+                    ]
+                    assert piece.shape == tuple(own)
+                    for part in parts:
+                        covered[tuple(map(slice, part.in_place, np.add(part.in_place, part.shape)))] += 1
+                        there = np.add(begin, part.in_piece).tolist()
+                        assert there == np.add(low, part.in_place).tolist()
+            assert bool((covered == 1).all())
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return two_saves(tmp_path_factory.mktemp("saves"))
+
+
+def test_loads_do_not_unpickle_the_metadata(
+    saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "unpickle_metadata", None)
+    checkpoint.load(saves[0], *training(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("unlisted", f"{INDEX}: not listed in the manifest"),
+        ("without a table", f"unreadable {INDEX}"),
+        ("of another save", f"unreadable {INDEX} .*a file of another save"),
+        ("of another manifest", f"unreadable {INDEX} .*not of one save"),
+    ],
+)
+def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str, text: str) -> None:
+    """With a manifest that has the right digest, as somebody would write it who wants to be believed."""
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    body, other = (json.loads((save / MANIFEST).read_text()) for save in saves)
+    if change == "unlisted":
+        del body["files"][INDEX]
+    elif change == "without a table":
+        body["files"][INDEX] = [(path / INDEX).stat().st_size, sums.checksum(path / INDEX)]
+    elif change == "of another save":
+        shutil.copy(saves[1] / INDEX, path / INDEX)
+        body["files"][INDEX] = other["files"][INDEX]
+    else:
+        body["mesh"]["ranks"] += 1
+        metadata = (path / METADATA).read_bytes()
+        manifest = Manifest(**{k: v for k, v in body.items() if k != "digest"})
+        old = MARK.search(metadata)
+        assert old is not None
+        (path / METADATA).write_bytes(metadata.replace(old[0], manifest.identity.encode()))
+        body["files"][METADATA][1] = sums.checksum(path / METADATA)
+    del body["digest"]
+    (path / MANIFEST).write_bytes(sealed(body))
+    error = loaded_or_error(path, *training(1))
+    assert re.search(text, error), error
+
+
+def test_a_checkpoint_from_before_there_was_one(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    (path / INDEX).unlink()
+    body = json.loads((path / MANIFEST).read_text())
+    del body["files"][INDEX], body["digest"]
+    (path / MANIFEST).write_bytes(sealed(body))
+    (model, optimizer), (want, _) = training(1), training(0)
+    checkpoint.load(path, model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
