@@ -16,7 +16,7 @@ options see the model's parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,18 +110,20 @@ class MainParameters:
         """Whether state is cut over the replicas of parameters."""
         return self.averages is not None
 
-    def cut(self) -> None:
-        """From now on cut state over the replicas of parameters."""
+    def cut(self, shards: Iterable[OptimizerShard]) -> None:
+        """From now on cut state over the replicas of parameters: so far of these. Local operation."""
         self.averages = OuterAverages(self)
         self.known.clear()
+        for shard in shards:
+            self.of(shard.parameter, shard)
 
-    def of(self, parameter: torch.Tensor) -> MainParameter:
-        """What is known of a parameter. Local operation."""
+    def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
+        """What is known of a parameter, and maybe its ``shard``. Local operation."""
         known = self.known.get(id(parameter))
         if known is None:
             known = self.known[id(parameter)] = MainParameter(parameter)
         if known.shard is None and self.cuts:
-            known.shard = optimizer_shard(parameter)
+            known.shard = shard or optimizer_shard(parameter)
             if known.shard is not None:
                 noted(parameter).main_parameters = weakref.ref(self)
         return known

@@ -72,13 +72,21 @@ def start_install(
         scales: From :func:`scales_of_rows`, which is called if there are none.
     """
     scales = scales_of_rows(cut) if scales is None else scales
+    written = [] if written is None else written
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
     for shard, rows in cut:
         local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
-            plain.append(Part(shard, _in_place(shard, rows, local), local))
+            own = shard.of(local)
+            # In the dtype of the parameter, where they belong if they lie together there.
+            if not own.is_contiguous():
+                own = rows.to(local.dtype)
+            elif own.data_ptr() != rows.data_ptr():
+                own.copy_(rows)
+            plain.append(Part(shard, own, local))
+            written.append(local)
         elif why_not_bytes(shard) is None:
             packed += _quantized_parts(shard, rows, local, scales.get(id(shard)), written)
         else:
@@ -86,8 +94,6 @@ def start_install(
             whole.append(Part(shard, rows, value))
     sent = {id(part.shard): part.shard for part in packed}.values()
     _share_newest_amax(sent)
-    if written is not None:
-        written += [part.whole for part in plain]
     gather = start_gather(plain + whole + packed, async_op=async_op)
 
     def finish(unused: None) -> None:
@@ -164,16 +170,6 @@ def amax_group(shard: OptimizerShard) -> dist.ProcessGroup | None:
     return _torch.flatten_mesh(mesh, "outer_weight").get_group()
 
 
-def _in_place(shard: OptimizerShard, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Rows in the dtype of the parameter, where they belong if they lie together there."""
-    own = shard.of(local)
-    if not own.is_contiguous():
-        return rows.to(local.dtype)
-    if own.data_ptr() != rows.data_ptr():
-        own.copy_(rows)
-    return own
-
-
 # ------------------------------------------------------------------------------------------------------------ quantized
 
 
@@ -182,12 +178,11 @@ def _quantized_parts(
     rows: torch.Tensor,
     local: torch.Tensor,
     scale: torch.Tensor | None,
-    written: list[torch.Tensor] | None,
+    written: list[torch.Tensor],
 ) -> list[Part]:
     """This rank's rows, quantized: what is sent. What all replicas have alike is written at once."""
     targets = buffers_of_parts(local, "install")
-    if written is not None:
-        written += [target.tensor for target in targets]
+    written += [target.tensor for target in targets]
     quantized = _quantize(shard, rows, local, scale, [target.name for target in targets])
     parts = []
     for target, source in zip(targets, buffers_of_parts(quantized, "install"), strict=True):

@@ -9,6 +9,7 @@ refused, on any other. te_fsdp.checkpoint knows the rows and has no such limit.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +38,8 @@ from te_fsdp.sharding.outer_gather import (
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch.distributed.tensor.placement_types import Placement
     from torch.optim import Optimizer
-
-    from te_fsdp.sharding.state import ShardingState
 
 _log = logging.getLogger("te_fsdp")
 
@@ -102,56 +99,47 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = main_parameters_of(optimizer)
+    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
     if overlap_gather:
-        _check_overlap(optimizer, known, held)
-    if known is not None or not any(optimizer_shard(p) is not None for p in held):
+        _check_overlap(optimizer, known, held, shards)
+    if not shards:
         return optimizer
+    _check_fresh(optimizer)
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
-        _shard(optimizer, held, states, overlap_gather)
-    return optimizer
-
-
-def _shard(
-    optimizer: Optimizer, held: list[torch.Tensor], states: Collection[ShardingState], overlap_gather: bool
-) -> None:
-    """:func:`shard_optimizer`, once all ranks have come.
-
-    Args:
-        optimizer: One whose state is not cut yet.
-        held: Its parameters.
-        states: Of the models that they belong to.
-        overlap_gather: As there.
-    """
-    _check_fresh(optimizer)
-    main_parameters: MainParameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or make_main_parameters(
-        optimizer
-    )
-    main_parameters.cut()
-    shards = [shard for p in held if (shard := main_parameters.of(p).shard) is not None]
-    _check_same(shards, overlap_gather)
-    _keep_main_weights(optimizer, shards)
-    setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
-    _prepare_bytes(shards)
-    main_parameters.start(optimizer)
+        _check_same(shards, overlap_gather)
+        main_parameters = _cut(optimizer, shards)
     for state in states:
         state.outer_optimizer = main_parameters
         if overlap_gather:
             watch_state_dicts(state)
     main_parameters.overlaps = overlap_gather
+    return optimizer
 
 
-def _check_overlap(optimizer: Optimizer, known: MainParameters | None, held: Sequence[torch.Tensor]) -> None:
-    """Raise where new weights cannot arrive after the step. Local operation.
+def _cut(optimizer: Optimizer, shards: list[OptimizerShard]) -> MainParameters:
+    """Let an optimizer have main parameters that are cut. Collective where an amax needs a process group."""
+    known: MainParameters | None = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    main_parameters = known or make_main_parameters(optimizer)
+    main_parameters.cut(shards)
+    for shard in shards:
+        # Of the state that main_weights has made of whole shards keep what is not zero.
+        state = optimizer.state.pop(shard.parameter, {})
+        if MAIN in state:
+            optimizer.state[shard.parameter][MAIN] = state[MAIN]
+    setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
+    _prepare_bytes(shards)
+    main_parameters.start(optimizer)
+    return main_parameters
 
-    Args:
-        optimizer: The optimizer.
-        known: Its main parameters, if it was sharded before.
-        held: Its parameters.
 
-    Raises:
-        OrderError: It was sharded without it; or none of its parameters could arrive later.
-    """
+def _check_overlap(
+    optimizer: Optimizer,
+    known: MainParameters | None,
+    held: Sequence[torch.Tensor],
+    shards: Sequence[OptimizerShard],
+) -> None:
+    """Raise where new weights cannot arrive after the step: ``known`` are main parameters of an earlier call."""
     if known is not None and not known.overlaps:
         raise OrderError(
             f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
@@ -159,7 +147,6 @@ def _check_overlap(optimizer: Optimizer, known: MainParameters | None, held: Seq
             got="one that was sharded without it",
             fix="give overlap_gather=True to the first call, on all ranks",
         )
-    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
     # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
     if known is None and not any(not c.reduced and may_be_sent_later(c) for c in shards):
         raise OrderError(
@@ -241,22 +228,14 @@ def _prepare_bytes(shards: list[OptimizerShard]) -> None:
             )
 
 
-def _keep_main_weights(optimizer: Optimizer, shards: list[OptimizerShard]) -> None:
-    """Of the state that :func:`te_fsdp.main_weights` has made of whole shards keep what is not zero."""
-    for shard in shards:
-        state = optimizer.state.pop(shard.parameter, {})
-        if MAIN in state:
-            optimizer.state[shard.parameter][MAIN] = state[MAIN]
-
-
 def make_main_parameters(optimizer: Optimizer) -> MainParameters:
     """The main parameters of an optimizer, taking part in its steps and its state dicts. Local operation."""
     main_parameters = MainParameters(optimizer)
     dicts = _StateDicts(main_parameters)
     if _te.is_fused_adam(optimizer):
         # Its methods go on after torch's, and look at the groups again: hooks of torch's would be too early.
-        install_on(optimizer, "save", dicts.saving(optimizer, optimizer.state_dict))
-        install_on(optimizer, "load", dicts.loading(optimizer, optimizer.load_state_dict))
+        install_on(optimizer, "save", functools.partial(dicts.save, optimizer, optimizer.state_dict))
+        install_on(optimizer, "load", functools.partial(dicts.load, optimizer, optimizer.load_state_dict))
     else:
         optimizer.register_state_dict_pre_hook(dicts.before_save)
         optimizer.register_state_dict_post_hook(dicts.after_save)
@@ -275,35 +254,25 @@ class _StateDicts:
     def __init__(self, main_parameters: MainParameters) -> None:
         self.main_parameters = main_parameters
 
-    def saving(
-        self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]
-    ) -> Callable[[], dict[str, Any]]:
+    def save(self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """FusedAdam's ``state_dict``, with main parameters in place to its end."""
+        self.before_save(optimizer)
+        try:
+            result = stock()
+        finally:
+            self.main_parameters.put_back(optimizer)
+        self.after_save(optimizer, result)
+        return result
 
-        def state_dict() -> dict[str, Any]:
-            self.before_save(optimizer)
-            try:
-                result = stock()
-            finally:
-                self.main_parameters.put_back(optimizer)
-            self.after_save(optimizer, result)
-            return result
-
-        return state_dict
-
-    def loading(
-        self, optimizer: Optimizer, stock: Callable[[dict[str, Any]], None]
-    ) -> Callable[[dict[str, Any]], None]:
+    def load(
+        self, optimizer: Optimizer, stock: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    ) -> None:
         """FusedAdam's ``load_state_dict``, with main parameters in place to its end."""
-
-        def load_state_dict(state_dict: dict[str, Any]) -> None:
-            fitted = self.before_load(optimizer, state_dict)
-            try:
-                stock(fitted)
-            finally:
-                self.after_load(optimizer)
-
-        return load_state_dict
+        fitted = self.before_load(optimizer, state_dict)
+        try:
+            stock(fitted)
+        finally:
+            self.after_load(optimizer)
 
     def before_save(self, optimizer: Optimizer) -> None:
         if self.main_parameters.cuts:
@@ -329,9 +298,13 @@ class _StateDicts:
                 why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
                 fix="use te_fsdp.checkpoint.load, which makes the missing state",
             )
-        fitted = {**state_dict, "state": self._fitted(optimizer, state_dict)}
+        states = dict(state_dict["state"])
+        self.main_parameters.put_back(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of what is cut
+            if key in states:
+                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
         self.main_parameters.swap_in(optimizer)
-        return fitted
+        return {**state_dict, "state": states}
 
     @torch.no_grad()
     def after_load(self, optimizer: Optimizer) -> None:
@@ -352,15 +325,6 @@ class _StateDicts:
             shard = self.main_parameters.of(parameter).shard
             if shard is not None:
                 yield key, shard
-
-    def _fitted(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
-        """The states of a state dict, those of cut parameters as this rank's rows."""
-        states = dict(state_dict["state"])
-        self.main_parameters.put_back(optimizer)
-        for key, shard in self._shards(optimizer, state_dict):
-            if key in states:
-                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
-        return states
 
 
 def _cutting(shard: OptimizerShard) -> list[int]:
