@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     asked = bool(words) and words[0] in ("-h", "--help")
     lines = ["usage: te-fsdp COMMAND ...", "       te-fsdp --version", ""]
-    lines += [f"  {name:8} {purpose}" for name, (_, purpose) in _GROUPS.items()]
+    lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _GROUPS.items()]
     lines += [
         "",
         "te-fsdp COMMAND --help tells more. Exit codes: 0 good, 1 problem found, 2 wrong usage.",

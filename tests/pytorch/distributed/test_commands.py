@@ -103,3 +103,33 @@ def test_no_block_is_forgotten():
         for number in range(len(documented.to_run(page)))
     }
     assert wanted == PRINTED.keys() | PRINTED_LATE.keys()
+
+
+#: Scripts of benchmarks/ that no other test starts: processes, and options that make them short.
+BENCHMARKS = {
+    "checkpoint": (2, "--gib 0.01 --rounds 1"),
+    "checkpoint_read": (2, "--gib 0.01 --rounds 1"),
+    "checkpoint_scale": (1, "--measured 2 --ranks 8"),
+    "neighbour_copy": (2, "--mib 4 --rounds 1"),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs(name, tmp_path, python, request):
+    if request.config.getoption("--matrix") != "full":
+        pytest.skip("takes some seconds: make docs-commands")
+    processes, options = BENCHMARKS[name]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [python, *run, str(ROOT / f"benchmarks/{name}.py"), *options.split()],
+        cwd=tmp_path,
+        env={**os.environ, **folder_of_a_reader(tmp_path, python)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
