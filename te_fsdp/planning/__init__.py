@@ -12,8 +12,7 @@ from __future__ import annotations
 from te_fsdp.planning.job import OPTIMIZERS, RECIPES, Job, Sizes
 from te_fsdp.planning.peak import Peak
 from te_fsdp.planning.plan import LINK_RATIO, Candidate, Plan, plan, search
-from te_fsdp.planning.time import Machine, StepTime
-from te_fsdp.planning.traffic import Traffic
+from te_fsdp.planning.time import Machine, StepTime, Traffic
 
 __all__ = [
     "LINK_RATIO",

@@ -29,8 +29,7 @@ from te_fsdp.mesh import Meshes
 from te_fsdp.planning.activations import stages_of
 from te_fsdp.planning.job import Job, Sizes, build_model, is_function, workload_of
 from te_fsdp.planning.peak import Peak, peak_of
-from te_fsdp.planning.time import Machine, StepTime, flops_of, reach_of, step_time
-from te_fsdp.planning.traffic import Traffic, traffic_of
+from te_fsdp.planning.time import Machine, StepTime, Traffic, flops_of, reach_of, step_time, traffic_of
 from te_fsdp.planning.weights import Weight, checkpoint_bytes, optimizer_bytes, sums, weights_of
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.report import Report, Row, describe
