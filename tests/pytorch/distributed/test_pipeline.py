@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from pipelines import saved, scheduled
 
 DP, TP = {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}
+MXFP8 = pytest.mark.recipe("mxfp8")
+FP8 = {"recipe": "current", "quantized": True, "dtype": torch.bfloat16, "microbatches": 2}
 RUNS = {
     "1f1b dp": {"axes": DP},
     "gpipe tp": {"axes": TP, "kind": "gpipe"},
     "interleaved": {"axes": DP, "kind": "interleaved", "strategy": "optim_grads"},
+    "zero bubble": {"axes": DP, "kind": "zero bubble", "strategy": "optim_grads"},
     "no_shard": {"axes": DP, "strategy": "no_shard"},
     "some no_shard": {"axes": DP, "strategy": {"": "no_shard", "layers.*": "optim"}},
     "hfsdp": {"axes": {"pp": 2, "replicate": 2}, "outer_strategy": "optim", "strategy": "optim"},
     "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "told": False},
     "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3, "microbatches": 2},
     "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads", "microbatches": 2},
+    "bf16": {"axes": {"pp": 2}, "kind": "gpipe", "dtype": torch.bfloat16},
+    "bf16 dp": {"axes": DP, "dtype": torch.bfloat16},
+    "fp8": {"axes": {"pp": 2}, "kind": "interleaved", **FP8},
+    "fp8 dp": {"axes": DP, **FP8},
 }
+MARKS = {"mxfp8": MXFP8, **dict.fromkeys(("bf16", "bf16 dp", "fp8", "fp8 dp"), pytest.mark.gpu)}
 # All-gathers of a step: with kept weights one for each of three units, else for each microbatch too.
 GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3, "no_shard": 0}
 # All-reduces of gradients in a step: of each unit that stays whole, however many microbatches.
@@ -24,14 +35,14 @@ REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, ())) for run in RUNS])
 def test_schedules(pool, tmp_path, run):
     """Losses, gradients, norms over all stages and updated weights, by value."""
     case = RUNS[run]
-    whole = {key: case[key] for key in ("recipe", "quantized") if key in case}
+    whole = {key: case[key] for key in ("recipe", "quantized", "dtype") if key in case}
     pool.run(saved.trained, 1, name="whole", directory=str(tmp_path), **whole)
     outcomes = pool.run(
-        scheduled.training, 2 if run == "delayed" else 4, directory=str(tmp_path), timeout=60, **case
+        scheduled.training, math.prod(case["axes"].values()), directory=str(tmp_path), timeout=60, **case
     )
     for outcome in outcomes:
         assert run not in GATHERS or set(outcome["gathers"]) == {GATHERS[run]}
@@ -55,11 +66,14 @@ CHAINS = {
     "two stages a rank": ({"per_rank": 2}, [{"pp": 2, "dp": 2}]),
     "delayed": ({"recipe": "delayed", "quantized": True}, [{"pp": 2, "dp": 2}]),
     "mxfp8": ({"recipe": "mxfp8", "quantized": True}, [{"pp": 2}]),
+    "fp8": ({"recipe": "current", "quantized": True, "dtype": torch.bfloat16}, [{"pp": 2}]),
 }
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    "chain", [pytest.param(c, marks={"mxfp8": MXFP8, "fp8": pytest.mark.gpu}.get(c, ())) for c in CHAINS]
+)
 def test_checkpoints_of_stages(pool, tmp_path, chain):
     """One process -> stages -> other stages -> one process."""
     options, hops = dict(CHAINS[chain][0]), CHAINS[chain][1]

@@ -28,15 +28,15 @@ class Model(nn.Module):
 
         super().__init__()
         self.recipe, self.group = recipe_of(recipe), None
-        quantized = kwargs.pop("quantized", False)
+        quantized, dtype = kwargs.pop("quantized", False), kwargs.pop("dtype", torch.float32)
         first, last = 0 in layers, LAYERS - 1 in layers
         made = te.quantized_model_init(recipe=self.recipe) if quantized else contextlib.nullcontext()
-        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.embedding = nn.Embedding(WORDS, HIDDEN, **options) if first else None
         with made:
             self.layers = nn.ModuleDict(
                 {
-                    str(i): te.LayerNormMLP(HIDDEN, FFN, device=device, params_dtype=torch.float32, **kwargs)
+                    str(i): te.LayerNormMLP(HIDDEN, FFN, device=device, params_dtype=dtype, **kwargs)
                     for i in layers
                 }
             )
@@ -92,11 +92,11 @@ def stage_of(meshes: Any, number: int, stages: int, recipe: str = "none", **opti
         number: Of the stage.
         stages: How many there are.
         recipe: Of its forward.
-        options: ``quantized``, or keywords of ``fully_shard``.
+        options: ``quantized``, ``dtype``, or keywords of ``fully_shard``.
     """
     import te_fsdp
 
-    kwargs: dict[str, Any] = {"quantized": options.pop("quantized", False)}
+    kwargs: dict[str, Any] = {key: options.pop(key) for key in ("quantized", "dtype") if key in options}
     if meshes.tp is not None:
         kwargs |= {"set_parallel_mode": True, **meshes.te_kwargs()}
     model = Model("meta", layers_of(number, stages), recipe, **kwargs)

@@ -30,6 +30,14 @@ FP32 = (
     2e-5,
     "fp32 sums of at most 600 terms in another order: 600 * 2^-24 = 3.6e-5 at most, their random walk 2e-6",
 )
+BF16 = (
+    3e-2,
+    "sums of at most eight gradients in bf16, each rounded by 2^-9, and parameters of one bf16 step",
+)
+FP8 = (
+    0.15,
+    "gradients in bf16 of small biases, through weights some of whose FP8 values are the neighbouring ones",
+)
 QUANTIZED = (
     2e-3,
     "main weights that differ by rounding: one in thousands of their FP8 values is the neighbouring one (6 %)",
@@ -38,6 +46,7 @@ SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
+    "zero bubble": "ScheduleInterleavedZeroBubble",
 }
 
 
@@ -53,6 +62,8 @@ def _scheduled(
     group, place, pp = meshes.pp.get_group(), meshes.pp.get_local_rank(), meshes.pp.size()
     numbers = [place + pp * at for at in range(len(parts))]
     count, stages = pp * len(parts), []
+    # TE computes both gradients at once: nothing is left to do for a schedule that splits backward.
+    options = {"dw_builder": lambda: lambda: None} if kind == "zero bubble" else {}
     for number, part in zip(numbers, parts, strict=True):
         # Told, torch need not run a microbatch to find out.
         entering = (
@@ -61,7 +72,9 @@ def _scheduled(
         leaving = torch.zeros(ROWS, 12 if number == count - 1 else HIDDEN, dtype=dtype)
         both = [t.to(harness.device()).requires_grad_(t.is_floating_point()) for t in (entering, leaving)]
         stages.append(
-            PipelineStage(part, number, count, harness.device(), *(both if told else ()), group=group)
+            PipelineStage(
+                part, number, count, harness.device(), *(both if told else ()), group=group, **options
+            )
         )
     made = getattr(pipelining, SCHEDULES[kind])
     schedule = made(stages if len(parts) > 1 else stages[0], microbatches, loss_fn=loss_of)
@@ -87,6 +100,7 @@ def training(
     broken: str = "",
     told: bool = True,
     microbatches: int = MICROBATCHES,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, Any]:
     """Steps of a pipeline and of one process, both from one checkpoint of the whole model.
@@ -100,26 +114,25 @@ def training(
         broken: A fault to bring in: ``"norm"``, ``"layer"``.
         told: Whether torch is told the shapes between stages, or runs a microbatch to find out.
         microbatches: Of a step.
+        dtype: Of parameters.
         options: Of ``fully_shard``.
     """
     import te_fsdp
 
     meshes = meshes_of(**axes)
-    parts, reference = _built(directory, meshes, kind, recipe, quantized, **options)
+    parts, reference = _built(directory, meshes, kind, recipe, quantized=quantized, dtype=dtype, **options)
     if broken == "layer" and meshes.pp.get_local_rank() == 1:
-        with torch.no_grad():
-            next(parts[0].layers.parameters()).mul_(1.1)
+        next(parts[0].layers.parameters()).detach().mul_(1.1)
     ours, wanted = optimizer_of(parts, quantized), optimizer_of(reference, quantized)
     if hfsdp := options.get("outer_strategy") == "optim":
         te_fsdp.shard_optimizer(ours)
-    step_of = _scheduled(meshes, parts, kind, next(reference.parameters()).dtype, told, microbatches)
+    step_of = _scheduled(meshes, parts, kind, dtype, told, microbatches)
     checks, sent, losses = harness.Comparisons(), [], list[float]()
     for step in range(steps):
         words, then = batch(step, meshes.data_size, microbatches)
-        allowed = QUANTIZED if quantized and step else FP32
+        allowed = _allowed(dtype, quantized and step > 0)
         with recorded() as seen:
             found = step_of(words[meshes.data_rank], then[meshes.data_rank])
-        sent.append(seen)
         expected = _whole_step(reference, words, then)
         if found:
             checks.close(f"step {step}: losses", torch.stack(found), expected[meshes.data_rank], *allowed)
@@ -135,8 +148,15 @@ def training(
             optimizer.step()
             optimizer.zero_grad()
         _compare(checks, f"step {step}: updated", parts, reference, allowed, gradients=False)
-    checks.require(steps * 5)
-    return {**_counts(sent), "losses": losses}
+        sent.append(seen)
+    return checks.require(steps * 5) and {**_counts(sent), "losses": losses}
+
+
+def _allowed(dtype: torch.dtype, quantized: bool) -> tuple[float, str]:
+    """How far values may be from those of one process, and why."""
+    if dtype == torch.bfloat16:
+        return FP8 if quantized else BF16
+    return QUANTIZED if quantized else FP32
 
 
 def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
@@ -150,15 +170,24 @@ def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
 
 
 def _built(
-    directory: str, meshes: Any, kind: str, recipe: str, quantized: bool, **options: Any
+    directory: str,
+    meshes: Any,
+    kind: str,
+    recipe: str,
+    *,
+    quantized: bool,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> tuple[list[nn.Module], Model]:
     """This rank's stages, and the whole model in one process, with the values of one checkpoint."""
     import te_fsdp
 
-    pp, each = meshes.pp.size(), 2 if kind == "interleaved" else 1
+    pp, each = meshes.pp.size(), 2 if kind in ("interleaved", "zero bubble") else 1
     numbers = range(meshes.pp.get_local_rank(), pp * each, pp)
-    parts = [stage_of(meshes, n, pp * each, recipe, quantized=quantized, **options) for n in numbers]
-    reference = Model(harness.device(), recipe=recipe, quantized=quantized)
+    parts = [
+        stage_of(meshes, n, pp * each, recipe, quantized=quantized, dtype=dtype, **options) for n in numbers
+    ]
+    reference = Model(harness.device(), recipe=recipe, quantized=quantized, dtype=dtype)
     reference.group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for model in (parts, reference):
         te_fsdp.checkpoint.load(f"{directory}/whole", model)
