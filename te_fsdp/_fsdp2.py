@@ -1,4 +1,4 @@
-"""Private names of FSDP2's running state, beside those in ``_torch.py``. Checked on torch 2.11 to 2.15.
+"""Private names of FSDP2's running state and of autograd, beside those in ``_torch.py``; torch 2.11 to 2.15.
 
 FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and must bring the same buffers each time.
 FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
@@ -462,3 +462,15 @@ class _Pieces:
         if left <= 0 < size:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, index * rows, min(rows, left))
+
+
+def runs_later(leaf: Any) -> bool:
+    """Whether the backward that runs leaves out a leaf's gradient, and keeps its graph for another backward.
+
+    ``torch._C._will_engine_execute_node``, ``torch._C._autograd._get_current_graph_task_keep_graph``.
+    """
+    try:
+        left_out = not torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of leaves that torch.autograd.grad was asked for
+        return False
+    return left_out and torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,7 +1,8 @@
-"""What is looked at once, before it costs a training run: at a model's first forward, and at an optimizer's first step.
+"""What is looked at once, before it costs a training run: at a model's first forward, and an optimizer's first step.
 
     first forward         parameters that came after ``fully_shard``, gradient hooks that never run, memory that
                           ``to_empty`` left as it was
+    first backward        of a pipeline's stage: it is not split into one for inputs and one for weights
     first in each mode    all ranks that gather weights together have come (``if rank == 0: model(x)``)
     first step            the same parameters and hooks once more; optimizer state of another rank; copies of a weight
                           that differ between ranks
@@ -11,12 +12,14 @@ Nothing here is repeated in later forwards and steps, but for a comparison of tw
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, OrderError, shorten
@@ -87,6 +90,55 @@ def _refuse_new_parameters(state: ShardingState) -> None:
             why="Nobody would average their gradients over the ranks, whose copies would drift apart",
             fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
         )
+
+
+# ------------------------------------------------------------------------------------------------- split backwards
+
+
+def watch_first_backward(state: ShardingState) -> None:
+    """Refuse, at the first backward of a pipeline's stage, a schedule that splits backward. Local operation.
+
+    Zero-bubble schedules compute gradients of a stage's inputs first, and those of its weights in a second backward
+    through the same graph. Modules of TransformerEngine compute both at once, and free what they have saved.
+    """
+    if state.meshes.pp is None or not any(_te.kind_of(module) for module in state.model.modules()):
+        return
+    handles: list[Any] = []
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _torch.flatten(output)[0]:
+            leaf = _parameter_leaf(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else None
+            if leaf is not None:
+                tensor.register_hook(functools.partial(_refuse_split, handles, leaf))
+
+    handles.append(state.model.register_forward_hook(_torch.untraced(watch)))
+
+
+def _parameter_leaf(node: Any) -> Any:
+    """The node of a graph that is nearest to its end and takes a parameter's gradient; ``None`` if there is none."""
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return node
+        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        waiting.extend(more)
+        seen |= more
+    return None
+
+
+def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None:
+    """At a gradient of the stage's output; once a backward has been whole, nobody looks again."""
+    if _fsdp2.runs_later(leaf):
+        raise OrderError(
+            "a backward for the inputs of a pipeline's stage alone, with another one for its weights to come",
+            expected="one backward for both, as modules of TransformerEngine compute them",
+            got="a schedule that splits backward (zero bubble)",
+            fix="PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first; or a schedule "
+            "that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
+        )
+    while handles:
+        handles.pop().remove()
 
 
 # ------------------------------------------------------------------------------------------------------ unset memory

@@ -43,6 +43,7 @@ from te_fsdp.sharding.comm_units import (
     take_in_shards,
     wgrad_fusion_set_aside,
 )
+from te_fsdp.sharding.first_looks import watch_first_backward
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_averages import watch_reductions
@@ -298,6 +299,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
     )
     watch_forward(state)
+    watch_first_backward(state)
     watch_steps()
     fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)

@@ -12,7 +12,7 @@ DP, TP = {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}
 MXFP8 = pytest.mark.recipe("mxfp8")
 FP8 = {"recipe": "current", "quantized": True, "dtype": torch.bfloat16, "microbatches": 2}
 RUNS = {
-    "1f1b dp": {"axes": DP},
+    "1f1b dp": {"axes": DP, "transport": "nccl"},
     "gpipe tp": {"axes": TP, "kind": "gpipe"},
     "interleaved": {"axes": DP, "kind": "interleaved", "strategy": "optim_grads"},
     "zero bubble": {"axes": DP, "kind": "zero bubble", "strategy": "optim_grads"},
@@ -87,6 +87,15 @@ def test_checkpoints_of_stages(pool, tmp_path, chain):
             assert outcome == {"left": {}, "converted": {}, "step": 2}
     names = [str(number) for number in range(len(hops) + 1)]
     pool.run(saved.same, 1, names=[*names, f"{names[-1]} before"], **where, **options)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_is_split(pool):
+    """As zero-bubble schedules split it; in one piece it goes on."""
+    for name, text in pool.run(scheduled.split, 2):
+        assert name == "OrderError"
+        assert "a backward for the inputs of a pipeline's stage alone" in text
+        assert "PipelineStage(..., dw_builder=lambda: lambda: None)" in text
 
 
 MISTAKES = {

@@ -42,6 +42,10 @@ QUANTIZED = (
     2e-3,
     "main weights that differ by rounding: one in thousands of their FP8 values is the neighbouring one (6 %)",
 )
+QUANTIZED_ON_GPU = (
+    5e-2,
+    "as well as FP8 activations and gradients, of which a last bit in fp32 decides; sums of 64 terms of 12 %",
+)
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -156,7 +160,9 @@ def _allowed(dtype: torch.dtype, quantized: bool) -> tuple[float, str]:
     """How far values may be from those of one process, and why."""
     if dtype == torch.bfloat16:
         return FP8 if quantized else BF16
-    return QUANTIZED if quantized else FP32
+    if not quantized:
+        return FP32
+    return QUANTIZED if harness.device_type() == "cpu" else QUANTIZED_ON_GPU
 
 
 def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
@@ -167,6 +173,22 @@ def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
             sum((one.kind, one.dtype) == ("all_reduce", "float32") for one in step) for step in sent
         ],
     }
+
+
+def split() -> tuple[str, str]:
+    """What a stage raises when a schedule splits its backward; afterwards it computes both gradients at once."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    meshes = meshes_of(2)
+    model = stage_of(meshes, 1, 2)
+    x = torch.ones(ROWS, HIDDEN, device=harness.device(), requires_grad=True)
+    try:
+        stage_backward_input([model(x).sum()], None, [x], model.parameters())
+    except RuntimeError as error:
+        raised = error.__cause__
+    model(x).sum().backward()
+    assert x.grad is not None and all(p.grad is not None for p in model.parameters())
+    return type(raised).__name__, str(raised)
 
 
 def _built(
