@@ -147,13 +147,16 @@ class _Speeds:
     contention: Annotated[float, arg(help="Share of hidden messages' time that computation loses.")] = (
         Machine.contention
     )
+    host_ms: Annotated[float, arg(help="Milliseconds in which the host issues a step, as measured.")] = (
+        Machine.host
+    )
 
     def machine(self, node: int) -> Machine | None:
         """These speeds, if there are any. ``node``: GPUs of one."""
         if self.tflops is None:
             return None
         links = self.within, self.between, self.memory_bandwidth
-        return Machine(self.tflops, self.attention_tflops, *links, node, self.contention)
+        return Machine(self.tflops, self.attention_tflops, *links, node, self.contention, self.host_ms)
 
 
 def _plan(
@@ -288,7 +291,9 @@ def _show_step(step: StepTime, found: Plan) -> None:
     """An estimate of a step as a table."""
     rows = [("products and attention", step.compute), ("optimizer", step.optimizer)]
     rows += [(f"waiting for {axis}", seconds) for axis, seconds in step.exposed.items()]
-    rows += [("lost to hidden messages", step.contended), ("a step", step.seconds)]
+    rows += [("lost to hidden messages", step.contended)]
+    rows += [("waiting for the host", step.waits)] if step.host else []
+    rows += [("a step", step.seconds)]
     cells = [(words, f"{1e3 * seconds:.1f}") for words, seconds in rows]
     print_table("A step, estimated, ms", ("what", "ms"), cells, right=("ms",))
     flops, job, sizes = sum(found.flops.values()), found.job, found.sizes

@@ -15,6 +15,8 @@ Seconds:
                   reduction, and what is longer than the computation. What is hidden still costs a share of its time,
                   ``contention``: its kernels hold multiprocessors, and copies into and out of its buffers take memory.
 
+A step takes no less than its host needs to issue it (:attr:`Machine.host`), which operations and bytes do not tell.
+
 A link is one of a node where an axis and those further in lie within one, else one between nodes. Rates are those that
 are reached, not those of a data sheet: they follow from one measured step.
 """
@@ -206,6 +208,8 @@ class Machine:
         memory: 10^9 bytes a second of a GPU's memory.
         node: GPUs of a node.
         contention: Share of hidden communication's time that computation loses.
+        host: Milliseconds in which the host issues a step, as measured (``host_ms`` of ``benchmarks/step.py``); 0: the
+            device never waits for it, as in CUDA graphs.
     """
 
     tflops: float
@@ -215,6 +219,7 @@ class Machine:
     memory: float = 4000.0
     node: int = 8
     contention: float = 0.4
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tflops", "within", "between", "memory", "node"):
@@ -222,6 +227,8 @@ class Machine:
                 raise PlacementError(f"plan: {name}", expected="more than 0", got=getattr(self, name))
         if not 0 <= self.contention <= 1:
             raise PlacementError("plan: contention", expected="a share, 0 to 1", got=self.contention)
+        if not self.host >= 0:
+            raise PlacementError("plan: host", expected="0 or more", got=self.host)
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,7 @@ class StepTime:
         links: Axis -> seconds that its messages take.
         exposed: Axis -> seconds of them that the step waits for.
         contended: What hidden messages cost computation.
+        host: What issuing it takes.
     """
 
     compute: float
@@ -241,10 +249,20 @@ class StepTime:
     links: dict[str, float]
     exposed: dict[str, float]
     contended: float
+    host: float = 0.0
+
+    @property
+    def waits(self) -> float:
+        """How long the device waits for its host."""
+        return max(self.host - self._device, 0.0)
 
     @property
     def seconds(self) -> float:
         """All of it."""
+        return self._device + self.waits
+
+    @property
+    def _device(self) -> float:
         return self.compute + self.optimizer + sum(self.exposed.values()) + self.contended
 
 
@@ -286,7 +304,8 @@ def step_time(
         slowest = max((axis for axis in links if axis not in _WAITED_FOR), key=lambda axis: links[axis])
         exposed[slowest] += longer
     optimizer = updated / machine.memory / 1e9
-    return StepTime(compute, optimizer, links, exposed, machine.contention * (hidden - longer))
+    contended = machine.contention * (hidden - longer)
+    return StepTime(compute, optimizer, links, exposed, contended, machine.host / 1e3)
 
 
 def reach_of(axis: str, sizes: Sizes) -> int:

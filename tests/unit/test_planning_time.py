@@ -20,11 +20,13 @@ TOKENS = 64
 # Machine. "bf16" and "FP8" name weights and products.
 LIMIT = {"none": 84.4, "current": 62.9}
 CONTENTION, FP32 = 0.4, te_fsdp.MixedPrecisionPolicy()
-#: Weights, setting -> job, sizes, measured ms, estimate. The last three wait for the host, or for what is not modelled.
+# In so many ms the host issues a step of FP8 weights, by two eager rows; other hosts are faster than their devices.
+HOSTS = {"FP8": 86.3, "FP8, later": 76.1}
+#: Weights, setting -> job, sizes, measured ms, estimate.
 ROWS = {
     ("bf16", "optim_grads_params"): ({}, {}, 100.8, 101.2),
     ("bf16, FP8 compute", "optim_grads_params"): ({"recipe": "current"}, {}, 80.6, 79.7),
-    ("FP8", "optim_grads_params"): ({"recipe": "current", "quantized_weights": True}, {}, 73.9, 73.6),
+    ("FP8", "optim_grads_params"): ({"recipe": "current", "quantized_weights": True}, {}, 95.5, 86.3),
     ("bf16", "no_shard, fp32 gradients"): ({"strategy": "no_shard", "precision": FP32}, {}, 113.2, 111.3),
     ("bf16", "optim, fp32 gradients"): ({"strategy": "optim", "precision": FP32}, {}, 100.6, 100.4),
     ("bf16", "optim_grads_params, fp32 gradients"): ({"precision": FP32}, {}, 106.3, 105.3),
@@ -50,13 +52,26 @@ ROWS = {
         {"recipe": "current", "quantized_weights": True, "precision": FP32},
         {},
         89.8,
-        79.0,
+        86.3,
     ),
     ("FP8", "optim_grads, fp32 gradients"): (
         {"recipe": "current", "quantized_weights": True, "strategy": "optim_grads", "precision": FP32},
         {},
         90.4,
-        76.5,
+        86.3,
+    ),
+    ("FP8", "optim, fp32 gradients"): (
+        {"recipe": "current", "quantized_weights": True, "strategy": "optim", "precision": FP32},
+        {},
+        80.2,
+        86.3,
+    ),
+    ("FP8, later", "optim_grads_params"): ({"recipe": "current", "quantized_weights": True}, {}, 73.9, 76.1),
+    ("FP8, CUDA graphs", "optim_grads_params"): (
+        {"recipe": "current", "quantized_weights": True},
+        {},
+        75.8,
+        73.6,
     ),
 }
 
@@ -69,7 +84,7 @@ def hopper(te):
 
 
 def test_beside_two_h200s(hopper, monkeypatch):
-    """Within 15 %, but for one row of FP8 weights, whose steps wait for the host; the page shows this table."""
+    """Within 15 %; the page shows this table."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import plan_memory
 
@@ -83,9 +98,10 @@ def test_beside_two_h200s(hopper, monkeypatch):
             optimizer = found.time(Machine(1)).optimizer
             flops = sum(found.flops.values()) / 1e12
             rates = {recipe: flops / (ms / 1e3 - optimizer) for recipe, ms in LIMIT.items()}
-        got = 1e3 * found.time(Machine(rates[job.recipe], contention=CONTENTION)).seconds
+        machine = Machine(rates[job.recipe], contention=CONTENTION, host=HOSTS.get(weights, 0.0))
+        got = 1e3 * found.time(machine).seconds
         assert got == pytest.approx(estimate, abs=0.06), (weights, setting, got)
-        assert abs(got / measured - 1) < (0.16 if "optim_grads, " in setting else 0.15)
+        assert abs(got / measured - 1) < 0.15
         assert (
             f"| {weights} | {setting} | {measured} | {estimate} | {estimate / measured - 1:+.0%} |".replace(
                 "%", " %"
@@ -97,24 +113,33 @@ def test_beside_two_h200s(hopper, monkeypatch):
 
 
 def test_measured_numbers_are_those_of_the_files():
-    rows = json.loads((ROOT / "benchmarks/results/step-h200x2.json").read_text())["rows"]
-    later = json.loads((ROOT / "benchmarks/results/step-h200x2-transport.json").read_text())["rows"]
+    files = ("step-h200x2", "step-h200x2-transport")
+    rows, later = (json.loads((ROOT / f"benchmarks/results/{f}.json").read_text())["rows"] for f in files)
     earlier = json.loads((ROOT / "benchmarks/results/strategies-h200x2.json").read_text())["results"]
 
-    def ms(rows, *wanted):
-        return next(
-            round(r["ms"], 1)
-            for r in rows
-            if (r["library"], r["weights"], r["setting"]) == (*wanted, "zero3")
-        )
+    def ms(rows, library, weights, setting="zero3", key="ms"):
+        wanted = library, weights, setting
+        return next(round(r[key], 1) for r in rows if (r["library"], r["weights"], r["setting"]) == wanted)
 
     assert {"none": ms(rows, "limit", "bf16"), "current": ms(rows, "limit", "fp8-compute")} == LIMIT
-    zero3 = [ms(rows, "te_fsdp", "bf16"), ms(rows, "te_fsdp", "fp8-compute"), ms(later, "te_fsdp", "fp8")]
-    assert [row[2] for row in ROWS.values()][:3] == zero3
-    for (weights, setting), (_, _, measured, _) in list(ROWS.items())[3:]:
+    hosts = {
+        name: ms(of, "te_fsdp", "fp8", key="host_ms") for name, of in zip(HOSTS, (rows, later), strict=True)
+    }
+    assert hosts == HOSTS
+    measured = {
+        "bf16": ms(rows, "te_fsdp", "bf16"),
+        "bf16, FP8 compute": ms(rows, "te_fsdp", "fp8-compute"),
+        "FP8": ms(rows, "te_fsdp", "fp8"),
+        "FP8, later": ms(later, "te_fsdp", "fp8"),
+        "FP8, CUDA graphs": ms(rows, "te_fsdp", "fp8", "zero3 graph"),
+    }
+    for (weights, setting), (_, _, value, _) in ROWS.items():
         word = setting.removesuffix(", fp32 gradients").replace(" 2 x 1", "")
+        if word == setting:
+            assert value == measured[weights]
+            continue
         word = f"optim_grads_params {word}" if word in ("HSDP", "HFSDP") else word
-        assert measured == round(earlier[f"{weights.lower()} {word} te_fsdp"]["ms"], 1)
+        assert value == round(earlier[f"{weights.lower()} {word} te_fsdp"]["ms"], 1)
 
 
 def test_closed_forms(te):
@@ -136,6 +161,8 @@ def test_closed_forms(te):
     updated = 2 * states + found.gradients + found.held["weights, 16 bits"]
     assert step.optimizer == pytest.approx(updated / 1e10)
     assert step.seconds == pytest.approx(compute + edge + sent["tp"] / 2e9 + step.contended + step.optimizer)
+    slow = found.time(Machine(1e-3, host=1e9))
+    assert slow.seconds == pytest.approx(1e6) and slow.waits > 0 and step.waits == 0
     fast = found.time(Machine(1e9, between=1.0, node=2))  # what no computation hides, the step waits for
     assert fast.exposed["dp_shard"] == pytest.approx(sent["dp_shard"] / 1e9, rel=1e-3)
 
@@ -156,6 +183,7 @@ def test_context_parallel(te):
         ({"tflops": 0.0}, "tflops"),
         ({"tflops": 1.0, "within": -1.0}, "within"),
         ({"tflops": 1.0, "contention": 2}, "share"),
+        ({"tflops": 1.0, "host": -1.0}, "host"),
     ],
 )
 def test_refused(wrong, text):
