@@ -203,6 +203,7 @@ for line in sys.stdin:
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = sys.path[0] = tree
+        torch.set_num_threads(torch.get_num_threads())  # a fork's pool of threads: made before threads of autograd ask
         status = int(pytest.main(words))
         sys.stdout.flush()
         os._exit(status)

@@ -129,6 +129,10 @@ def prepare(job: dict[str, Any], path: list[str]) -> list[str]:
         job: What the launcher has sent.
         path: `sys.path` without PYTHONPATH and the program's own folder.
     """
+    torch = sys.modules["torch"]
+    # A fork makes torch's pool of threads anew at its first use: where two threads of autograd come first, torch aborts
+    # ("Invalid thread pool!").
+    torch.set_num_threads(torch.get_num_threads())
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])

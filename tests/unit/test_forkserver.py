@@ -17,6 +17,7 @@ def test_what_is_imported_before_is_found_as_by_the_program(
     """`make torch-versions` puts other versions of torch in front by PYTHONPATH."""
     for name in {preloaded.partition(".")[0] for preloaded in PRELOADED}:
         (tmp_path / f"{name}.py").touch()
+    (tmp_path / "torch.py").write_text("get_num_threads = set_num_threads = lambda *_: None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = ForkServer()
     try:

@@ -52,6 +52,9 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _become_worker(rank: int, options: dict[str, Any]) -> None:
+    # A fork makes torch's pool of threads anew at its first use: where two threads of autograd come first, torch aborts
+    # ("Invalid thread pool!").
+    torch.set_num_threads(1)
     try:
         worker.main(rank, options)
     except BaseException:
