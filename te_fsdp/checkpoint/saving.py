@@ -46,7 +46,15 @@ from te_fsdp.checkpoint.optimizer_state import (
 from te_fsdp.checkpoint.remote import absolute, listing
 from te_fsdp.checkpoint.stages import as_one, check_same_model, check_whole_job, join, stage_of
 from te_fsdp.checkpoint.sums import Listed, without_collector
-from te_fsdp.checkpoint.writing import Writing, as_failed_save, plan_writing, signature_of, write_again
+from te_fsdp.checkpoint.writing import (
+    Plan,
+    Writing,
+    as_failed_save,
+    begin_writing,
+    plan_entries,
+    signature_of,
+    tensors_of,
+)
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import record
@@ -151,7 +159,7 @@ class _Seen(NamedTuple):
         digests: Of what must be the same on all ranks of a stage.
         own: Values per rank.
         experts: States of experts.
-        token: Of the plan that can be used again.
+        token: Of the plan that it can use again.
         stage: For :func:`te_fsdp.checkpoint.stages.join`.
     """
 
@@ -165,10 +173,8 @@ class _Seen(NamedTuple):
 class _Collected:
     """What one rank contributes: its tensors, and what the manifest says of them.
 
-    Local operation, with all the errors that a rank can have.
-
-    Args:
-        before: From the last save of this model, if its plan can be used again; taken if nothing has changed since.
+    Local operation, with all the errors that a rank can have. ``plan`` and ``before`` are of the last save of this
+    model, and taken if nothing has changed since.
     """
 
     def __init__(
@@ -176,9 +182,10 @@ class _Collected:
         model: nn.Module,
         optimizer: Optimizer | None,
         extra: Mapping[str, Any] | None,
+        plan: Plan | None,
         before: _Described | None,
     ) -> None:
-        self.model, self.optimizer, self.own = model, optimizer, OwnParts(rank())
+        self.model, self.optimizer, self.plan, self.own = model, optimizer, plan, OwnParts(rank())
         self.stage = stage_of(model)
         check_whole_job(model, self.stage)
         self.extra, self.extra_entries = encode(dict(extra or {}), own=self.own)
@@ -215,8 +222,12 @@ class _Collected:
         views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
         if self.look is not None and views is not None:
             self.described.look, self.described.views = self.look, views
+        # Of all ranks these tell what every rank's experts lack, which is added later.
+        self.signature = rank(), world_size(), signature_of(self.entries())
+        if self.plan is not None and self.plan.signature != self.signature:
+            self.plan = None
 
-    def seen(self, token: str | None) -> _Seen:
+    def seen(self) -> _Seen:
         """What rank 0 hears."""
         kind = type(self.optimizer).__name__
         digests = {
@@ -227,7 +238,8 @@ class _Collected:
             "settings of modules": _digest({**self.semantics, "recipes": None}),
         }
         experts = {} if self.is_known else self.optimized.experts
-        return _Seen(digests, self.own.encoded, experts, token if self.is_known else None, self._told())
+        token = None if self.plan is None else self.plan.token
+        return _Seen(digests, self.own.encoded, experts, token, self._told())
 
     def _told(self) -> tuple[int, dict[str, Any] | None] | None:
         """Number of this rank's stage, and if this rank speaks for it what it says in the manifest."""
@@ -251,23 +263,26 @@ class _Collected:
         return {"class": kind, "groups": self.groups, "state": self.described.states}
 
     def entries(self) -> dict[str, Entry]:
-        """All tensors, with rank 0's of the user, and every rank's own."""
-        return {**self.state.entries, **self.optimized.entries, **self.others()}
+        """All tensors that have elements, with rank 0's of the user, and every rank's own."""
+        own = {**self.state.entries, **self.optimized.entries}
+        return {key: entry for key, entry in own.items() if not entry.is_empty} | self.others()
 
     def others(self) -> dict[str, Entry]:
-        """The tensors that are not the model's and the optimizer's own."""
+        """Those that are not the model's and the optimizer's own."""
         extra = self.extra_entries if rank() == 0 else {}
-        return {**self.delayed_entries, **extra, **self.own.entries}
+        entries = {**self.delayed_entries, **extra, **self.own.entries}
+        return {key: entry for key, entry in entries.items() if not entry.is_empty}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of :meth:`entries`, where :attr:`is_known`."""
+        """Those of :meth:`entries`."""
+        if not self.is_known:
+            return tensors_of(self.entries())
         with torch.no_grad():
             leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.leaves]
         found = [
             leaves[at] if part is None else leaves[at].as_strided(*part) for at, part in self.described.views
         ]
-        pieces = (piece for entry in self.others().values() if not entry.is_empty for piece in entry.pieces)
-        return [*found, *(piece.tensor for piece in pieces)]
+        return [*found, *tensors_of(self.others())]
 
 
 def _digest(part: Any) -> bytes:
@@ -297,7 +312,6 @@ def _look(
     is_cut = optimizer is not None and main_parameters_of(optimizer) is not None
     if grouped or is_cut or {*map(type, _torch.locals_of(model.parameters()))} - plain:
         return None
-    others = {key: entry for key, entry in others.items() if not entry.is_empty}
     look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters: dict[int, torch.Tensor] = {}
     buffers: dict[int, torch.Tensor] = {}
@@ -351,21 +365,23 @@ def _prepare(
     found: list[_Collected] = []
     begun: list[Path] = []
     whole: list[dict[str, Any] | None] = []
-    model = given if isinstance(given, nn.Module) else as_one(given)
-
+    model = as_one(given)
     plan, before = background().plans.get(model, (None, None))
     if plan is None or (ranks.rank == 0 and plan.encoded is None):
         plan = before = None  # there was none, or the save that it was made for has failed
 
     def mine() -> Any:
         background().raise_unasked()
-        _check_keep_last(keep_last)
-        found.append(_Collected(model, optimizer, extra, before))
-        return found[0].seen(plan and plan.token)
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            expected = "None (keep all) or a whole number from 1"
+            raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
+        found.append(_Collected(model, optimizer, extra, plan, before))
+        return found[0].seen()
 
     def anew() -> Any:
+        found[0].plan = None
         found[0].describe()
-        return found[0].seen(None)
+        return found[0].seen()
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
         if len({one.token for one in seen}) > 1:
@@ -382,24 +398,15 @@ def _prepare(
         assert begun_with is not None
         temporary, experts, save_id = begun_with
         manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
-        if collected.is_known and plan is not None:
-            writing = write_again(ranks, temporary, collected.tensors(), save_id, plan)
-        else:
-            writing = plan_writing(ranks, temporary, collected.entries(), save_id, plan)
-        background().plans[model] = writing.plan, collected.described
+        plan = collected.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
+        is_known = plan is collected.plan
+        writing = begin_writing(ranks, temporary, save_id, plan, collected.tensors(), is_known=is_known)
+        background().plans[model] = plan, collected.described
         return writing, manifest
     except BaseException:
         for temporary in begun:
             directories.discard(temporary)
         raise
-
-
-def _check_keep_last(keep_last: int | None) -> None:
-    """Refuse numbers that would remove the checkpoint that was just made."""
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise CheckpointError(
-            "save: keep_last", expected="None (keep all) or a whole number from 1", got=repr(keep_last)
-        )
 
 
 def _describe(
@@ -409,17 +416,16 @@ def _describe(
     save_id: str,
     whole: dict[str, Any] | None = None,
 ) -> Manifest:
-    """The manifest without files; completes by what the other ranks know. Collective over the ranks.
+    """The manifest without files; completes what experts of this rank lack. Collective over the ranks.
 
-    Args:
-        ranks: The world.
-        collected: This rank's.
-        experts: Of all ranks.
-        save_id: Of this save.
-        whole: Fields of all stages of a pipeline, on rank 0.
+    ``experts`` are of all ranks, ``whole`` are fields of all stages of a pipeline, on rank 0.
     """
     if experts:  # allocates
-        complete = partial(collected.optimized.complete, experts, collected.state.members)
+
+        def complete() -> None:
+            if not collected.is_known:  # else this stage has none
+                collected.optimized.complete(experts, collected.state.members)
+
         ranks.round(complete, lambda seen: [None] * len(seen))
     stage = collected.stage
     share_newest_amax(collected.delayed_entries, None if stage is None else stage.meshes.device_mesh)
@@ -434,7 +440,8 @@ def _describe(
         **(whole or {}),
     }
     if fields["optimizer"] is not None:
-        fields["optimizer"]["state"].update(experts)
+        # Not in place: a later save takes what is there now.
+        fields["optimizer"] |= {"state": {**fields["optimizer"]["state"], **experts}}
     return Manifest(
         versions=versions, saved_at=time.time_ns(), extra=collected.extra, save_id=save_id, **fields
     )

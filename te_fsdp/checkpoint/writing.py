@@ -167,60 +167,22 @@ class Writing:
         plan.encoded.write(self.path, manifest)
 
 
-def plan_writing(
-    ranks: Ranks, path: Path, entries: dict[str, Entry], save_id: str, before: Plan | None
+def begin_writing(
+    ranks: Ranks, path: Path, save_id: str, plan: Plan, tensors: list[torch.Tensor], *, is_known: bool
 ) -> Writing:
-    """Decide who writes what, and check that what several ranks hold is equal on all of them.
-
-    Collective over the ranks: two rounds of small messages; one more, of what each rank holds, unless that was planned
-    before on all of them.
+    """Check that what several ranks hold is equal on all of them; what this rank writes. Collective over the ranks.
 
     Args:
         ranks: The world.
         path: An empty directory.
-        entries: This rank's.
         save_id: Of this save, the same on all ranks.
-        before: The last plan of this model.
-
-    Raises:
-        CheckpointError: Replicas differ, or the pieces of all ranks do not fit together. All ranks raise it.
-    """
-    entries = {key: entry for key, entry in entries.items() if not entry.is_empty}
-    tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
-    signature = ranks.rank, ranks.size, signature_of(entries)
-
-    def known() -> str | None:
-        return before.token if before is not None and before.signature == signature else None
-
-    def all_know(seen: list[str | None]) -> list[bool]:
-        return [seen[0] is not None and len(set(seen)) == 1] * len(seen)
-
-    is_known = ranks.round(known, all_know)
-    plan = before if is_known and before is not None else _plan(ranks, path, entries, signature)
-    return _writing(ranks, path, save_id, plan, is_known, tensors)
-
-
-def write_again(ranks: Ranks, path: Path, tensors: list[torch.Tensor], save_id: str, plan: Plan) -> Writing:
-    """:func:`plan_writing` where all ranks know that they hold what was planned before.
-
-    Collective over the ranks: one round of small messages.
-
-    Args:
-        ranks: The world.
-        path: An empty directory.
+        plan: From :func:`plan_entries`.
         tensors: This rank's, one for each piece of its entries.
-        save_id: Of this save, the same on all ranks.
-        plan: The last one of this model.
+        is_known: Whether the plan is of a save before.
 
     Raises:
         CheckpointError: Replicas differ. All ranks raise it.
     """
-    return _writing(ranks, path, save_id, plan, True, tensors)
-
-
-def _writing(
-    ranks: Ranks, path: Path, save_id: str, plan: Plan, is_known: bool, tensors: list[torch.Tensor]
-) -> Writing:
     check_replicas(ranks, plan.part, tensors, plan.names)
     mine = [Block(numbers, [tensors[at] for at in numbers]) for numbers in plan.blocks]
     return Writing(ranks, path, save_id, plan, is_known, mine)
@@ -234,8 +196,23 @@ def signature_of(entries: dict[str, Entry]) -> list[Any]:
     ]
 
 
-def _plan(ranks: Ranks, path: Path, entries: dict[str, Entry], signature: Any) -> Plan:
-    """Plan anew. Collective over the ranks: a round of what each rank holds."""
+def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
+    """The tensors of all pieces, by the numbers that pieces have. Local operation."""
+    return [piece.tensor for entry in entries.values() for piece in entry.pieces]
+
+
+def plan_entries(ranks: Ranks, path: Path, entries: dict[str, Entry], signature: Any) -> Plan:
+    """Decide who writes what. Collective over the ranks: a round of what each rank holds.
+
+    Args:
+        ranks: The world.
+        path: An empty directory.
+        entries: This rank's, none of them empty.
+        signature: By which this rank knows that it holds the same again.
+
+    Raises:
+        CheckpointError: The pieces of all ranks do not fit together. All ranks raise it.
+    """
     names: list[str] = []
     found: list[dict[str, Stored]] = []
 
@@ -253,7 +230,7 @@ def _plan(ranks: Ranks, path: Path, entries: dict[str, Entry], signature: Any) -
         return [(token, part) for part in parts]
 
     token, part = ranks.round(mine, all_of)
-    tensors = [piece.tensor for entry in entries.values() for piece in entry.pieces]
+    tensors = tensors_of(entries)
     blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in part.writes)]
     return Plan(token, signature, part, blocks, names, found[0] if found else None)
 
@@ -275,10 +252,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     """
     manifest = replace(manifest, save_id=secrets.token_hex(16), files={})
     manifest.lay_out(path)
-    entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items()}
-    writing = plan_writing(Ranks(0, 1, None), path, entries, manifest.save_id, None)
+    entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items() if tensor.bytes}
+    alone = Ranks(0, 1, None)
+    plan = plan_entries(alone, path, entries, None)
+    writing = begin_writing(alone, path, manifest.save_id, plan, tensors_of(entries), is_known=False)
     pieces = [(tensors[key], piece) for key, entry in entries.items() for piece in entry.pieces]
-    writing.copies = (([at], _rows_of(*pieces[at])) for at in writing.plan.part.writes)
+    writing.copies = (([at], _rows_of(*pieces[at])) for at in plan.part.writes)
     try:
         places, files = writing.write(tick)
     except CheckpointError:

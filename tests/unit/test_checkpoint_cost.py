@@ -158,7 +158,7 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
 
 def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it holds the same: other values are saved, and what has changed is planned anew."""
-    plans = counted(monkeypatch, writing, "_plan")
+    plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
     other, its_optimizer = small_model()  # a second model of the same kind has a plan of its own
     steps = [
@@ -297,7 +297,7 @@ def test_tensors_of_a_device_are_written_in_the_order_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """Weights on a GPU, AdamW's counts of steps on the host: a synchronous save copies the former a slab at a time."""
-    plans = counted(monkeypatch, writing, "_plan")
+    plans = counted(monkeypatch, saving, "plan_entries")
     host = Block.device.fget
     monkeypatch.setattr(
         Block, "device", property(lambda b: torch.device("cuda") if b.tensors[0].ndim else host(b))

@@ -182,12 +182,12 @@ def out_of_memory(directory: str) -> tuple[str, str]:
 def planned_again(directory: str) -> dict[str, Any]:
     """Later saves of a model take the plan of the first, unless what any rank holds has changed."""
     import te_fsdp
-    from te_fsdp.checkpoint import PerRank, writing
+    from te_fsdp.checkpoint import PerRank, saving
 
     model, rank = shard(Small()), dist.get_rank()
     model.register_buffer("ours", torch.ones(3, device=next(model.parameters()).device))
-    optimizer, plans, plan = adam(model), [], writing._plan
-    writing._plan = lambda *args: plans.append(1) or plan(*args)
+    optimizer, plans, plan = adam(model), [], saving.plan_entries
+    saving.plan_entries = lambda *args: plans.append(1) or plan(*args)
     counts, wrong = [], []
     try:
         # Another length on rank 1 alone, which is all that the last has anew.
@@ -213,6 +213,6 @@ def planned_again(directory: str) -> dict[str, Any]:
         drifted = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer, **options))
         again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
     finally:
-        writing._plan = plan
+        saving.plan_entries = plan
     dist.barrier()
     return {"counts": counts, "wrong": wrong, "drifted": drifted, "again": again}
