@@ -1,23 +1,29 @@
-"""torchtitan: its configuration, optimizers, schedulers and checkpoints around the model of train_native.py.
+"""torchtitan: its Trainer around the model of train_native.py.
 
 torchrun --standalone --nproc-per-node 4 -m te_fsdp.emulation examples/integrations/train_torchtitan.py --tp 2
 
-torchtitan's Trainer does what `train` does, and more, on GPUs alone: its modules need triton. `spec` and the
-configurations are what it would be given.
+The trainer's modules import triton, which comes with torch for GPUs; on a CPU `pip install triton`.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import setting
 import torch
+import torchtitan_on_cpu
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import MSELoss
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
 import te_fsdp
 from te_fsdp.integrations import torchtitan
@@ -44,30 +50,95 @@ class Model(torchtitan.TeModel):
         return self.layers(x)
 
 
-@dataclass
-class Config:
-    """Of the trainer, as far as the model asks for it."""
+class Data(BaseDataLoader):
+    """The data of all examples, dealt out as torchtitan says, from a step on."""
 
-    parallelism: ParallelismConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """None of its own."""
 
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **others: Any) -> None:
+        self.size, self.rank, self.step = dp_world_size, dp_rank, 0
 
-class Progress:
-    """What the trainer keeps of itself."""
-
-    def __init__(self) -> None:
-        self.step = 0
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            own = setting.whole_batch(self.step).chunk(self.size, dim=1)[self.rank]
+            for batch in own.chunk(setting.MICROBATCHES, dim=1):
+                yield {"input": batch}, batch.flip(0)
+            self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"step": self.step}
+        """Nothing: the data of a step follows from its number."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
-        self.step = state["step"]
+        """Nothing."""
+
+
+class NoTokenizer(BaseTokenizer):
+    """There are no words."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """None of its own."""
+
+    def __init__(self, config: Config, **others: Any) -> None:
+        super().__init__()
+
+    def encode(self, *given: Any, **others: Any) -> list[int]:
+        """Nothing."""
+        return []
+
+    def decode(self, *given: Any, **others: Any) -> str:
+        """Nothing."""
+        return ""
+
+    def get_vocab_size(self) -> int:
+        """None."""
+        return 0
+
+
+class Schedule(LRSchedulersContainer):
+    """Nine tenths of the learning rate after each step, as in the other examples."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        """None of its own."""
+
+        def build(self, *, optimizers: Any, training_steps: int) -> LRSchedulersContainer:
+            """For the trainer."""
+            return LRSchedulersContainer(optimizers, lambda step: 0.9**step)
+
+
+class Losses(MetricsProcessor):
+    """The trainer's metrics, and a list of the losses."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """None of its own."""
+
+    def __init__(self, config: Config, **others: Any) -> None:
+        super().__init__(config, **others)
+        self.losses: list[float] = []
+
+    def log(self, step: int, global_avg_loss: float, *given: Any, **others: Any) -> None:
+        """Keep the loss."""
+        self.losses.append(global_avg_loss)
+        super().log(step, global_avg_loss, *given, **others)
+
+
+class Training(Trainer):
+    """torchtitan's trainer, whose data goes on where the checkpoint ended, on any mesh."""
+
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        """After the checkpoint was loaded."""
+        self.dataloader.step = self.step
+        return super().batch_generator(data_iterable)
 
 
 def train(options: setting.Options) -> list[float]:
     """Returns the losses of the steps that were made."""
+    torchtitan_on_cpu.install()
     spec = ModelSpec(
         name="example",
         flavor="tiny",
@@ -77,53 +148,40 @@ def train(options: setting.Options) -> list[float]:
         post_optimizer_build_fn=torchtitan.keep_main_weights,
         state_dict_adapter=None,
     )
-    parallelism = ParallelismConfig(tensor_parallel_degree=options.tp, spmd_backend="partial_dtensor")
-    training = TrainingConfig(disable_cuda_graphs=True)
     group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-3})
-    saving = torchtitan.CheckpointManager.Config(
-        enable=True,
-        folder=str(options.save or "unused"),
-        initial_load_path=str(options.resume.absolute()) if options.resume else None,
-        load_only=options.save is None,
+    ranks = te_fsdp.Meshes.build(tp=options.tp).data_size
+    config = Trainer.Config(
+        model_spec=spec,
+        loss=MSELoss.Config(),  # the sum over a rank's values, which the trainer divides by their number on all ranks
+        dataloader=Data.Config(),
+        tokenizer=NoTokenizer.Config(),
+        metrics=Losses.Config(log_freq=1, disable_color_printing=True),
+        optimizer=OptimizersContainer.Config(param_groups=[group], implementation="for-loop"),
+        lr_scheduler=Schedule.Config(),
+        training=TrainingConfig(
+            local_batch_size=setting.BATCH // (setting.MICROBATCHES * ranks),
+            global_batch_size=setting.BATCH,
+            seq_len=setting.SEQUENCE,
+            steps=options.steps,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(tensor_parallel_degree=options.tp, spmd_backend="partial_dtensor"),
+        activation_checkpoint=None,
+        checkpoint=torchtitan.CheckpointManager.Config(
+            enable=True,
+            folder=str(options.save.absolute()) if options.save else "unused",
+            initial_load_path=str(options.resume.absolute()) if options.resume else None,
+            load_only=options.save is None,
+        ),
+        debug=DebugConfig(seed=0, enable_structured_logging=False),
     )
-
-    torch.manual_seed(0)  # the trainer's --debug.seed
-    parallel_dims = ParallelDims.from_config(parallelism, te_fsdp.Meshes.build().data_size)
-    spec.model.update_from_config(config=Config(parallelism))
-    with torch.device("meta"):
-        model = spec.model.build()
-    how = {"parallelism": parallelism, "training": training, "parallel_dims": parallel_dims}
-    model = spec.parallelize_fn(model, compile_config=CompileConfig(), ac_config=None, **how)
-    model.to_empty(device=model.meshes.device)
-    model.init_weights()
-    optimizers = OptimizersContainer.Config(param_groups=[group], implementation="for-loop").build(
-        model_parts=[model]
-    )
-    spec.post_optimizer_build_fn(optimizers, [model], parallel_dims)
-    schedule = LRSchedulersContainer.Config(warmup_steps=1, total_steps=10)
-    schedulers = schedule.build(optimizers=optimizers, training_steps=options.steps)
-    progress = Progress()
-    parts = {"model_parts": [model], "optimizers": optimizers, "lr_schedulers": schedulers}
-    checkpointer = saving.build(dataloader=None, states={"train_state": progress}, **parts)
-
-    checkpointer.load()
-    losses = []
-    while progress.step < options.steps:
-        batches = setting.microbatches(model.meshes, progress.step)
-        optimizers.zero_grad()
-        parts = []
-        for batch in batches:
-            loss = setting.loss_of(model(batch), batch)
-            (loss / (len(batches) * model.meshes.data_size)).backward()  # gradients are summed over ranks
-            parts.append(loss)
-        clip_grad_norm_(model.parameters(), training.max_norm, foreach=True)
-        optimizers.step()
-        schedulers.step()
-        progress.step += 1
-        losses.append(setting.mean(model.meshes, parts))
-        checkpointer.save(progress.step, last_step=progress.step == options.steps)
-    checkpointer.close()
-    return losses
+    trainer = Training(config)
+    try:
+        trainer.train()
+        return trainer.metrics_processor.losses
+    finally:
+        trainer.close()
+        gc.enable()  # which the trainer has switched off
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Options that would have no effect here raise. Source: torchtitan 0.3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +214,11 @@ class CheckpointManager(_Manager):
         self.save_future: Any = None
         if not self.enable:
             return
-        plain = _Manager.Config()
-        odd = [
-            f.name
-            for f in fields(config)
-            if f.name in self._UNUSED and getattr(config, f.name) != getattr(plain, f.name)
-        ]
+        # Not a configuration with defaults: making one may warn of them.
+        defaults = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
+        }
+        odd = [name for name in self._UNUSED if getattr(config, name) != defaults[name]]
         if odd or len(model_parts) != 1 or len(list(optimizers)) != 1:
             raise CheckpointError(
                 f"CheckpointManager: {', '.join(odd) or 'several models or optimizers'}",

@@ -96,16 +96,21 @@ def test_losses_of_the_native_loop(framework, pool, native, tmp_path):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.skipif(
+    not find_spec("triton"), reason="torchtitan's trainer imports triton: make test-integrations"
+)
 @pytest.mark.skipif(not find_spec("torchtitan"), reason="make test-integrations installs torchtitan")
 def test_torchtitan(pool, native, tmp_path):
+    """torchtitan's own trainer."""
     whole = losses(pool, 4, "torchtitan", tp=2, steps=STEPS)
-    # The same data and first step; gradients are summed where the native loop averages, and its schedule is another.
-    assert whole[:2] == pytest.approx(native[:2], abs=TOLERANCE)
+    # It clips by a norm that torch has rounded to bf16, 2^-9 of it, which scales the first updates: measured 2e-4.
+    assert whole == pytest.approx(native, abs=2**-10)
     assert losses(pool, 4, "torchtitan", tp=2, steps=HALF, save=tmp_path) == whole[:HALF]
     path = tmp_path / f"step-{HALF}"
     assert losses(pool, 4, "torchtitan", tp=2, steps=STEPS, resume=path) == whole[HALF:]
     other = losses(pool, 2, "torchtitan", tp=1, steps=STEPS, resume=path)
     assert other == pytest.approx(whole[HALF:], abs=TOLERANCE)
+    assert other != whole[HALF:], "bit-equal: was it really another mesh?"
 
 
 @pytest.mark.ranks(4)
@@ -124,15 +129,15 @@ COMMANDS = [
     (command, re.search(r"/train_(\w+)\.py", command)[1])
     for (command,) in documented.to_run("docs/integrations.md")
 ]
-NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "torchtitan"}
+NEEDS = {**FRAMEWORKS, "trainer": "accelerate", "lora": "peft", "torchtitan": "torchtitan triton"}
 
 
 @pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
 def test_commands_run(command, name):
-    if not find_spec(NEEDS[name]):
-        pytest.skip(f"make test-integrations installs {NEEDS[name]}")
+    if missing := [package for package in NEEDS[name].split() if not find_spec(package)]:
+        pytest.skip(f"make test-integrations installs {', '.join(missing)}")
     program, *words = documented.words(command)
     assert program == "torchrun"
     words = [sys.executable, "-m", "torch.distributed.run", *words]

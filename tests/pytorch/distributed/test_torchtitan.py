@@ -15,7 +15,10 @@ from test_integrations import FOLDER, Told
 
 from te_fsdp.sharding.state import sharding_state
 
-pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="make test-integrations installs it")
+pytestmark = pytest.mark.skipif(
+    not (find_spec("torchtitan") and find_spec("triton")),
+    reason="make test-integrations installs torchtitan, and triton",
+)
 
 
 def refusals(path: Path) -> dict[str, str]:
