@@ -234,13 +234,16 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
     """Bytes of the index of all ranks, and what it takes to read it."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        packer = index.Packer([writing.file_of(rank) for rank in range(ranks)])
-        for key, shape, rows in all_pieces(MODELS[model](), ranks):
-            packer.add(key, shape, torch.float32, rows)
+        files = [writing.file_of(rank) for rank in range(ranks)]
+        tensors = (
+            (key, shape, torch.float32, rows) for key, shape, rows in all_pieces(MODELS[model](), ranks)
+        )
         manifest = empty_manifest()
         manifest.save_id = "0" * 32
         mark = manifest.identity
-        index.Encoded(mark.encode(), packer.pieces(mark), mark).write(Path(directory), manifest)
+        index.Encoded(mark.encode(), index.pieces_of(files, tensors, mark), mark).write(
+            Path(directory), manifest
+        )
         Path(directory, "manifest").write_bytes(pickle.dumps(manifest))
         found[f"{INDEX} bytes"] = Path(directory, INDEX).stat().st_size
         for name, readers in (("as many ranks", ranks), ("3/4 as many", ranks * 3 // 4)):
@@ -264,6 +267,7 @@ def read(model: str, directory: Path, ranks: int) -> list[float]:
     manifest, rank = pickle.loads((directory / "manifest").read_bytes()), ranks // 2 + 1
     own = entries(MODELS[model](), rank, ranks)
     wanted = [compare.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
+    memory()
     before = memory()
     spent, found = timed(
         lambda: compare.pieces_to_read(directory, manifest, index.read_index(directory, manifest), wanted)

@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.model_state import ModelState
 from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.portable.torch_files import Window
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
 from te_fsdp.errors import shorten
 from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
 
@@ -340,7 +340,7 @@ def read_stored(
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
                 with CheckedFile(path / name, listed, manifest.save_id) as file:
-                    for taken, tensors in _read_ahead(pool, file, _runs(pieces)):
+                    for taken, tensors in _read_ahead(pool, file, runs(pieces, _span, _RUN)):
                         _take(tensors.result(), taken, into)
             except (OSError, DamagedFileError) as error:
                 begin = getattr(error, "begin", None)
@@ -402,19 +402,8 @@ def _overlapping(
             yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
 
 
-def _runs(pieces: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Small pieces that lie side by side together, large ones alone."""
-    run: list[_Wanted] = []
-    begin = end = 0
-    for wanted in pieces:
-        window = wanted[0].window
-        if run and (window.offset != end or window.offset + window.length - begin > _RUN):
-            yield run
-            run = []
-        begin, end = (begin if run else window.offset), window.offset + window.length
-        run.append(wanted)
-    if run:
-        yield run
+def _span(wanted: _Wanted) -> tuple[int, int]:
+    return wanted[0].window.offset, wanted[0].window.length
 
 
 def _read_ahead(

@@ -55,6 +55,7 @@ from te_fsdp.checkpoint.sums import (
     DamagedFileError,
     SummedFile,
     crc32,
+    runs,
     synced,
     view_of,
     without_collector,
@@ -120,49 +121,46 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     lies = np.zeros((first[-1], 2), dtype=np.int64)
     for begin, own in zip(first, places, strict=False):
         lies[begin + own[:, 0]] = own[:, 1:]
-    index, dcp = Packer(files), _Described(files)
-    with without_collector():
+    described = _Described(files)
+
+    def rows() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Rows]]:
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes
             at = lies[first[writers[:, 0]] + writers[:, 1]]
-            rows = np.column_stack([writers[:, 0], at, boxes[:, 0], boxes[:, 1]])
-            index.add(key, stored.shape, stored.dtype, rows)
-            dcp.add(key, stored, rows)
-        return Encoded(dcp.pickled(mark), index.pieces(mark), mark)
+            own = np.concatenate([writers[:, :1], at, boxes[:, 0], boxes[:, 1]], axis=1)
+            described.add(key, stored, own)
+            yield key, stored.shape, stored.dtype, own
+
+    with without_collector():
+        pieces = pieces_of(files, rows(), mark)
+        return Encoded(described.pickled(mark), pieces, mark)
 
 
-class Packer:
-    """An index in the making.
+def pieces_of(
+    files: list[str], tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype, Rows]], mark: str
+) -> list[bytes]:
+    """The pieces of an index: its blocks, and its head.
 
     Args:
         files: Names, by the numbers that rows have.
+        tensors: Key, shape, dtype and rows of each.
+        mark: Of the save.
     """
-
-    def __init__(self, files: list[str]) -> None:
-        self.files = files
-        self._blocks: list[list[tuple[str, list[int], str, int]]] = []
-        self._packed: list[bytes] = []
-        self._open: list[Rows] = []
-
-    def add(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows) -> None:
-        """Add a tensor with the rows of its pieces."""
-        if not self._open:
-            self._blocks.append([])
-        self._blocks[-1].append((key, list(shape), dtype_name(dtype), len(rows)))
-        self._open.append(rows)
-        if sum(map(len, self._open)) >= _ROWS:
-            self._close()
-
-    def _close(self) -> None:
-        if self._open:
-            self._packed.append(_pack(self._open))
-            self._open = []
-
-    def pieces(self, mark: str) -> list[bytes]:
-        """The pieces of the file; the last one, its head, has the mark."""
-        self._close()
-        head = json.dumps({"mark": mark, "files": self.files, "blocks": self._blocks})
-        return [*self._packed, head.encode()]
+    blocks: list[list[tuple[str, list[int], str, int]]] = []
+    packed: list[bytes] = []
+    found: list[Rows] = []
+    count = 0
+    for key, shape, dtype, rows in tensors:
+        if not found:
+            blocks.append([])
+        blocks[-1].append((key, list(shape), dtype_name(dtype), len(rows)))
+        found.append(rows)
+        count += len(rows)
+        if count >= _ROWS:
+            packed.append(_pack(found))
+            found, count = [], 0
+    packed += [_pack(found)] if found else []
+    return [*packed, json.dumps({"mark": mark, "files": files, "blocks": blocks}).encode()]
 
 
 def _pack(tensors: list[Rows]) -> bytes:
@@ -295,25 +293,13 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         wanted = set(keys)
         needed = [block for block in blocks if any(head[0] in wanted for head in block[2])]
         with unreadable(path, INDEX), opened() as stream:
-            for run in _runs(needed):
+            for run in runs(needed, lambda block: block[:2], _RUN):
                 data = read(stream, run[0][0], [size for _, size, _ in run])
                 for at, size, block in run:
                     packed = data[at - run[0][0] :][:size]
                     yield from (found for found in _unpack(packed, block) if found[0] in wanted)
 
     return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
-
-
-def _runs(blocks: list[_Block]) -> Iterator[list[_Block]]:
-    """Blocks that lie side by side, to be read together."""
-    run: list[_Block] = []
-    for block in blocks:
-        if run and (block[0] != run[-1][0] + run[-1][1] or block[0] - run[0][0] > _RUN):
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.checkpoint.remote import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
+T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
 #: Told the bytes that were just read or written.
 Tick = Callable[[int], None]
@@ -347,3 +348,24 @@ class CheckedFile:
         for at, (length, expected) in spans.items():
             if _crc(reader, length, tick) != expected:
                 raise DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})")
+
+
+def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
+    """Things that lie side by side in a file together, up to so many bytes; larger ones alone.
+
+    Args:
+        items: In their order in the file.
+        span: First byte of one, and its bytes.
+        most: Bytes of a run.
+    """
+    run: list[T] = []
+    first = end = 0
+    for item in items:
+        begin, length = span(item)
+        if run and (begin != end or begin + length - first > most):
+            yield run
+            run = []
+        first, end = (first if run else begin), begin + length
+        run.append(item)
+    if run:
+        yield run
