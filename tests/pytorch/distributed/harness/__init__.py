@@ -1,8 +1,9 @@
 """Distributed test bodies on a pool of worker processes, the same on CPU and GPUs.
 
-On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE. Write a *body*, a function at the
-top level of a test module (or of a module beside it), and call it through the `pool` fixture. It runs on
-each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
+On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; what gloo would send in small
+collectives goes through shared memory (`harness.exchange`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a
+function at the top level of a test module (or of a module beside it), and call it through the `pool` fixture.
+It runs on each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
 
     import harness
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import state, wire, worker
+from . import exchange, state, wire, worker
 
 
 def main(options: dict[str, Any]) -> None:
@@ -29,6 +29,7 @@ def main(options: dict[str, Any]) -> None:
         state.preload(options["te"])
         if options["te"] and not options["coverage"]:  # which workers measure from their start
             state.preload_library()
+        shared = exchange.install()
     except BaseException:
         wire.send(control, ("failed", traceback.format_exc()))
         return
@@ -36,27 +37,32 @@ def main(options: dict[str, Any]) -> None:
     gc.freeze()  # keeps the collector of the children from touching, and so copying, the shared pages
     wire.send(control, ("ready", time.perf_counter() - started))
     codes: dict[int, int] = {}
+    alive: set[int] = set()
     while True:
         try:
             command, argument = wire.receive(control)
         except (EOFError, OSError):
             os._exit(0)
         if command == "fork":
+            if not alive:
+                shared.renew()
             pid = os.fork()
             if pid == 0:
                 control.close()
-                _become_worker(argument, options)
+                _become_worker(argument, options, shared)
+            alive.add(pid)
             wire.send(control, pid)
         elif command == "wait":
             wire.send(control, _wait(argument, codes))
+            alive.discard(argument)
 
 
-def _become_worker(rank: int, options: dict[str, Any]) -> None:
+def _become_worker(rank: int, options: dict[str, Any], shared: exchange.Exchange) -> None:
     # A fork makes torch's pool of threads anew at its first use: where two threads of autograd come first, torch aborts
     # ("Invalid thread pool!").
     torch.set_num_threads(1)
     try:
-        worker.main(rank, options)
+        worker.main(rank, options, shared)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -20,17 +20,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import state, wire
+from . import exchange, state, wire
 
 TRACEBACK_FRAMES = 12
 
 
-def main(rank: int, options: dict[str, Any]) -> None:
+def main(rank: int, options: dict[str, Any], shared: exchange.Exchange | None = None) -> None:
     """Serve the pool until it says exit or goes away. Never returns.
 
     Args:
         rank: this worker's rank in every run it takes part in.
         options: `address` of the pool's socket, `run_dir`, `coverage`.
+        shared: memory of the pool's workers, where they have some.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides what a Ctrl-C means
     stacks = open(wire.stack_file(options["run_dir"], os.getpid()), "w")  # noqa: SIM115 (open as long as the process)
@@ -48,6 +49,11 @@ def main(rank: int, options: dict[str, Any]) -> None:
             break
         if command == "run":
             state.restore_environment(environment, job["env"])
+            if shared is not None:
+                gloo_alone = job["store"] is None or os.environ.get(exchange.GLOO_VARIABLE) == "1"
+                shared.begin(None if gloo_alone else job["generation"])
+                if not gloo_alone:
+                    os.environ[exchange.LAZY_VARIABLE] = "1"
             answer = _answer(run_body, job)
         else:
             answer = _answer(state.reset)
