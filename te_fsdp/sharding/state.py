@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
@@ -29,61 +28,12 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout.storage import ParameterPlan, Storage
     from te_fsdp.mesh import Meshes
+    from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 
 _log = logging.getLogger("te_fsdp")
 
 #: Key in the root model's ``__dict__``.
 KEY = "_te_fsdp_sharding"
-
-
-class Replicated(Protocol):
-    """What the schedule asks of the parameters that FSDP2 does not manage (strategy ``no_shard``)."""
-
-    @property
-    def pending(self) -> Collection[str]:
-        """Names of the parameters whose gradients may have been added to, on any rank, but were not reduced."""
-        ...
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the backwards to come reduce gradients when they end."""
-        ...
-
-    def reduce(self) -> None:
-        """Reduce what is pending, now. Collective over data parallel."""
-        ...
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forget all gradients, pending ones included."""
-        ...
-
-    def reduced(self) -> set[int]:
-        """``id`` of the parameters whose gradients it reduces."""
-        ...
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a backward has raised before its end."""
-        ...
-
-    def recover(self) -> None:
-        """Drop what such a backward gave. Collective over data parallel if reductions may have begun in it."""
-        ...
-
-    def settle(self) -> bool:
-        """Whether another rank has given up a backward that this one took for complete. Waits for all ranks' word."""
-        ...
-
-    def attach(self) -> None:
-        """Watch the gradients of the parameters there are now, before a forward."""
-        ...
-
-    def watch(self, output: Any) -> None:
-        """Watch the backward to come, from what the model has returned."""
-        ...
-
-    def renewed(self) -> None:
-        """Take note of parameters that initialisation has replaced. Collective over the world."""
-        ...
 
 
 @dataclass(eq=False)
@@ -135,7 +85,7 @@ class ShardingState:
     precision_plan: Any = None
     plans: dict[str, ParameterPlan] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
-    replicated: Replicated | None = None
+    replicated: ReplicatedGradients | None = None
     outer_optimizer: Any = None
     sync_mode: SyncMode = SyncMode.LAST
     last_microbatch: bool = False
