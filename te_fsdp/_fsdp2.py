@@ -21,6 +21,7 @@ from te_fsdp._fsdp2_copies import forget_copies
 from te_fsdp._fsdp2_patches import fill_unused
 from te_fsdp._torch import (
     dtensor,
+    find_managed,
     fsdp_parameter_groups,
     local_of,
     managed_by,
@@ -90,6 +91,18 @@ def gathered_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]
     """Gathered parameter and FSDP2's record of each parameter that was gathered at least once."""
     found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_by(unit))
     return [(parameter, managed) for parameter, managed in found if parameter is not None]
+
+
+def is_foreign(module: nn.Module, name: str, value: object) -> bool:
+    """Whether FSDP2 has gathered a module's parameter before, and ``value`` is none of the forms that it puts there.
+
+    ``FSDPParam.sharded_param``, ``_unsharded_param`` (from the first gather on), ``_sharded_post_forward_param``.
+    """
+    managed = find_managed(module, name)
+    if managed is None or not hasattr(managed, "_unsharded_param"):
+        return False
+    forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    return value is None or all(getattr(managed, form, None) is not value for form in forms)
 
 
 def gathering_streams(unit: nn.Module) -> list[Any]:

@@ -191,9 +191,16 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
 
 
-def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """:func:`version_of` several tensors at once, -1 for ``None``; subclasses of DTensor are not asked."""
+def versions_of(tensors: Iterable[torch.Tensor | None], *, with_locals: bool = True) -> list[int]:
+    """:func:`version_of` several tensors at once, -1 for ``None``; subclasses of DTensor are not asked.
+
+    Args:
+        tensors: Some may be ``None``.
+        with_locals: Whether writes to the local tensors count.
+    """
     with torch._C.DisableTorchFunctionSubclass():
+        if not with_locals:
+            return [-1 if tensor is None else tensor._version for tensor in tensors]
         return [
             -1
             if tensor is None

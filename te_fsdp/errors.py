@@ -75,7 +75,7 @@ class CollectiveError(TeFsdpError, RuntimeError):
 
 
 class GradientError(TeFsdpError, ArithmeticError):
-    """Gradients hold NaN or infinity."""
+    """Gradients hold NaN or infinity, or differ over ranks that each hold the whole parameter."""
 
 
 class PrecisionError(TeFsdpError, ValueError):

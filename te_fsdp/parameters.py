@@ -57,6 +57,7 @@ class Facts:
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
         main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
         replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
+        looks: In how many steps to come its gradient is compared over tp (``modules/gradient_checks.py``).
     """
 
     label: str | None = None
@@ -68,6 +69,7 @@ class Facts:
     record: weakref.ref[Any] | None = None
     main_parameters: weakref.ref[Any] | None = None
     replaced: tuple[str, str] | None = None
+    looks: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Meshes are shared by the copy: process groups cannot be copied."""
@@ -244,6 +246,7 @@ class Binding:
         experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
         partial_specs: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the
             same with that placement.
+        marked: Parameters whose partial gradients are compared over tp: in how many backwards to come.
     """
 
     name: str
@@ -266,6 +269,7 @@ class Binding:
     recomputed: bool = False
     installed: dict[str, Installed] = field(default_factory=dict)
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
+    marked: dict[str, int] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

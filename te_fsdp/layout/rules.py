@@ -216,11 +216,6 @@ def attention_offset_rules(parameter_names: Iterable[str]) -> dict[str, Paramete
     return {name: ParameterRule(0) for name in parameter_names}
 
 
-def replicated_rules(partial_by_name: dict[str, bool]) -> dict[str, ParameterRule]:
-    """Rules of a module that TE does not know: everything replicated, with the given gradient marks."""
-    return {name: ParameterRule(None, partial_grad=partial) for name, partial in partial_by_name.items()}
-
-
 _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 

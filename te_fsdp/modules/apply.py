@@ -28,6 +28,7 @@ from te_fsdp.axes import check_1d
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
+from te_fsdp.modules.gradient_checks import compare_gradients, require_equal_gradients
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
 from te_fsdp.modules.initialize import initialize_te_parameters
 from te_fsdp.modules.inputs import watch_inputs
@@ -139,7 +140,13 @@ def _bases(cls: type) -> tuple[type, ...]:
 _log = logging.getLogger("te_fsdp")
 
 #: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.step_hooks`).
-BEFORE_STEP: StepFunctions = (take_out_main_weights, refuse_replaced, require_main_weights, sync_tp_replicas)
+BEFORE_STEP: StepFunctions = (
+    take_out_main_weights,
+    refuse_replaced,
+    require_main_weights,
+    require_equal_gradients,
+    sync_tp_replicas,
+)
 AFTER_STEP: StepFunctions = (refresh_quantized,)
 
 
@@ -177,8 +184,8 @@ def set_device_mesh(
             (``weight2``, ``weight3`` on the second of two ranks with two experts each).
         expert_weight_mesh: As ``weight_mesh``, for expert modules: without ``ep``.
         experts: Names or classes of the grouped modules to deal out, or of modules that hold some; by default all.
-        check_inputs: Compare what enters ``model`` over tp, when it comes in new shapes (:class:`te_fsdp.InputError`).
-            Not for a model that is a TE module itself, which may be part of another.
+        check_inputs: Compare over tp what enters ``model`` in new shapes, unless it is a TE module itself, which may be
+            part of another; and gradients of what each rank holds whole, in the first two steps.
 
     Raises:
         MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
@@ -202,6 +209,7 @@ def set_device_mesh(
         bind(model, planned)
     if _te.kind_of(model) is None:
         watch_inputs(model, tp_mesh if check_inputs else None)
+    compare_gradients(model, check_inputs)
 
 
 def _check_drawn_apart(

@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 import te_fsdp
-from te_fsdp import _te, _te_modules, _torch
+from te_fsdp import _fsdp2, _te, _te_modules, _torch
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.modules.extra_state import guard, unguard
+from te_fsdp.modules.gradient_checks import refuse_same_gradient
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.parameters import BINDING, Binding, Installed, attributes_of, binding_of, carry_over, share
 from te_fsdp.parameters import KEY as FACTS
@@ -91,6 +92,8 @@ def _partial(
     FSDP2 nobody would, so it is all-reduced over ``tp`` here.
     """
     assert binding.tp_mesh is not None
+    if binding.marked and gradient is not None:
+        refuse_same_gradient(binding, name, gradient)
     if binding.under_fsdp:
         # The gathered parameter is the same object in every backward, and so is its spec.
         known = binding.partial_specs.get(name)
@@ -256,6 +259,8 @@ class MeshModule(torch.nn.Module):
             if pair is None or (value is not pair.shard and value is not pair.gathered):
                 self._take_over(binding, name, old, value)
             else:
+                if old is not pair.shard and old is not pair.gathered:  # put there behind our back
+                    _refuse_assignment(self, binding, name, old)
                 if pair.release is not None and value is pair.shard and old is pair.gathered:
                     pair.release()
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
@@ -265,8 +270,17 @@ class MeshModule(torch.nn.Module):
                     carry_over(old, value)
         parameters[name] = value
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None, **kwargs: Any) -> None:
+        """Register a parameter, but none in the place of one that FSDP2 holds, nor one that was taken away from it."""
+        binding = binding_of(self)
+        if binding is not None:
+            # FSDP2 comes by where its parameter is gone: deleted, or hidden by a parametrization.
+            _refuse_assignment(self, binding, name, param if name in self._parameters else None)
+        super().register_parameter(name, param, **kwargs)
+
     def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
+        _refuse_assignment(self, binding, name, value)
         pair = binding.installed.setdefault(name, Installed())
         whole = binding.whole_mesh(name)
         is_shard = isinstance(value, DTensor) and value.device_mesh != whole
@@ -276,6 +290,8 @@ class MeshModule(torch.nn.Module):
             carry_over(old, value)
         binding.carry(name, value)
         if not is_shard:
+            if pair.shard is None and old is not None and old is not value:  # nothing of FSDP2's
+                note_replaced(old, binding.label(name), "an assignment")
             note_gathered(old, value, binding)
             pair.gathered, pair.release = value, release_of(value, pair.shard, binding)
             return
@@ -307,6 +323,25 @@ class MeshModule(torch.nn.Module):
                 memo[id(parameter)] = _copy_parameter(parameter, memo)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+
+def _refuse_assignment(
+    module: torch.nn.Module, binding: Binding, name: str, value: torch.nn.Parameter | None
+) -> None:
+    """Raise if ``value`` would take the place of a parameter that FSDP2 has gathered before: it puts its own back."""
+    pair = binding.installed.get(name)
+    if pair is None or pair.shard is None or pair.gathered is None:
+        return  # what FSDP2 installs for the first time
+    if not _fsdp2.is_foreign(module, name, value):
+        return
+    raise OrderError(
+        f"{binding.label(name)}: a parameter assigned after the first forward",
+        expected="the one that te_fsdp.fully_shard has put there",
+        got="None" if value is None else f"another, of shape {tuple(value.shape)}",
+        why="FSDP2 would put its own back in the next forward, and optimizers go on with that",
+        fix="write the values into it: `with torch.no_grad(): parameter.copy_(values)`, a DTensor of its placements; "
+        "or assign, and tie, before te_fsdp.fully_shard",
+    )
 
 
 def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:

@@ -10,6 +10,8 @@ forward with known shapes costs a look at the arguments and sends nothing.
                                              ``sequence_parallel``: then each rank may have its part of the sequence
     floating                                 compared, unless any module is sequence-parallel, or all begin with a part
                                              of the features: only row-parallel layers, or core attention
+    what enters sequence-parallel modules    must differ: each rank has its part of the tokens. Compared at the first
+                                             call of each that has tokens which differ among themselves
     DTensors, other wrappers, meta, sparse   left alone: they say themselves what they hold
     random numbers of dropout                compared as floating inputs are, in training: masks that differ over tp are
                                              inputs that differ
@@ -33,6 +35,7 @@ from te_fsdp.agree import gather
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InputError, message, shorten
 from te_fsdp.modules.rank_checks import checksum, is_constant
+from te_fsdp.parameters import binding_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,6 +80,23 @@ class _Check:
         return _Check(self.tp_mesh, self.cp_mesh)
 
 
+#: Key in a sequence-parallel module's ``__dict__``, as long as what enters it is looked at.
+_LOOKS = "_te_fsdp_parts"
+
+
+@dataclass
+class _Looks:
+    """Looks at what enters a sequence-parallel module, and the hook that makes them.
+
+    Attributes:
+        hook: Removed after the last one: later forwards cost nothing.
+        left: How many there are to come, if each sees tokens that say nothing.
+    """
+
+    hook: Any
+    left: int = 4
+
+
 def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMesh | None = None) -> None:
     """Compare what enters ``model`` over ``tp_mesh`` from now on, and no longer what enters modules in it.
 
@@ -90,12 +110,17 @@ def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMe
     for module in model.modules():
         if module.__dict__.get(KEY) is not None:
             module.__dict__[KEY] = None
+        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
+            looks.hook.remove()
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
     if KEY not in model.__dict__:
         model.register_forward_pre_hook(_torch.untraced(check_inputs), with_kwargs=True, prepend=True)
     model.__dict__[KEY] = _Check(tp_mesh, cp_mesh)
+    for module in _taking_parts(model) if tp_mesh is not None else ():
+        hook = module.register_forward_pre_hook(_torch.untraced(_look_for_parts), with_kwargs=True)
+        module.__dict__[_LOOKS] = _Looks(hook)
 
 
 def check_inputs(
@@ -199,20 +224,75 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
         )
 
 
+def _taking_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost TE modules that gather tokens over tp before they compute. Local operation."""
+    kind, mode = _te.kind_of(module), getattr(module, "parallel_mode", None)
+    if getattr(module, "sequence_parallel", False) and (kind in _WHOLE or (kind and mode == "column")):
+        yield module
+        return
+    for child in module.children():
+        yield from _taking_parts(child)
+
+
+def _look_for_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what enters a sequence-parallel module if two ranks of tp bring the same. Collective over tp at first.
+
+    The module would gather over tp anyway, so that all its ranks are here.
+    """
+    looks, binding = module.__dict__.get(_LOOKS), binding_of(module)
+    given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
+    if looks is None or binding is None or binding.tp_mesh is None or given is None or _torch.in_backward():
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    tokens = _plain(given).flatten(0, -2)
+    with _torch.without_modes():
+        # Tokens that are all alike, of zeros or padding, may be so on all ranks.
+        telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
+        everyone = gather((_seen({"": given})[""], telling), binding.tp_mesh)
+    looks.left -= 1
+    if not all(telling for _, telling in everyone):
+        return _forget(module, looks) if not looks.left else None
+    for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
+        if one == other:
+            looks.left += 1
+            raise InputError(
+                f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
+                expected="another part of the tokens on each rank of a tp group",
+                got=f"{one[0]}, the same on tp ranks {first} and {second}",
+                why="The module puts the parts of all ranks together: each token would be there several times",
+                fix="cut the sequence along its first dim: x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or "
+                "build TE modules without sequence_parallel. Where parts shall be the same, pass check_inputs=False "
+                "to fully_shard or set_device_mesh",
+            )
+    return _forget(module, looks)
+
+
+def _forget(module: nn.Module, looks: _Looks) -> None:
+    looks.hook.remove()
+    del module.__dict__[_LOOKS]
+
+
 def _compared(model: nn.Module) -> tuple[bool, bool]:
     """Whether integers, and whether floating inputs, must be equal over tp. Local operation."""
     floating, takes_whole, takes_part = True, False, False
     for module in model.modules():
         kind = _te.kind_of(module)
+        own = module._parameters.values() if kind is None or _is_unsplit(module, kind) else ()
+        if any(getattr(p, "sequence_parallel", False) for p in own):
+            return False, False
         if kind is None:
-            if any(getattr(p, "sequence_parallel", False) for p in module._parameters.values()):
-                return False, False
             continue
         mode = getattr(module, "parallel_mode", None)
         floating = floating and not getattr(module, "sequence_parallel", False)
         takes_whole = takes_whole or kind in _WHOLE or mode == "column"
         takes_part = takes_part or kind == "DotProductAttention" or mode == "row"
     return True, floating and (takes_whole or not takes_part)
+
+
+def _is_unsplit(module: nn.Module, kind: str) -> bool:
+    """Whether a linear layer of TE is not cut over tp: then a mark on it is the user's."""
+    return kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:

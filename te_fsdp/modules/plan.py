@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te
@@ -158,8 +158,14 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                 expected=f"the parameters of {kind}",
                 fix="give parameters of your own to a module of your own",
             )
-        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in own}))
+        planned.append(ModulePlan(name, module, kind, {n: _marked(rules[n], p) for n, p in own.items()}))
     return planned
+
+
+def _marked(rule: ParameterRule, parameter: object) -> ParameterRule:
+    """A rule for a parameter that may be marked as TE and Megatron mark those that see a part of the sequence."""
+    partial = rule.shard_dim is None and bool(getattr(parameter, "sequence_parallel", False))
+    return replace(rule, partial_grad=True) if partial else rule
 
 
 def _rules(
@@ -195,10 +201,7 @@ def _rules(
     if kind == "DotProductAttention":
         return table.attention_offset_rules([n for n in ("softmax_offset",) if n in own])
     if kind is None:
-        # TE's and Megatron's convention for parameters that see only a part of the sequence.
-        return table.replicated_rules(
-            {n: bool(getattr(p, "sequence_parallel", False)) for n, p in own.items()}
-        )
+        return dict.fromkeys(own, ParameterRule(None))
     return {}
 
 

@@ -32,6 +32,7 @@ from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
+from te_fsdp.modules.gradient_checks import compare_gradients
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
@@ -105,7 +106,7 @@ def fully_shard(
         reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
         experts: Names or classes of ``GroupedLinear`` modules (or around some) to deal out over ``ep``; default: all.
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
-        check_inputs: Compare what enters the model over ``tp`` and ``cp``, whenever it comes in new shapes.
+        check_inputs: Compare over ``tp`` and ``cp`` what enters the model in new shapes, and gradients in two steps.
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
 
     Returns:
@@ -298,6 +299,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     watch_inputs(
         state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
     )
+    compare_gradients(state.model, check_inputs)
     watch_forward(state)
     watch_first_backward(state)
     watch_steps()

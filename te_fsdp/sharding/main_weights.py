@@ -20,14 +20,16 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.agree import raised_on_all_ranks
+from te_fsdp.all_ranks import collective_call
+from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
 from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
@@ -325,3 +327,107 @@ def set_main_weight(
         main.copy_(value if shard is None else shard.of(value))
     elif main.numel():  # FusedAdam's, with a scale of its own
         optimizer.set_scaled_state(parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------ edited weights
+
+#: Attribute of an optimizer: its low-precision parameters, as they were after its last step.
+_WRITTEN = "_te_fsdp_written"
+# How far a quantized weight may lie from its main weight, in parts of the norm: eight bits round to 1/30, four to 1/8.
+_TO_8_BITS = 1 / 8
+_TO_4_BITS = 1 / 4
+# Largest error of E4M3 near zero. Delayed scaling begins with a scale of 1, at which small weights are rounded to that.
+_NEAR_ZERO = 2.0**-10
+
+
+class _Written(NamedTuple):
+    """Low-precision parameters, and how often each had been written to when the step was over.
+
+    Attributes:
+        parameters: All that the optimizer holds.
+        versions: Of each.
+        held: How many parameters the optimizer had.
+    """
+
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    held: int
+
+
+def _low_ones(step: Step) -> tuple[list[torch.Tensor], int]:
+    """The low-precision parameters of an optimizer, looked for when it has got others; and how many it has of all."""
+    known: _Written | None = step.optimizer.__dict__.get(_WRITTEN)
+    held = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    if known is not None and known.held == held:
+        return known.parameters, held
+    return [p for group in step.optimizer.param_groups for p in group["params"] if is_low(p)], held
+
+
+def _versions(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[int]:
+    # New weights that arrive after the step are written to local tensors: only edits by the parameters are seen then.
+    overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
+    return _torch.versions_of(parameters, with_locals=not overlaps)
+
+
+def note_written(step: Step) -> None:
+    """Note after a step how often low-precision parameters were written to, all that te_fsdp writes included."""
+    if step.models:
+        parameters, held = _low_ones(step)
+        setattr(step.optimizer, _WRITTEN, _Written(parameters, _versions(step.optimizer, parameters), held))
+
+
+def refuse_edited(step: Step) -> None:
+    """Raise where the step would write a main weight back over a weight that somebody has edited since the last one.
+
+    Local operation that compares numbers of writes; where they say that a parameter was written to, and once before
+    the first step, collective over the model's mesh, and values are compared with those of main weights.
+
+    Raises:
+        OrderError: On all ranks of the model; nothing has changed.
+    """
+    if not step.models:
+        return
+    optimizer, known = step.optimizer, step.optimizer.__dict__.get(_WRITTEN)
+    parameters, _ = _low_ones(step)
+    if not parameters or (known is not None and known.versions == _versions(optimizer, parameters)):
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    mesh = step.models[0][0].meshes.device_mesh
+    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
+    with together, raised_on_all_ranks(mesh, step.where):
+        _refuse(step, [parameter for parameter in parameters if _differs(optimizer, parameter)])
+    note_written(step)
+
+
+@torch.no_grad()
+def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is something else than its fp32 main weight, rounded or quantized. Local operation."""
+    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
+    if main is None or main.dtype != torch.float32 or not main.numel():
+        return False
+    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
+    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
+    value = value if shard is None else shard.of(value)
+    if not quantized:
+        rounded = main.to(value.dtype)
+        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
+    kind = _te.format_of(local)
+    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
+    if _te.has_delayed_scale(local):
+        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
+    return bool((value - main).norm() > limit)
+
+
+def _refuse(step: Step, edited: list[torch.Tensor]) -> None:
+    if not edited:
+        return
+    names = {id(p): name for state, _ in step.models for name, p in state.parameters().items()}
+    raise OrderError(
+        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
+        expected="weights that are their main weights, rounded or quantized",
+        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
+        why="The step would write the main weights back: the edits would be lost",
+        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
+        "next step begins with a main weight of the edited weight",
+    )

@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.modules.gradient_checks import require_equal_gradients
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
@@ -32,7 +33,7 @@ from te_fsdp.sharding.first_looks import (
     refuse_conversion,
     refuse_inference_mode,
 )
-from te_fsdp.sharding.main_weights import lend_main_weights, remember
+from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refuse_edited, remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
@@ -398,12 +399,21 @@ BEFORE_STEP: StepFunctions = (
     wait_for_new_weights,
     refuse_closure,
     before_first_step,
+    refuse_edited,
     wait_for_gradients,
     look_for_nan,
     require_outer_averages,
+    require_equal_gradients,
     sync_tp_replicas,
     cast_gradients,
     allow_mixed_parameters,
     lend_main_weights,
 )
-AFTER_STEP: StepFunctions = (refresh_quantized, count_versions, take_back, forget_nan, release_weights)
+AFTER_STEP: StepFunctions = (
+    refresh_quantized,
+    count_versions,
+    note_written,
+    take_back,
+    forget_nan,
+    release_weights,
+)

@@ -33,9 +33,11 @@ def test_the_order():
             "wait_for_new_weights",
             "refuse_closure",
             "before_first_step",
+            "refuse_edited",  # of what has arrived, and before anything is done to gradients
             "wait_for_gradients",
             "look_for_nan",
             "require_outer_averages",
+            "require_equal_gradients",  # what each rank has computed, before the next makes it equal
             "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
             "cast_gradients",
             "allow_mixed_parameters",
@@ -45,6 +47,7 @@ def test_the_order():
     assert _names(steps.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",
+        "note_written",  # after that has counted
         "take_back",
         "forget_nan",
         "release_weights",

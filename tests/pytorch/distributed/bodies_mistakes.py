@@ -11,7 +11,6 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 WIDTH = 16
 
@@ -32,32 +31,32 @@ class Model(nn.Module):
         return self.head(self.drop(self.layer(self.inp(x))))
 
 
-def _meshes(**axes: int) -> Any:
+def make_meshes(**axes: int) -> Any:
     import te_fsdp
 
     return te_fsdp.Meshes.build(**(axes or {"dp_shard": 2}), device_type=harness.device_type())
 
 
-def _sharded(strategy: str = "optim_grads_params", *, model: Any = None, **axes: int) -> nn.Module:
+def make_sharded(strategy: str = "optim_grads_params", *, model: Any = None, **axes: int) -> nn.Module:
     import te_fsdp
 
-    meshes = _meshes(**axes)
+    meshes = make_meshes(**axes)
     model = Model(meshes) if model is None else model
     te_fsdp.fully_shard(model, meshes, units=["layer"], strategy=strategy)
     return te_fsdp.materialize(model, seed=0)
 
 
-def _batch(seed: int | None = None) -> torch.Tensor:
+def draw_batch(seed: int | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
     return torch.randn(8, WIDTH, generator=generator).to(harness.device())
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _step(model: nn.Module, optimizer: Any, *, to_none: bool = True) -> None:
-    model(_batch()).square().mean().backward()
+def take_step(model: nn.Module, optimizer: Any, *, to_none: bool = True) -> None:
+    model(draw_batch()).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=to_none)
 
@@ -72,92 +71,196 @@ def _draw_by_rank(model: nn.Module) -> None:
 
 
 def a_new_head_after_sharding() -> None:
-    model = _sharded()
+    model = make_sharded()
     model.head = nn.Linear(WIDTH, 4, device=harness.device())
-    model(_batch())
+    model(draw_batch())
 
 
 def adapters_after_the_first_step() -> None:
-    model = _sharded()
-    _step(model, _sgd(model))
+    model = make_sharded()
+    take_step(model, make_sgd(model))
     model.layer.register_module("adapter", nn.Linear(WIDTH, WIDTH, device=harness.device()))
-    _step(model, _sgd(model))
+    take_step(model, make_sgd(model))
 
 
 def gradient_hooks_before_sharding() -> None:
-    model = Model(_meshes(), harness.device())
+    model = Model(make_meshes(), harness.device())
     model.head.weight.register_hook(lambda gradient: 0 * gradient)
-    _sharded(model=model)
+    make_sharded(model=model)
 
 
 def gradient_hooks_after_sharding() -> None:
-    model = _sharded()
+    model = make_sharded()
     model.layer.fc1_weight.register_hook(lambda gradient: 0 * gradient)
-    model(_batch())
+    model(draw_batch())
 
 
 def to_empty_in_place_of_materialize() -> None:
     import te_fsdp
 
-    meshes = _meshes()
+    meshes = make_meshes()
     model = te_fsdp.fully_shard(Model(meshes), meshes, units=["layer"])
     model.to_empty(device=harness.device())
     for part in (model.inp, model.layer):  # and the head is forgotten
         part.reset_parameters()
-    model(_batch())
+    model(draw_batch())
 
 
 def seeds_by_rank_for_copies() -> None:
     """HSDP of one shard: both ranks hold all weights."""
-    model = _sharded(dp_replicate=2, dp_shard=1)
+    model = make_sharded(dp_replicate=2, dp_shard=1)
     _draw_by_rank(model)
-    _step(model, _sgd(model))
+    take_step(model, make_sgd(model))
 
 
 def seeds_by_rank_for_whole_weights() -> None:
-    model = _sharded("no_shard")
+    model = make_sharded("no_shard")
     _draw_by_rank(model)
-    _step(model, _sgd(model))
+    take_step(model, make_sgd(model))
 
 
 def seeds_by_rank_for_dropout() -> None:
-    meshes = _meshes(tp=2)
-    model = _sharded(model=Model(meshes, dropout=0.5), tp=2)
+    meshes = make_meshes(tp=2)
+    model = make_sharded(model=Model(meshes, dropout=0.5), tp=2)
     torch.manual_seed(dist.get_rank())
-    model(_batch(0))
+    model(draw_batch(0))
 
 
 def an_optimizer_that_one_rank_saved(directory: str) -> None:
-    model, path = _sharded(), Path(directory) / "optimizer.pt"
+    model, path = make_sharded(), Path(directory) / "optimizer.pt"
     adam = torch.optim.AdamW(model.parameters())
-    _step(model, adam)
+    take_step(model, adam)
     if dist.get_rank() == 0:
         torch.save(adam.state_dict(), path)
     dist.barrier()
     adam.load_state_dict(torch.load(path))
-    _step(model, adam)
+    take_step(model, adam)
 
 
 def whole_tensors_into_shards() -> None:
-    whole = Model(_meshes(), harness.device()).state_dict()
-    _sharded().load_state_dict(whole)
+    whole = Model(make_meshes(), harness.device()).state_dict()
+    make_sharded().load_state_dict(whole)
 
 
 def a_cast_after_the_first_forward() -> None:
-    model = _sharded()
-    model(_batch())
+    model = make_sharded()
+    model(draw_batch())
     model.to(torch.bfloat16)
 
 
 def inference_mode_before_training() -> None:
-    model = _sharded()
+    model = make_sharded()
     with torch.inference_mode():
-        model(_batch())
-    model(_batch())
+        model(draw_batch())
+    model(draw_batch())
 
 
 def averaged_model_after_sharding() -> None:
-    torch.optim.swa_utils.AveragedModel(_sharded("no_shard"))
+    torch.optim.swa_utils.AveragedModel(make_sharded("no_shard"))
+
+
+class Parts(nn.Module):
+    """Sequence-parallel layers of TE, each rank of tp with its part of the tokens; a plain layer between them."""
+
+    def __init__(self, meshes: Any, marked: bool, dtype: torch.dtype = torch.float32) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        options = {"sequence_parallel": True, "device": "meta", "params_dtype": dtype, **meshes.te_kwargs()}
+        self.up = te.Linear(WIDTH, 2 * WIDTH, parallel_mode="column", **options)
+        self.down = te.Linear(2 * WIDTH, WIDTH, parallel_mode="row", **options)
+        self.plain = te.Linear(WIDTH, WIDTH, device="meta", params_dtype=dtype)
+        for parameter in self.plain.parameters():
+            parameter.sequence_parallel = marked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(self.down(self.up(x)))
+
+
+def in_parts(marked: bool, *, whole: bool = False, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    """A model with tp, and this rank's part of the tokens or all of them."""
+    import te_fsdp
+
+    meshes = make_meshes(tp=2)
+    model = te_fsdp.fully_shard(Parts(meshes, marked), meshes, units=["plain"], **options)
+    tokens = draw_batch(0)
+    return te_fsdp.materialize(model, seed=0), tokens if whole else tokens.chunk(2)[
+        meshes.tp.get_local_rank()
+    ]
+
+
+def a_layer_that_nobody_has_marked() -> None:
+    model, tokens = in_parts(marked=False)
+    model(tokens).square().sum().backward()
+    make_sgd(model).step()
+
+
+def a_mark_on_a_layer_that_sees_all_tokens() -> None:
+    model = Model(make_meshes(tp=2))
+    model.inp.weight.sequence_parallel = True
+    model = make_sharded(model=model, tp=2)
+    model(draw_batch(0)).square().sum().backward()
+
+
+def whole_sequences_for_sequence_parallelism() -> None:
+    model, tokens = in_parts(marked=True, whole=True)
+    model(torch.zeros_like(tokens))  # says nothing
+    model(tokens)
+
+
+def a_weight_assigned_after_the_first_forward() -> None:
+    model = make_sharded()
+    model(draw_batch())
+    model.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=harness.device()))
+
+
+def a_bias_taken_away_after_the_first_forward() -> None:
+    model = make_sharded()
+    model(draw_batch())
+    model.layer.fc1_bias = None
+
+
+def a_parametrization_after_the_first_forward() -> None:
+    model = make_sharded()
+    model(draw_batch())
+    nn.utils.parametrizations.weight_norm(model.head)
+    model(draw_batch())
+
+
+def other_values_by_functional_call() -> None:
+    model = make_sharded()
+    model(draw_batch())
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    torch.func.functional_call(model, zeros, (draw_batch(),))
+
+
+def in_bf16(make: Callable[..., Any] = torch.optim.SGD) -> tuple[nn.Module, Any]:
+    import te_fsdp
+
+    model = make_sharded(model=Model(make_meshes()).to(torch.bfloat16))
+    optimizer = make(model.parameters(), lr=0.1)
+    te_fsdp.main_weights(model, optimizer)
+    return model, optimizer
+
+
+def step_in_bf16(model: nn.Module, optimizer: Any) -> None:
+    model(draw_batch().bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def an_edit_without_its_main_weight() -> None:
+    model, optimizer = in_bf16()
+    step_in_bf16(model, optimizer)
+    with torch.no_grad():
+        model.layer.fc2_weight.mul_(0.5)
+    step_in_bf16(model, optimizer)
+
+
+def an_init_after_main_weights() -> None:
+    model, optimizer = in_bf16()
+    model.head.weight.data.zero_()  # which torch counts nowhere
+    step_in_bf16(model, optimizer)
 
 
 MISTAKES: list[Callable[..., None]] = [
@@ -174,6 +277,15 @@ MISTAKES: list[Callable[..., None]] = [
     a_cast_after_the_first_forward,
     inference_mode_before_training,
     averaged_model_after_sharding,
+    a_layer_that_nobody_has_marked,
+    a_mark_on_a_layer_that_sees_all_tokens,
+    whole_sequences_for_sequence_parallelism,
+    a_weight_assigned_after_the_first_forward,
+    a_bias_taken_away_after_the_first_forward,
+    a_parametrization_after_the_first_forward,
+    other_values_by_functional_call,
+    an_edit_without_its_main_weight,
+    an_init_after_main_weights,
 ]
 
 
@@ -194,7 +306,7 @@ def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
     """The error, and whether the model is as it was."""
     import te_fsdp
 
-    model, path = _sharded(), Path(directory) / "model.pt"
+    model, path = make_sharded(), Path(directory) / "model.pt"
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), path)
     dist.barrier()
@@ -212,144 +324,16 @@ def evaluation_on_one_rank() -> str:
     """Rank 0 alone runs a forward; the other one is busy elsewhere."""
     import te_fsdp
 
-    model = _sharded()
-    _step(model, _sgd(model))
+    model = make_sharded()
+    take_step(model, make_sgd(model))
     te_fsdp.set_collective_timeout(2)
     try:
         if dist.get_rank() == 0:
             with torch.no_grad():
-                model.eval()(_batch())
+                model.eval()(draw_batch())
     except te_fsdp.CollectiveError as error:
         return str(error)
     finally:
         te_fsdp.set_collective_timeout(1800)
     time.sleep(2.5)  # the store of a rank that is gone would answer nobody
     return ""
-
-
-# -------------------------------------------------------------------------------------------------- what is no mistake
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def _changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name.split(".")[0] for name, now in _weights(model).items() if not torch.equal(now, before[name])}
-
-
-def frozen_and_freed_later() -> bool:
-    model = _sharded()
-    optimizer, seen = _sgd(model), []
-    for wanted in (True, False, True):
-        model.layer.requires_grad_(wanted)
-        before = _weights(model)
-        _step(model, optimizer)
-        seen.append(_changed(model, before))
-    return seen == [{"inp", "layer", "head"}, {"inp", "head"}, {"inp", "layer", "head"}]
-
-
-def gradients_filled_with_zeros() -> bool:
-    one, other = _sharded(), _sharded()
-    for model, to_none in ((one, True), (other, False)):
-        optimizer = _sgd(model)
-        for _ in range(2):
-            _step(model, optimizer, to_none=to_none)
-    return not _changed(one, _weights(other))
-
-
-def a_scaler_that_skips() -> bool:
-    """Infinite on one rank: no rank steps."""
-    model = _sharded()
-    optimizer, scaler = _sgd(model), torch.amp.GradScaler(harness.device_type(), init_scale=4.0)
-    scaler.scale(model(_batch()).square().mean()).backward()
-    if dist.get_rank() == 0:
-        model.inp.weight.grad.to_local()[0, 0] = float("inf")
-    before = _weights(model)
-    scaler.step(optimizer)
-    scaler.update()
-    return not _changed(model, before) and scaler.get_scale() == 2.0
-
-
-def a_scheduler_before_main_weights() -> bool:
-    import te_fsdp
-
-    model = _sharded(model=Model(_meshes()).to(torch.bfloat16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    te_fsdp.main_weights(model, optimizer)
-    for _ in range(2):
-        model(_batch().bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-    return optimizer.param_groups[0]["lr"] == 0.25
-
-
-def an_average_by_hand() -> bool:
-    """Averaged, put in place, evaluated, put back."""
-    model = _sharded()
-    average, before = [p.detach().clone() for p in model.parameters()], _weights(model)
-    _step(model, _sgd(model))
-    with torch.no_grad():
-        kept = [p.detach().clone() for p in model.parameters()]
-        for p, mean in zip(model.parameters(), average, strict=True):
-            p.copy_(mean)
-        first = not _changed(model, before) and model.eval()(_batch()).isfinite().all()
-        for p, value in zip(model.parameters(), kept, strict=True):
-            p.copy_(value)
-    return bool(first) and _changed(model, before) == {"inp", "layer", "head"}
-
-
-def hooks_after_accumulation() -> bool:
-    model, seen = _sharded(), []
-    model.layer.fc1_weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    model(_batch()).square().mean().backward()
-    return seen == [True]
-
-
-def counts_and_groups() -> bool:
-    """Sizes of sharded parameters are those of the whole model, and so are their dims."""
-    model, plain = _sharded(), Model(_meshes())
-    sizes = [[(name, p.numel(), p.ndim) for name, p in one.named_parameters()] for one in (model, plain)]
-    return sizes[0] == sizes[1]
-
-
-def norms_by_torch() -> bool:
-    import te_fsdp
-
-    model = _sharded()
-    (30 * model(_batch())).square().mean().backward()
-    norm = te_fsdp.clip_grad_norm_(model, 1e9)
-    again = _whole(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    # Two orders of a sum of 10 squares in fp32.
-    return bool(torch.isclose(torch.as_tensor(norm).cpu(), again.cpu(), rtol=1e-6))
-
-
-def tied_after_sharding() -> bool:
-    model = _sharded()
-    model.head.weight = model.inp.weight
-    optimizer = _sgd(model)
-    _step(model, optimizer)
-    return model.head.weight is model.inp.weight and len(optimizer.param_groups[0]["params"]) == 9
-
-
-MEANT: list[Callable[[], bool]] = [
-    frozen_and_freed_later,
-    gradients_filled_with_zeros,
-    a_scaler_that_skips,
-    a_scheduler_before_main_weights,
-    an_average_by_hand,
-    hooks_after_accumulation,
-    counts_and_groups,
-    norms_by_torch,
-    tied_after_sharding,
-]
-
-
-def all_meant() -> dict[str, bool]:
-    """Whether each does what was meant."""
-    return {make.__name__: bool(make()) for make in MEANT}

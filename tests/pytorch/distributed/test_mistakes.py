@@ -6,6 +6,7 @@ docs/troubleshooting.md has the table, with those that other files test; tests/u
 from __future__ import annotations
 
 import bodies_mistakes as bodies
+import bodies_no_mistakes as no_mistakes
 import pytest
 
 # mistake -> class, what its text must say
@@ -47,6 +48,44 @@ ERRORS = {
     ),
     "inference_mode_before_training": ("OrderError", "forward after a first one under torch.inference_mode"),
     "averaged_model_after_sharding": ("OrderError", "deepcopy of a model after fully_shard"),
+    "a_layer_that_nobody_has_marked": (
+        "GradientError",
+        "SGD.step: gradients that differ over tp: expected the same on all ranks of a tp group, of parameters that "
+        "each holds whole, got plain.weight by ",
+    ),
+    "a_mark_on_a_layer_that_sees_all_tokens": (
+        "GradientError",
+        "inp.weight: gradients that are the same over tp",
+    ),
+    "whole_sequences_for_sequence_parallelism": (
+        "InputError",
+        "up: inputs of a sequence-parallel module: expected another part of the tokens on each rank of a tp group, "
+        "got float32 (8, 16), the same on tp ranks 0 and 1",
+    ),
+    "a_weight_assigned_after_the_first_forward": (
+        "OrderError",
+        "head.weight: a parameter assigned after the first forward",
+    ),
+    "a_bias_taken_away_after_the_first_forward": (
+        "OrderError",
+        "layer.fc1_bias: a parameter assigned after the first forward",
+    ),
+    "a_parametrization_after_the_first_forward": (
+        "OrderError",
+        "head.weight: a parameter assigned after the first forward",
+    ),
+    "other_values_by_functional_call": (
+        "OrderError",
+        "inp.weight: a parameter assigned after the first forward",
+    ),
+    "an_edit_without_its_main_weight": (
+        "OrderError",
+        "SGD.step: layer.fc2_weight: expected weights that are their main weights",
+    ),
+    "an_init_after_main_weights": (
+        "OrderError",
+        "SGD.step: head.weight: expected weights that are their main weights",
+    ),
 }
 
 
@@ -75,5 +114,5 @@ def test_evaluation_on_one_rank(pool):
 
 @pytest.mark.ranks(2)
 def test_what_is_no_mistake(pool):
-    for found in pool.run(bodies.all_meant, 2):
-        assert found == {make.__name__: True for make in bodies.MEANT}
+    for found in pool.run(no_mistakes.all_meant, 2):
+        assert found == {make.__name__: True for make in no_mistakes.MEANT}

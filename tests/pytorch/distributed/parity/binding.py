@@ -131,7 +131,8 @@ def attributes(axes: dict[str, int], wrap: str, device: str) -> int:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     _same_attributes("reset_parameters", before, model)
-    ids = torch.arange(SEQUENCE // meshes.size("tp") * BATCH, device=harness.device()).view(-1, BATCH) % 16
+    ids = torch.arange(SEQUENCE * BATCH, device=harness.device()).view(-1, BATCH) % 15
+    ids = ids.chunk(meshes.size("tp"))[meshes.device_mesh.get_local_rank("tp")]
     for _ in range(2):
         output = model(ids)
         _same_attributes("forward", before, model)
@@ -312,7 +313,7 @@ def _gradients(
     model: nn.Module, tp: int, tp_group: Any, recompute: bool, reentrant: bool
 ) -> dict[str, torch.Tensor]:
     """Local gradients of the input and of every parameter after one backward."""
-    torch.manual_seed(1)
+    torch.manual_seed(1 + (tp_group.rank() if tp > 1 else 0))  # each its part of the tokens
     x = torch.randn(SEQUENCE // tp, BATCH, HIDDEN, device=harness.device(), requires_grad=True)
     run = _with_checkpoints(model, tp_group, reentrant) if recompute else model
     run(x).square().sum().backward()

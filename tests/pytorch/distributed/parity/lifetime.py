@@ -32,6 +32,7 @@ def freed(axes: dict[str, int], wrap: str) -> int:
     else:
         te_fsdp.fully_shard(model, meshes)
     optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(meshes.device_mesh.get_local_rank("tp"))  # each its part of the tokens
     x = torch.randn(SEQUENCE // meshes.size("tp"), BATCH, HIDDEN, device=harness.device())
     for _ in range(2):
         model(x).sum().backward()

@@ -77,7 +77,7 @@ def parity(
     torch.manual_seed(5)
     subject = KINDS[kind](build, **options)
     with _spoiled(drop):
-        _wrap(subject.module, meshes, wrap, units)
+        _wrap(subject.module, meshes, wrap, units, check_inputs=not drop)  # which would refuse to step
     checks = Findings()
     if origin == "meta":
         torch.manual_seed(5)
@@ -97,7 +97,7 @@ def parity(
     return checks.settle(minimum=4)
 
 
-def _wrap(module: nn.Module, meshes: Any, wrap: str, units: str | None) -> None:
+def _wrap(module: nn.Module, meshes: Any, wrap: str, units: str | None, *, check_inputs: bool) -> None:
     """Shard the subject in one of the three ways that `parity` names."""
     import transformer_engine.pytorch as te
 
@@ -105,9 +105,9 @@ def _wrap(module: nn.Module, meshes: Any, wrap: str, units: str | None) -> None:
 
     if wrap == "te_fsdp":
         more = {} if units is None else {"units": getattr(te, units)}
-        te_fsdp.fully_shard(module, meshes, **more)
+        te_fsdp.fully_shard(module, meshes, check_inputs=check_inputs, **more)
         return
-    te_fsdp.set_device_mesh(module, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    te_fsdp.set_device_mesh(module, tp_mesh=meshes.tp, weight_mesh=meshes.weight, check_inputs=check_inputs)
     if wrap == "torch":
         for unit in (*module.children(), module):
             if not isinstance(unit, nn.ModuleList):

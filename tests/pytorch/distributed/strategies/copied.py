@@ -107,6 +107,8 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
         if step == 1 and made is None:
             model._apply(torch.clone)
             model.load_state_dict(first, strict=False)
+        for state in optimizer.state.values():  # the next step makes main weights of what was written
+            state.pop("master_param", None)
         if step == 0:
             te_fsdp.start_param_gather(model)
             te_fsdp.finish_param_gather(model)

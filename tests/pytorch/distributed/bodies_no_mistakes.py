@@ -1,0 +1,196 @@
+"""What the script of a new user may do around training: looks like a mistake, and is none (:mod:`bodies_mistakes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import harness
+import torch
+import torch.distributed as dist
+from bodies_mistakes import (
+    Model,
+    draw_batch,
+    in_bf16,
+    in_parts,
+    make_meshes,
+    make_sgd,
+    make_sharded,
+    step_in_bf16,
+    take_step,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def _changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name.split(".")[0] for name, now in _weights(model).items() if not torch.equal(now, before[name])}
+
+
+def frozen_and_freed_later() -> bool:
+    model = make_sharded()
+    optimizer, seen = make_sgd(model), []
+    for wanted in (True, False, True):
+        model.layer.requires_grad_(wanted)
+        before = _weights(model)
+        take_step(model, optimizer)
+        seen.append(_changed(model, before))
+    return seen == [{"inp", "layer", "head"}, {"inp", "head"}, {"inp", "layer", "head"}]
+
+
+def gradients_filled_with_zeros() -> bool:
+    one, other = make_sharded(), make_sharded()
+    for model, to_none in ((one, True), (other, False)):
+        optimizer = make_sgd(model)
+        for _ in range(2):
+            take_step(model, optimizer, to_none=to_none)
+    return not _changed(one, _weights(other))
+
+
+def a_scaler_that_skips() -> bool:
+    """Infinite on one rank: no rank steps."""
+    model = make_sharded()
+    optimizer, scaler = make_sgd(model), torch.amp.GradScaler(harness.device_type(), init_scale=4.0)
+    scaler.scale(model(draw_batch()).square().mean()).backward()
+    if dist.get_rank() == 0:
+        model.inp.weight.grad.to_local()[0, 0] = float("inf")
+    before = _weights(model)
+    scaler.step(optimizer)
+    scaler.update()
+    return not _changed(model, before) and scaler.get_scale() == 2.0
+
+
+def a_scheduler_before_main_weights() -> bool:
+    import te_fsdp
+
+    model = make_sharded(model=Model(make_meshes()).to(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    te_fsdp.main_weights(model, optimizer)
+    for _ in range(2):
+        model(draw_batch().bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return optimizer.param_groups[0]["lr"] == 0.25
+
+
+def an_average_by_hand() -> bool:
+    """Averaged, put in place, evaluated, put back."""
+    model = make_sharded()
+    average, before = [p.detach().clone() for p in model.parameters()], _weights(model)
+    take_step(model, make_sgd(model))
+    with torch.no_grad():
+        kept = [p.detach().clone() for p in model.parameters()]
+        for p, mean in zip(model.parameters(), average, strict=True):
+            p.copy_(mean)
+        first = not _changed(model, before) and model.eval()(draw_batch()).isfinite().all()
+        for p, value in zip(model.parameters(), kept, strict=True):
+            p.copy_(value)
+    return bool(first) and _changed(model, before) == {"inp", "layer", "head"}
+
+
+def hooks_after_accumulation() -> bool:
+    model, seen = make_sharded(), []
+    model.layer.fc1_weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    model(draw_batch()).square().mean().backward()
+    return seen == [True]
+
+
+def counts_and_groups() -> bool:
+    """Sizes of sharded parameters are those of the whole model, and so are their dims."""
+    model, plain = make_sharded(), Model(make_meshes())
+    sizes = [[(name, p.numel(), p.ndim) for name, p in one.named_parameters()] for one in (model, plain)]
+    return sizes[0] == sizes[1]
+
+
+def norms_by_torch() -> bool:
+    import te_fsdp
+
+    model = make_sharded()
+    (30 * model(draw_batch())).square().mean().backward()
+    norm = te_fsdp.clip_grad_norm_(model, 1e9)
+    again = _whole(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    # Two orders of a sum of 10 squares in fp32.
+    return bool(torch.isclose(torch.as_tensor(norm).cpu(), again.cpu(), rtol=1e-6))
+
+
+def tied_after_sharding() -> bool:
+    model = make_sharded()
+    model.head.weight = model.inp.weight
+    optimizer = make_sgd(model)
+    take_step(model, optimizer)
+    return model.head.weight is model.inp.weight and len(optimizer.param_groups[0]["params"]) == 9
+
+
+def a_layer_that_is_marked() -> bool:
+    """Gradients over tp are sums over all tokens: those of one process."""
+    model, tokens = in_parts(marked=True)
+    model(tokens).square().sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step()
+    found = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    whole = draw_batch(0)
+    weights = {name: value.requires_grad_() for name, value in _weights(model).items()}
+    for name in ("up", "down", "plain"):
+        whole = nn.functional.linear(whole, weights[f"{name}.weight"], weights[f"{name}.bias"])
+    whole.square().sum().backward()
+    # Sums of up to 32 fp32 products in another order; gradients around 1.
+    return all(torch.allclose(found[name], w.grad, rtol=1e-4, atol=1e-4) for name, w in weights.items())
+
+
+def what_shall_differ() -> bool:
+    for whole, marked in ((True, True), (False, False)):
+        model, tokens = in_parts(marked=marked, whole=whole, check_inputs=False)
+        model(tokens).square().sum().backward()
+        make_sgd(model).step()
+    return True
+
+
+def edits_with_main_weights() -> bool:
+    """Both, the weight alone and its main weight made anew, and an average that is put back."""
+    model, optimizer = in_bf16()
+    weight = model.layer.fc2_weight
+    step_in_bf16(model, optimizer)
+    with torch.no_grad():
+        optimizer.state[weight]["master_param"].fill_(3.0)
+        weight.fill_(3.0)
+        kept = model.head.weight.detach().clone()
+        model.head.weight.zero_()
+        model.eval()(draw_batch().bfloat16())
+        model.train().head.weight.copy_(kept)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step_in_bf16(model, optimizer)
+    first = bool((_whole(weight) == 3.0).all()) and torch.equal(_whole(model.head.weight), _whole(kept))
+    with torch.no_grad():
+        weight.fill_(2.0)
+    del optimizer.state[weight]["master_param"]
+    step_in_bf16(model, optimizer)
+    return first and bool((_whole(weight) == 2.0).all())
+
+
+MEANT: list[Callable[[], bool]] = [
+    frozen_and_freed_later,
+    gradients_filled_with_zeros,
+    a_scaler_that_skips,
+    a_scheduler_before_main_weights,
+    an_average_by_hand,
+    hooks_after_accumulation,
+    counts_and_groups,
+    norms_by_torch,
+    tied_after_sharding,
+    a_layer_that_is_marked,
+    what_shall_differ,
+    edits_with_main_weights,
+]
+
+
+def all_meant() -> dict[str, bool]:
+    """Whether each does what was meant."""
+    return {make.__name__: bool(make()) for make in MEANT}
