@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from te_fsdp.checkpoint import object_store
-from te_fsdp.checkpoint.locks import LOCK, Owner, check, release, release_dead, take
+from te_fsdp.checkpoint.locks import LOCK, Owner, check, exists, release, release_dead, take
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -143,14 +143,8 @@ def _check_free(target: Path, force: bool | None) -> None:
         return
     if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         return
-    raise CheckpointError(
-        f"{target}: exists already",
-        expected="a path where nothing lies, or an empty directory",
-        why="What lies there is replaced by nobody, so that a crash can never damage it",
-        fix="save under another name, such as step-<number>, or remove the old one first"
-        if force is None
-        else "choose another path, or replace what lies there with --force",
-    )
+    fix = "" if force is None else "choose another path, or replace what lies there with --force"
+    raise exists(target, "a path where nothing lies, or an empty directory", fix)
 
 
 def _remove_left(left: Path, target: Path) -> None:

@@ -26,6 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from te_fsdp.errors import CheckpointError
 
@@ -172,20 +173,34 @@ def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
     known = Owner.parse(holder.name)
     alive = known.is_alive()
     if alive or (alive is None and not _is_silent(holder)):
-        raise CheckpointError(
-            f"{target}: another job is writing it",
-            expected="one writer for a path",
-            got=known.describe(),
-            why="Nothing was written",
-            fix="save under another name, such as a directory per run; or end that job, whose lock is then "
-            "taken over",
-        )
+        raise written_by(target, known, "; or end that job, whose lock is then taken over")
     try:
         os.rename(holder, lock / str(owner))
     except FileNotFoundError:
         return False
     _log.warning("%s: taking over from a dead job, %s", target, known.describe())
     return True
+
+
+def written_by(target: Any, owner: Owner, more: str = "") -> CheckpointError:
+    """The error of two writers, with what else may be done about it."""
+    return CheckpointError(
+        f"{target}: another job is writing it",
+        expected="one writer for a path",
+        got=owner.describe(),
+        why="Nothing was written",
+        fix=f"save under another name, such as a directory per run{more}",
+    )
+
+
+def exists(target: Any, place: str, fix: str = "") -> CheckpointError:
+    """The error of a path where something lies; a save's, unless told what to do."""
+    return CheckpointError(
+        f"{target}: exists already",
+        expected=place,
+        why="What lies there is replaced by nobody, so that a crash can never damage it",
+        fix=fix or "save under another name, such as step-<number>, or remove the old one first",
+    )
 
 
 def _is_silent(holder: Path) -> bool:

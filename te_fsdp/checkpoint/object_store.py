@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from te_fsdp.checkpoint.locks import Owner
+from te_fsdp.checkpoint.locks import Owner, exists, written_by
 from te_fsdp.checkpoint.manifest import FILE_NAME, read_manifest
 from te_fsdp.checkpoint.remote import RemotePath
 from te_fsdp.errors import CheckpointError
@@ -29,6 +29,7 @@ _DATA = "te_fsdp-data."
 _BEGUN = "writing"
 #: After so many seconds a folder of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
+_FREE = "a path where nothing lies"
 
 
 def begin(target: RemotePath, *, force: bool | None, is_file: bool) -> Path:
@@ -56,28 +57,13 @@ def begin(target: RemotePath, *, force: bool | None, is_file: bool) -> Path:
 
 def _check_free(target: RemotePath) -> None:
     if not all(map(_owner_of, target.iterdir())):
-        raise _exists(target)
+        raise exists(target, _FREE)
     for owner in _remove_left(target):
         if owner.is_alive():
-            raise CheckpointError(
-                f"{target}: another job is writing it",
-                expected="one writer for a path",
-                got=owner.describe(),
-                why="Nothing was written",
-                fix="save under another name, such as a directory per run",
-            )
+            raise written_by(target, owner)
         _log.warning(
             "%s: begun by another job as well, %s; the first to end has it", target, owner.describe()
         )
-
-
-def _exists(target: RemotePath) -> CheckpointError:
-    return CheckpointError(
-        f"{target}: exists already",
-        expected="a path where nothing lies",
-        why="What lies there is replaced by nobody, so that a crash can never damage it",
-        fix="save under another name, such as step-<number>, or remove the old one first",
-    )
 
 
 def _owner_of(folder: RemotePath) -> Owner | None:
@@ -116,7 +102,7 @@ def commit(folder: RemotePath) -> None:
         manifest.create(data)
     except FileExistsError as error:
         if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
-            raise _exists(target) from error
+            raise exists(target, _FREE) from error
     for name in (FILE_NAME, _BEGUN):
         _try(target, (folder / name).unlink, True)
 

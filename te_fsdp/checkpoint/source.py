@@ -176,23 +176,6 @@ def _fill_piece(tensor: Lazy, piece: Piece) -> None:
 def open_source(
     path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool, read: str
 ) -> Source:
-    """:func:`_open`, to be read as is asked for. Collective over the world; takes and raises the same.
-
-    Args:
-        path: The directory.
-        model: What it will be loaded into.
-        optimizer: The same.
-        verify: Compare all files with their checksums, each read by one rank.
-        read: Who reads what several ranks want: ``"each"``, ``"once"``, or ``"auto"``: once from object storage.
-    """
-    source = _open(path, model, optimizer, verify=verify, read=read)
-    if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
-        background().wait()  # a running save talks over the same group
-        source.ranks = own_ranks()
-    return source
-
-
-def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool, read: str) -> Source:
     """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
 
     Args:
@@ -200,22 +183,32 @@ def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: 
         model: What it will be loaded into; tells which names are of one tensor.
         optimizer: The same; its class is taken where the files do not tell one.
         verify: Compare all files with their checksums, each read by one rank.
-        read: Who reads what several ranks want, the same on all ranks: it is compared here.
+        read: Who reads what several ranks want: ``"each"``, ``"once"``, or ``"auto"``: once from object storage. Must
+            be the same on all ranks, which is compared.
 
     Raises:
         CheckpointError: Nothing whole there, or neither ours nor certainly foreign. All ranks raise the same.
     """
     manifest = from_rank_0(lambda: None if _lacks_manifest(path) else open_checkpoint(path))
     _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA, read)
-    if manifest is not None:
+    if manifest is None:
+        source = _foreign_source(path, model, optimizer, verify)
+    else:
         if verify:
             _verify_together(path, manifest)
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
             text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
             _log.info(text, path)
-        if manifest.format_version < STACKS_EXPERTS:
-            return all_agree(lambda: _older(path, manifest))
-        return Source(path, manifest)
+        is_old = manifest.format_version < STACKS_EXPERTS
+        source = all_agree(lambda: _older(path, manifest)) if is_old else Source(path, manifest)
+    if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
+        background().wait()  # a running save talks over the same group
+        source.ranks = own_ranks()
+    return source
+
+
+def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Source:
+    """A plain directory, with what is taken of it. Collective over the world."""
     opened = all_agree(lambda: _open_foreign(path))
     if verify:
         _verify_together(path, opened)

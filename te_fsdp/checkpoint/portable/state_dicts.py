@@ -338,12 +338,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         _add_delayed(contents, module, dict(value[DELAYED]), key)
         return
     if isinstance(value, _Unread):
-        raise CheckpointError(
-            f"{key}: not a state that te_fsdp can read",
-            expected="a tensor of TransformerEngine 2, or an empty entry",
-            got=value.why,
-            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-        )
+        raise _unreadable(key, "a tensor of TransformerEngine 2, or an empty entry", value.why)
     if not isinstance(value, Lazy):
         return
     try:
@@ -363,6 +358,15 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         _add_delayed(contents, module, lazy, key)
 
 
+def _unreadable(key: str, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: not a state that te_fsdp can read",
+        expected=expected,
+        got=got,
+        fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
+    )
+
+
 def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
     """Rows and blocks must lie as in the unsharded module."""
     if set(marks) != {1}:
@@ -379,12 +383,7 @@ def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: st
     """Delayed scaling's state as the state dict of a bound module has it."""
     recipe = state.pop("recipe", None)
     if not isinstance(recipe, dict) or not all(isinstance(tensor, Lazy) for tensor in state.values()):
-        raise CheckpointError(
-            f"{key}: not a state that te_fsdp can read",
-            expected="a recipe and tensors",
-            got=_keys(state),
-            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-        )
+        raise _unreadable(key, "a recipe and tensors", _keys(state))
     contents.manifest.delayed[module] = dict(recipe)
     for name, tensor in state.items():
         contents.tensors[f"delayed.{module}:{name}"] = tensor
