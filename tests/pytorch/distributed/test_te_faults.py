@@ -58,6 +58,11 @@ def test_clone_shares_the_scale(pool):
     assert pool.run(te_faults.clone_shares_scale, 1) == [True]
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_zero_leaves_nvfp4_as_it_is(pool, recipe):
+    assert pool.run(te_faults.zeroed, 1, recipe=recipe) == [[recipe != "nvfp4", True]]
+
+
 def test_no_deep_copy_after_a_gather(pool):
     assert pool.run(te_faults.no_copy_after_gather, 1, bound=False) == [False]
     assert pool.run(te_faults.no_copy_after_gather, 1, bound=True) == [True]

@@ -15,6 +15,8 @@ import harness
 import torch
 from torch import nn
 
+from quantization import models
+
 SIZE = 128
 #: Relative rms error of a GEMM of two tensors rounded to e4m3 and e5m2, see `bodies.tolerances`, with room for more.
 QUANTIZED_GEMM = 0.15
@@ -132,6 +134,15 @@ def clone_shares_scale() -> bool:
     before = clone.dequantize()
     weight.quantize_(torch.full_like(before, 100.0))
     return not torch.equal(clone.dequantize(), before)
+
+
+def zeroed(recipe: str) -> list[bool]:
+    """Whether a weight is zero after ``zero_``, and after zeros were copied into it."""
+    weight, found = linear(models.recipe_of(recipe)).weight.detach(), []
+    for write in (weight.zero_, lambda: weight.copy_(torch.zeros(weight.shape, device=harness.device()))):
+        write()
+        found.append(not weight.dequantize().any())
+    return found
 
 
 def no_copy_after_gather(bound: bool) -> bool:
