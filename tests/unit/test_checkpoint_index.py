@@ -95,6 +95,7 @@ def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.M
                     ]
                     assert piece.shape == tuple(own)
                     for part in parts:
+                        assert 0 not in part.shape, "it does not touch the rectangle only"
                         covered[tuple(map(slice, part.in_place, np.add(part.in_place, part.shape)))] += 1
                         there = np.add(begin, part.in_piece).tolist()
                         assert there == np.add(low, part.in_place).tolist()
