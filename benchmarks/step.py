@@ -45,10 +45,13 @@ from rich.table import Table
 
 REPLICAS = 2
 #: Settings: te_fsdp's strategy, its outer strategy (None: one data-parallel axis). tp cuts weights over two ranks.
-#: Weights are gathered by NCCL, or by the copy engines where the name says so.
+#: Weights are gathered by NCCL, or by the copy engines where the name says so; "zero_copy": gradients are reduced
+#: from where they lie.
 SETTINGS: dict[str, tuple[str, str | None]] = {
     "zero3": ("optim_grads_params", None),
     "zero3 copy_engine": ("optim_grads_params", None),
+    "zero3 zero_copy": ("optim_grads_params", None),
+    "zero3 copy_engine zero_copy": ("optim_grads_params", None),
     "no_shard": ("no_shard", None),
     "optim": ("optim", None),
     "optim_grads": ("optim_grads", None),
@@ -101,7 +104,8 @@ class Variant:
 
 def variants(libraries: list[str], weights: list[str], settings: list[str]) -> list[Variant]:
     """Rows, those to be compared one after the other; without what a library does not have."""
-    ours = {name for name in SETTINGS if name.endswith((" copy_engine", " reduce", " gather", " no overlap"))}
+    ends = (" copy_engine", " zero_copy", " reduce", " gather", " no overlap")
+    ours = {name for name in SETTINGS if name.endswith(ends)}
     missing = {
         "FSDP2": {"optim", "tp", "hfsdp", *ours},
         "megatron-fsdp": {"tp", *ours},
@@ -321,7 +325,9 @@ def table(rows: list[dict[str, Any]], kind: str) -> Table:
         if "reason" in row:
             shown.add_row(row["setting"], row["library"], "-")
             continue
-        setting = row["setting"].removesuffix(" graph").removesuffix(" copy_engine")
+        setting = (
+            row["setting"].removesuffix(" graph").removesuffix(" zero_copy").removesuffix(" copy_engine")
+        )
         ratios = []
         for other in ("FSDP2", "limit"):
             base = times.get((other, setting))

@@ -99,7 +99,8 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         strategy=strategy,
         outer_strategy=outer or "no_shard",
         precision=precision,
-        transport="copy_engine" if variant.setting.endswith(" copy_engine") else "nccl",
+        transport="copy_engine" if " copy_engine" in variant.setting else "nccl",
+        zero_copy_gradients=variant.setting.endswith(" zero_copy"),
     )
     te_fsdp.materialize(model, seed=0)
     recorded = variant.library == "te_fsdp graph"

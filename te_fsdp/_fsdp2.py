@@ -116,8 +116,21 @@ def gathers_ahead(unit: nn.Module) -> bool:
     return bool(unit._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
+def accumulated(managed: Any) -> torch.Tensor | None:
+    """The whole gradient of a gathered parameter that FSDP2 keeps, to be added to."""
+    if "unsharded_accumulated_grad" in vars(managed):
+        return managed.unsharded_accumulated_grad
+    return managed._unsharded_param.grad
+
+
+def _accumulated_dtype(group: Any) -> torch.dtype | None:
+    """Dtype in which other gradients of a group have added up (torch before 2.15 must reduce all in one)."""
+    kept = (vars(managed).get("unsharded_accumulated_grad") for managed in group.fsdp_params)
+    return next((gradient.dtype for gradient in kept if gradient is not None), None)
+
+
 def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
-    """The whole gradient of a parameter that FSDP2 keeps until it reduces, to be added to; zeros where there is none.
+    """The whole gradient of a parameter that FSDP2 keeps until it reduces; uninitialised where there was none.
 
     ``FSDPParam.unsharded_accumulated_grad``; before torch 2.15 all gradients that are reduced together must have one
     dtype: that of the parameter as it is computed, unless FSDP2 accumulates in ``reduce_dtype``.
@@ -125,17 +138,15 @@ def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
     Returns:
         Local tensor of the gathered parameter's shape.
     """
-    parameter = managed._unsharded_param
-    stored = "unsharded_accumulated_grad" in vars(managed)
-    kept = managed.unsharded_accumulated_grad if stored else parameter.grad
+    parameter, kept = managed._unsharded_param, accumulated(managed)
     if kept is None:
         local = local_of(parameter)
-        accumulates = None if group.reduce_grads else managed.reduce_dtype
+        accumulates = _accumulated_dtype(group) if group.reduce_grads else managed.reduce_dtype
         dtype = accumulates or getattr(parameter, "grad_dtype", None) or parameter.dtype
-        kept = torch.zeros(local.shape, dtype=dtype, device=local.device)
+        kept = torch.empty(local.shape, dtype=dtype, device=local.device)
         if isinstance(parameter, DTensor):
             kept = dtensor(kept, spec_of(parameter))
-        if stored:
+        if "unsharded_accumulated_grad" in vars(managed):
             managed.unsharded_accumulated_grad = kept
         else:
             parameter.grad = kept

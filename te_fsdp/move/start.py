@@ -304,7 +304,7 @@ def _all_reduce(
 @torch.no_grad()
 def reduce_scatter(
     output: torch.Tensor,
-    source: torch.Tensor,
+    source: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     comm: GradComm | None,
     *,
@@ -313,32 +313,43 @@ def reduce_scatter(
 ) -> Pending[torch.Tensor]:
     """Begin to add up over a group by way of the wire's dtype; each rank keeps its part.
 
-    Collective over ``group``: one reduce-scatter, or one all-to-all for fp32 sums of another wire dtype.
+    Collective over ``group``: one reduce-scatter, or one all-to-all for fp32 sums of another wire dtype; of several
+    sources as many reduce-scatters at once, or as many all-to-alls.
 
     Args:
         output: 1-D, this rank's part, in any floating-point dtype.
-        source: 1-D, ``group.size()`` parts one after the other; already in the wire's dtype, or in any other.
+        source: 1-D, ``group.size()`` parts one after the other; already in the wire's dtype, or in any other. Several,
+            of one dtype, have their parts in ``output`` one after the other; not with ``async_op``.
         group: Who adds.
         comm: The model's; ``None``: the source's own dtype.
         op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
         async_op: As for :func:`start`; ``source`` must not change, and ``output`` is not complete, before the end.
     """
-    wire = source.dtype if comm is None else comm.wire(source.dtype)
+    sources = [source] if isinstance(source, torch.Tensor) else list(source)
+    wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
     stream = current_stream(output.device) if async_op else None
     if comm is not None and comm.fp32_sum and wire != torch.float32:
-        sent = source.to(wire)
+        if len(sources) > 1:
+            for part, out in zip(sources, _shares(output, sources, group), strict=True):
+                reduce_scatter(out, part, group, comm, op=op)
+            return Pending(lambda: output, None, stream)
+        sent = sources[0].to(wire)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
         pending = Pending(lambda sent=sent: output.copy_(_add_in_fp32(received, group, op)), work, stream)
     else:
         before, after = _half_factors(wire, group.size(), op)
         if before != 1:
-            source, op = torch.div(source, before), dist.ReduceOp.SUM
-        sent = source.to(wire)
+            sources, op = [torch.div(each, before) for each in sources], dist.ReduceOp.SUM
+        parts = [each.to(wire) for each in sources]
         received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-        work = reduce_scatter_single(received, sent, op=op, group=group, async_op=async_op)
+        if len(parts) > 1:
+            assert not async_op
+            work = _reduce_scatter_all(_shares(received, parts, group), parts, op, group)
+        else:
+            work = reduce_scatter_single(received, parts[0], op=op, group=group, async_op=async_op)
 
-        def cast(sent: torch.Tensor = sent) -> torch.Tensor:  # kept until then
+        def cast(sent: list[torch.Tensor] = parts) -> torch.Tensor:  # kept until then
             if received is not output:
                 output.copy_(received)
             return output if after == 1 else output.div_(after)
@@ -381,6 +392,26 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     """``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return named(output, source, **options)
+
+
+def _shares(
+    output: torch.Tensor, sources: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> Sequence[torch.Tensor]:
+    """What a rank gets of each of several sources."""
+    return output.split([source.numel() // group.size() for source in sources])
+
+
+def _reduce_scatter_all(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup
+) -> Any:
+    """Several reduce-scatters as one operation, queued on the current stream. Collective over ``group``.
+
+    What torch's own context manager for it calls; torch before 2.14 has it by the older name alone.
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, False
+    named = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return named(list(outputs), list(sources), options)
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:

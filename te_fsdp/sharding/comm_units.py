@@ -9,12 +9,8 @@ is where the wire's dtype comes in:
     output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards, but for
               fp32 sums: these need an all-reduce of our own, for which FSDP2 is given a process group that does it
 
-With TE's ``fuse_wgrad_accumulation`` weight gradients add up in a buffer: TE's GEMM adds the weight gradient to
-``weight.main_grad`` and gives autograd none. FSDP2 would then reduce nothing, without an error. But FSDP2 itself
-keeps a whole gradient between backwards that do not reduce, and reduces what it finds there: TE is handed that one,
-made anew when it is asked for. Checked on torch 2.11 and 2.13 (``FSDPParam.unsharded_accumulated_grad``), read on
-2.15 (the gathered parameter's ``grad``); TE 2.18 to 2.20 asks weights that have ``__fsdp_param__`` for
-``get_main_grad()`` during backward.
+Without a wire nothing needs one, but for ``zero_copy_gradients``: gradients are then sent from where they lie, and
+FSDP2 is given nothing to copy them into (``te_fsdp/_fsdp2_grads.py``).
 
 The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engines:
 
@@ -27,11 +23,9 @@ The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engi
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,18 +33,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_patches, _te, _torch
+from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
-from te_fsdp.errors import PlacementError, shorten
+from te_fsdp.errors import shorten
 from te_fsdp.move import peers
-from te_fsdp.move.start import reduce_scatter, start
+from te_fsdp.move.start import GradComm, comm_of, reduce_scatter, start
+
+_log = logging.getLogger("te_fsdp")
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
     from te_fsdp.layout.storage import Storage
-    from te_fsdp.move.start import GradComm
-    from te_fsdp.quantized.shards import Key
     from te_fsdp.sharding.state import ShardingState
 
 
@@ -125,6 +120,12 @@ class OuterGroup(dist.ProcessGroup):
             buffer.copy_(result)
 
 
+def input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
+    """Dtype of the input of a reduction that FSDP2 makes in ``dtype``, over several ranks. Local operation."""
+    wire = comm.wire(dtype)
+    return wire if _fsdp2.gradients_copy_into(wire, device) else dtype
+
+
 class UnitReduceScatter(_torch.ReduceScatter):
     """One unit's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
 
@@ -154,18 +155,22 @@ class UnitReduceScatter(_torch.ReduceScatter):
         assert unit is not None  # it is running its backward
         shards, replicas, outer = _torch.reduction_of(unit)
         numel, backward = int(size[0]), _torch.backward_id()
-        wire = self.comm.wire(dtype)
+        buffer = None
         if self._input == (backward, numel * shards):
             self._input = None
-            if self.comm.look is not None and self._buffer is not None:
-                self.comm.look(self.name, self._buffer)  # FSDP2 has filled it
+            if self.comm.look is not None and self._buffer is not None:  # FSDP2 has filled it
+                seen = self._buffer
+                for part in seen.sent if isinstance(seen, _fsdp2_grads.Input) else [seen]:
+                    self.comm.look(self.name, part)
             self._buffer = None
-            given = wire if outer and replicas > 1 and not self.comm.fp32_sum else dtype
+            given = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            crosses = shards > 1 and _fsdp2.gradients_copy_into(wire, device.type)
-            given = wire if crosses else dtype
-        buffer = torch.empty(*size, dtype=given, device=device)
+            given = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
+            (group,) = _torch.fsdp_parameter_groups(unit)
+            buffer = _fsdp2_grads.input_of(group, numel, given)
+        if buffer is None:
+            buffer = torch.empty(*size, dtype=given, device=device)
         if self._input is not None and self.comm.look is not None:
             self._buffer = buffer
         return buffer
@@ -183,110 +188,39 @@ class UnitReduceScatter(_torch.ReduceScatter):
         A range of the profiler, by the name of the unit.
         """
         assert not async_op  # FSDP2 runs it on a stream of its own
+        source = input_tensor.sent if isinstance(input_tensor, _fsdp2_grads.Input) else input_tensor
         with torch.profiler.record_function(f"te_fsdp::reduce_scatter ({self.name})"):
-            reduce_scatter(output_tensor, input_tensor, group, self.comm, op=op)
+            reduce_scatter(output_tensor, source, group, self.comm, op=op)
 
 
-#: Weights of the modules whose option is served. GroupedLinear's is still refused.
-_WEIGHTS = {
-    "Linear": ("weight",),
-    "LayerNormLinear": ("weight",),
-    "LayerNormMLP": ("fc1_weight", "fc2_weight"),
-}
+def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy) -> None:
+    """Let FSDP2 copy no large gradients before it reduces them. Local operation, the same on all ranks.
 
-
-@contextlib.contextmanager
-def wgrad_fusion_set_aside(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Without the option while the model is bound, which refuses it: FSDP2 alone would lose gradients. Local operation.
-
-    Yields:
-        The modules that have it, and get it back at the end.
+    Args:
+        state: Of a model that FSDP2 has just sharded; its ``copied`` is filled.
+        policy: FSDP2's own policy, of models without a precision policy.
     """
-    fused = [m for m in model.modules() if getattr(m, "fuse_wgrad_accumulation", False) and _is_served(m)]
-    for module in fused:
-        module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
-    try:
-        yield fused
-    finally:
-        for module in fused:
-            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-
-
-def _is_served(module: nn.Module) -> bool:
-    """Whether TE reads the parameters themselves: split ones it concatenates first."""
-    names = _WEIGHTS.get(_te.kind_of(module) or "", ())
-    return bool(names) and all(module._parameters.get(name) is not None for name in names)
-
-
-def refuse_whole(fused: list[nn.Module], replicated: Collection[Key], model: nn.Module) -> None:
-    """Raise for a fused module whose weights FSDP2 does not reduce. Local operation, the same on all ranks.
-
-    Raises:
-        PlacementError: Names the module.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in fused:
-        for weight in _WEIGHTS[_te.kind_of(module) or ""]:
-            if (id(module), weight) in replicated:
-                raise PlacementError(
-                    f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
-                    why="TE gives no gradient that could be reduced",
-                    fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
-                )
-
-
-def fuse_wgrad(state: ShardingState, fused: list[nn.Module]) -> None:
-    """Let TE accumulate the weight gradients of ``fused`` where FSDP2 finds them. Local operation."""
-    if not fused:
-        return
-    records = {}
-    for unit in state.modules.values():
-        for managed, group in _fsdp2.records_of(unit):
-            for owner, name in _torch.owners_of(managed):
-                records[id(owner), name] = _Buffer(managed, group)
-    holder: list[weakref.ref[torch.Tensor]] = []
-    for module in fused:
-        buffers = {name: records[id(module), name] for name in _WEIGHTS[_te.kind_of(module) or ""]}
-        module.register_forward_pre_hook(_torch.untraced(functools.partial(_before_forward, buffers, holder)))
-
-
-class _Buffer:
-    """Where FSDP2 looks for one parameter's gradient."""
-
-    def __init__(self, managed: Any, group: Any) -> None:
-        self.managed, self.group = weakref.ref(managed), weakref.ref(group)
-
-    def tensor(self) -> torch.Tensor:
-        """The local buffer, of zeros where nothing was accumulated. Local operation."""
-        managed, group = self.managed(), self.group()
-        assert managed is not None and group is not None
-        return _fsdp2.accumulated_gradient(managed, group)
-
-
-def _before_forward(
-    buffers: dict[str, _Buffer], holder: list[weakref.ref[torch.Tensor]], module: nn.Module, args: Any
-) -> None:
-    """After FSDP2 has gathered: the tensors that TE will see say where their gradients go."""
-    for name, buffer in buffers.items():
-        local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
-        if not hasattr(local, "__fsdp_param__"):
-            local.__fsdp_param__ = True
-            local.get_main_grad = functools.partial(_main_grad, buffer, holder, weakref.ref(local))
-
-
-def _main_grad(
-    buffer: _Buffer, holder: list[weakref.ref[torch.Tensor]], weight: weakref.ref[torch.Tensor]
-) -> torch.Tensor:
-    """The buffer, for TE. TE keeps it as an attribute of the weight: that of the weight before is dropped here."""
-    for earlier in holder:
-        tensor = earlier()
-        if tensor is not None:
-            tensor.__dict__.pop("main_grad", None)
-    holder[:] = [weight]
-    return buffer.tensor()
-
-
-_log = logging.getLogger("te_fsdp")
+    comm, precision = comm_of(state.model) or GradComm(), state.precision_plan
+    labels = {id(parameter): label for label, parameter in state.parameters().items()}
+    for name, unit in state.modules.items():
+        if _torch.reduction_of(unit)[0] == 1:
+            continue  # one rank holds whole shards
+        (group,) = _torch.fsdp_parameter_groups(unit)
+        _fsdp2_grads.reduce_from_where_they_lie(group)
+        if precision is None:
+            install_comm(unit, comm, name)
+        own = policy if precision is None else precision.fsdp2_policy(name)
+        reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
+        for managed, why in _fsdp2_grads.large_gradients(group):
+            parameter = _fsdp2.sharded_of(managed)
+            computed = own.param_dtype or parameter.dtype
+            if parameter.requires_grad:
+                casts = f"computed in {computed}, reduced in {reduced}" if computed != reduced else ""
+                state.copied[labels[id(parameter)]] = why or casts
+    if rank() == 0:
+        for why in dict.fromkeys(filter(None, state.copied.values())):
+            named = [label for label, reason in state.copied.items() if reason == why]
+            _log.warning("zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
 
 
 class Transport(NamedTuple):

@@ -38,11 +38,9 @@ from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (
     choose_transports,
-    fuse_wgrad,
+    reduce_from_where_they_lie,
     reduce_unused,
-    refuse_whole,
     take_in_shards,
-    wgrad_fusion_set_aside,
 )
 from te_fsdp.sharding.first_looks import watch_first_backward
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
@@ -53,6 +51,7 @@ from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_shardi
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import watch_forward, watch_steps
 from te_fsdp.sharding.units import Wanted
+from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion_set_aside
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -84,21 +83,19 @@ def fully_shard(
     average_gradients: bool = True,
     check_inputs: bool = True,
     transport: str = "auto",
+    zero_copy_gradients: bool = False,
 ) -> ModelT:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
-    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to the rest of the model, keeps
-    quantized weights quantized with one scale per weight, and Python attributes; tells attention of ``cp``
-    (:func:`te_fsdp.set_context_parallel`). Build the optimizer afterwards. Collective over all ranks.
+    Binds the model (:func:`te_fsdp.set_device_mesh`), applies FSDP2 to every unit and to what is left, keeps quantized
+    weights quantized, and tells attention of ``cp``. Build the optimizer afterwards. Collective over all ranks.
 
     Args:
         model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
         meshes: The job's meshes; or torch's, as :meth:`Meshes.from_device_mesh` takes it.
-        units: What is gathered and released as one: module classes, or names (``"layers.0"``; a trailing ``.*``
-            means every child). By default every ``te.TransformerLayer``.
-        strategy: What is cut over ``dp_shard``: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or
-            ``"optim_grads_params"`` (the default), for the model or as a mapping of classes or names to them. A key
-            holds for all in its module, which becomes a unit; ``""`` is the root.
+        units: What is gathered as one: module classes or names (``"layers.*"``: every child); ``te.TransformerLayer``.
+        strategy: What is cut over ``dp_shard``: "no_shard", "optim", "optim_grads" or "optim_grads_params"
+            (the default); or a mapping of classes or names, whose modules become units, to them; ``""`` is the root.
         outer_strategy: What is cut over ``dp_replicate`` too: nothing (``"no_shard"``) or optimizer state ("optim").
         precision: Dtypes of main weights, gradients and the wire. ``None``: all in the parameters' own dtype.
         mp_policy: FSDP2's own mixed precision policy instead of ``precision``.
@@ -108,6 +105,7 @@ def fully_shard(
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
         check_inputs: Compare over ``tp`` and ``cp`` what enters the model in new shapes, and gradients in two steps.
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
+        zero_copy_gradients: Reduce large gradients from where they lie, uncopied (or the log says why not).
 
     Returns:
         ``model``.
@@ -122,12 +120,13 @@ def fully_shard(
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
     meshes = as_meshes(meshes, "fully_shard")
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
-        plan = plan_sharding(model, meshes, Request(*asked, experts, average_gradients, transport))
+        request = Request(*asked, experts, average_gradients, transport, zero_copy_gradients)
+        plan = plan_sharding(model, meshes, request)
         _check_ranks(plan, fused)
         state = _begin(plan)
         _replace_parameters(plan, state)
         _finish(plan, state, check_inputs, fused)
-    _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
+        _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
     return model
 
 
@@ -306,6 +305,8 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)
     take_in_shards(state)
+    if plan.request.zero_copy_gradients:
+        reduce_from_where_they_lie(state, plan.mp_policy)
 
 
 def _whole_parameters(replicated: Sequence[ReplicatedParameter]) -> str:

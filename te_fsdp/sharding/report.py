@@ -62,12 +62,15 @@ class Report:
         transports: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
         shared_bytes: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for
             those that are copied there first. On a GPU torch's allocator does not count it.
+        gradients: With ``zero_copy_gradients``: why gradients are copied before their reduction (empty: they are not),
+            and the names of the large parameters.
     """
 
     rows: tuple[Row, ...]
     costs: tuple[tuple[str, int], ...] = ()
     transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
     shared_bytes: int = 0
+    gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -112,7 +115,11 @@ class Report:
         width = sum(max((len(text) for text in column), default=0) for column in self._unwrapped()) + 150
         Console(file=out, width=width, color_system=None).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        return "\n".join(lines + [_gathers(words, units) for words, units in self.transports])
+        lines += [_of_several("gathers", "units", units, words) for words, units in self.transports]
+        for why, names in self.gradients:
+            words = f"copied: {why}" if why else "reduced from where they lie"
+            lines.append(_of_several("gradients", "large parameters", names, words))
+        return "\n".join(lines)
 
 
 def report(model: nn.Module) -> Report:
@@ -146,17 +153,23 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
                     rows.append(row)
         rows += [_together(label, module, parts) for label, parts in experts.items()]
     state = sharding_state(model)
-    units: dict[str, list[str]] = {}
-    for name, transport in state.transports.items() if state is not None else ():
-        units.setdefault(str(transport), []).append(name)
-    transports = tuple((words, tuple(names)) for words, names in units.items())
-    return Report(tuple(rows), _costs_of(model), transports, shared_bytes(model))
+    gathers = {name: str(t) for name, t in state.transports.items()} if state is not None else {}
+    copied = state.copied if state is not None else {}
+    return Report(tuple(rows), _costs_of(model), _by_words(gathers), shared_bytes(model), _by_words(copied))
 
 
-def _gathers(words: str, units: tuple[str, ...]) -> str:
-    """How some units are gathered, in one line."""
-    first = units[0] or "the root"
-    return f"gathers of {first if len(units) == 1 else f'{len(units)} units ({first}, ...)'}: {words}"
+def _by_words(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The names that the same is said of."""
+    names: dict[str, list[str]] = {}
+    for name, said in words.items():
+        names.setdefault(said, []).append(name)
+    return tuple((said, tuple(of)) for said, of in names.items())
+
+
+def _of_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:
+    """What is said of some units or weights, in one line."""
+    first = names[0] or "the root"
+    return f"{what} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
 
 
 def _together(label: str, module: nn.Module, parts: list[Row]) -> Row:

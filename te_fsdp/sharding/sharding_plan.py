@@ -55,6 +55,7 @@ class Request:
     experts: Selection = None
     average_gradients: bool = True
     transport: str = "auto"
+    zero_copy_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ class ModelPlan:
         replicated = ", ".join(
             dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
         )
+        transport = request.transport + ("; zero_copy_gradients" if request.zero_copy_gradients else "")
         return (
             f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
-            f"{request.precision or self.mp_policy}; transport={request.transport}; not sharded: {replicated or 'none'}"
+            f"{request.precision or self.mp_policy}; transport={transport}; not sharded: {replicated or 'none'}"
         )
 
 

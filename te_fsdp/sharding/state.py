@@ -74,6 +74,7 @@ class ShardingState:
         emptied: Whether ``to_empty`` may have left memory that nothing was written to.
         inferred: Whether the first forward ran under ``torch.inference_mode``.
         transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
+        copied: With ``zero_copy_gradients``: name of a large parameter -> why its gradient is copied, or empty.
     """
 
     model: nn.Module
@@ -103,6 +104,7 @@ class ShardingState:
     on_meta: bool = True
     recognised: set[str] = field(default_factory=set)
     transports: dict[str, Any] = field(default_factory=dict)
+    copied: dict[str, str] = field(default_factory=dict)
     modes: set[tuple[bool, bool]] = field(default_factory=set)
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary

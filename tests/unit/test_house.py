@@ -25,7 +25,15 @@ MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 TORCH_DOORS = tuple(
     f"te_fsdp/{name}.py"
-    for name in ("_patches", "_torch", "_torch_symm", "_fsdp2", "_fsdp2_copies", "_fsdp2_patches")
+    for name in (
+        "_patches",
+        "_torch",
+        "_torch_symm",
+        "_fsdp2",
+        "_fsdp2_copies",
+        "_fsdp2_grads",
+        "_fsdp2_patches",
+    )
 )
 TE_DOORS = tuple(
     f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches", "_te_pickles")

@@ -62,3 +62,8 @@ def test_refused_outside_of_fsdp2(pool):
 )
 def test_bf16_and_quantized_weights(pool, recipe, options):
     pool.run(fusion.twins, 2, axes={"dp_shard": 2}, recipe=recipe, **options)
+
+
+@pytest.mark.ranks(2)
+def test_a_te_that_adds_to_what_is_new(pool):
+    pool.run(fusion.never_asking, 2, axes={"dp_shard": 2})

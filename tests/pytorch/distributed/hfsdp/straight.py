@@ -1,0 +1,201 @@
+"""Bodies: gradients that are reduced from where they lie, bit for bit those that FSDP2 copies into a buffer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+from hfsdp.fusion import BATCH, HIDDEN, SEQUENCE, Model
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Branch(nn.Module):
+    """A unit in which some ranks leave out what TE computes."""
+
+    def __init__(self, dtype: torch.dtype, **kwargs: Any) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN, dtype=dtype, device=kwargs["device"])
+        self.linear = te.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=dtype, **kwargs)
+
+    def forward(self, x: torch.Tensor, is_taken: bool) -> torch.Tensor:
+        x = self.norm(x)
+        return self.linear(x) if is_taken else x
+
+
+class Mixed(Model):
+    """With rows that ranks get unevenly, modules of the user's, experts, and a branch that some ranks do not take."""
+
+    def __init__(
+        self, device: Any, dtype: torch.dtype, fused: bool, tp: bool, width: int, **kwargs: Any
+    ) -> None:
+        import transformer_engine.pytorch as te
+
+        super().__init__(device, dtype, fused, **kwargs)
+        plain = {"params_dtype": dtype, "device": device}
+        self.branch = Branch(dtype, device=device, fuse_wgrad_accumulation=fused)
+        self.uneven = te.Linear(HIDDEN, width, fuse_wgrad_accumulation=fused, **plain)
+        self.users = nn.Linear(width, HIDDEN, dtype=dtype, device=device)
+        # Replicated over tp, ranks would have to agree on who takes the branch.
+        self.experts = None if tp else te.GroupedLinear(2, HIDDEN, HIDDEN, bias=False, **plain)
+
+    def forward(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
+        y = self.branch(super().forward(x), takes_branch)
+        y = self.users(self.uneven(y))
+        if self.experts is not None:
+            rows = y.shape[0] * y.shape[1]
+            y = self.experts(y.flatten(0, 1), [rows // 4, rows - rows // 4]).view(y.shape)
+        return y
+
+
+@contextlib.contextmanager
+def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
+    """Counts elements of gradients that were reduced in parts, and those of them that were copied.
+
+    Args:
+        fault: ``"lost"``: negative control, what is sent as it lies is empty.
+    """
+    from te_fsdp import _fsdp2_grads
+
+    seen, stock = {"reduced": 0, "copied": 0}, _fsdp2_grads.Input._fill
+
+    def fill(self: Any, gradients: Any, chunk_cat: Any) -> None:
+        stock(self, gradients, chunk_cat)
+        memory = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        for part in self.sent:
+            is_copy = part.untyped_storage().data_ptr() not in memory
+            seen["copied"] += part.numel() * is_copy
+            seen["reduced"] += part.numel()
+            if fault == "lost" and not is_copy:
+                part.zero_()
+
+    _fsdp2_grads.Input._fill = fill
+    try:
+        yield seen
+    finally:
+        _fsdp2_grads.Input._fill = stock
+
+
+@contextlib.contextmanager
+def _small_ones_by_themselves() -> Iterator[None]:
+    """Gradients of models as small as these are sent as large ones are."""
+    from te_fsdp import _fsdp2_grads
+
+    stock, _fsdp2_grads.LARGE = _fsdp2_grads.LARGE, 512
+    try:
+        yield
+    finally:
+        _fsdp2_grads.LARGE = stock
+
+
+@_small_ones_by_themselves()
+def straight(
+    axes: dict[str, int],
+    dtype: str = "bf16",
+    microbatches: int = 1,
+    strategy: str = "optim_grads_params",
+    outer: str = "no_shard",
+    policy: dict[str, Any] | None = None,
+    recipe: str = "none",
+    fused: bool = False,
+    fault: str = "",
+) -> dict[str, Any]:
+    """Two steps beside a twin whose gradients are copied.
+
+    Args:
+        axes: Sizes of the mesh.
+        dtype: Of parameters.
+        microbatches: Of a step, told to te_fsdp.
+        strategy: Of ``fully_shard``.
+        outer: Its outer strategy.
+        fused: TE adds weight gradients up (``fuse_wgrad_accumulation``), in both models.
+        policy: Of ``MixedPrecisionPolicy``, dtypes by name; ``None``: without one.
+        recipe: That weights are quantized by.
+        fault: Of :func:`copied_elements`.
+
+    Returns:
+        Comparisons; elements reduced and copied, of each step of each model; the report.
+    """
+    from quantization.models import recipe_of
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    chosen = recipe_of(recipe) if recipe != "none" else None
+    options: dict[str, Any] = {"strategy": strategy, "outer_strategy": outer}
+    if policy is not None:
+        options["precision"] = te_fsdp.MixedPrecisionPolicy(**{k: DTYPES[v] for k, v in policy.items()})
+    kinds = [{**options, "zero_copy_gradients": zero_copy} for zero_copy in (True, False)]
+    models = [_sharded(meshes, chosen, DTYPES[dtype], fused, kind) for kind in kinds]
+    te_fsdp.report_nan(models[0])
+    optimizers = [_optimizer(model) for model in models]
+    checks, counts, norms = harness.Comparisons(), [], []
+    # New memory is full of NaN: what nobody has written shows.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for step in range(2):
+        for which, model in enumerate(models):
+            with copied_elements("" if which else fault) as seen:
+                _microbatches(model, step, microbatches, meshes, DTYPES[dtype], chosen)
+                te_fsdp.finish_grad_reduce(model, outer=True)
+            counts.append(seen)
+            norms.append(te_fsdp.clip_grad_norm_(model, 1024.0))
+        for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            checks.same_bits(f"{step} {name}", ours.grad, theirs.grad)
+        checks.same_bits(f"{step} norm", *norms[-2:])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"compared": checks.require(20), "counts": counts, "report": str(te_fsdp.report(models[0]))}
+
+
+def _sharded(meshes: Any, recipe: Any, dtype: torch.dtype, fused: bool, options: dict[str, Any]) -> Any:
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    with te.quantized_model_init(recipe=recipe) if recipe else contextlib.nullcontext():
+        # FP8 products want multiples of 16.
+        width = 48 if recipe else 37
+        model = Mixed("meta", dtype, fused, meshes.size("tp") > 1, width, **meshes.te_kwargs())
+    te_fsdp.fully_shard(model, meshes, units=["layer", "branch"], **options)
+    return te_fsdp.materialize(model, seed=4)
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    import te_fsdp
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    te_fsdp.main_weights(model, optimizer)
+    te_fsdp.shard_optimizer(optimizer)
+    return optimizer
+
+
+def _microbatches(model: Any, step: int, count: int, meshes: Any, dtype: torch.dtype, recipe: Any) -> None:
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    rank = meshes.device_mesh.get_rank() // meshes.size("tp")
+    for number in range(count):
+        generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+        x = torch.randn(2 * SEQUENCE, BATCH // 2, HIDDEN, generator=generator).to(harness.device(), dtype)
+        with te_fsdp.microbatch(model, is_last=number == count - 1):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                loss = model(x, rank == 0 or number > 0).float().square().mean()
+            (1024 * loss).backward()  # fp16 has little range
+
+
+def differs() -> None:
+    """Ranks that do not agree on it."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    model = Model("meta", torch.float32, False)
+    te_fsdp.fully_shard(model, meshes, zero_copy_gradients=meshes.device_mesh.get_rank() == 0)

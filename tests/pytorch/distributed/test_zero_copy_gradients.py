@@ -1,0 +1,58 @@
+"""`fully_shard(zero_copy_gradients=True)`: reduced from where they lie, gradients are what they were."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hfsdp import straight
+from parity.runs import ENVIRONMENT
+
+# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
+os.environ.update(ENVIRONMENT)
+
+_BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        pytest.param({"dp_shard": 2}, {}, id="dp2"),
+        pytest.param({"dp_shard": 2}, {"dtype": "fp16"}, id="fp16"),
+        pytest.param({"dp_shard": 2}, {"microbatches": 3, "strategy": "optim", "fused": True}, id="fused"),
+        pytest.param({"dp_shard": 2}, {"policy": _BF16_WIRE}, id="wire"),
+        pytest.param(
+            {"dp_shard": 2}, {"policy": {**_BF16_WIRE, "grad_reduce_dtype": "fp32"}}, id="fp32-sums"
+        ),
+        pytest.param(
+            {"dp_shard": 2}, {"policy": {}, "microbatches": 2, "strategy": "optim", "fused": True}, id="fp32"
+        ),
+        pytest.param({"dp_shard": 2}, {"recipe": "current"}, id="fp8"),
+        pytest.param({"dp_shard": 2, "tp": 2}, {}, id="tp"),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"microbatches": 2}, id="hsdp"),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, {"microbatches": 2, "outer": "optim"}, id="hfsdp"),
+    ],
+)
+def test_same_bits(pool, axes, options):
+    for result in pool.run(
+        straight.straight, math.prod(axes.values()), env=ENVIRONMENT, axes=axes, **options
+    ):
+        for number, seen in enumerate(result["counts"]):
+            if number % 2:  # the twin
+                assert seen == {"reduced": 0, "copied": 0}
+            else:  # norms, biases, and rows that are not cut evenly
+                assert 0 < seen["copied"] < 0.2 * seen["reduced"]
+        assert "large parameters (branch.linear.weight, ...): " in result["report"]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_lost_would_show(pool):
+    for error in pool.run_expect_error(straight.straight, 2, axes={"dp_shard": 2}, fault="lost"):
+        assert "layer.self_attention.layernorm_qkv.weight" in error.message
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(pool):
+    for error in pool.run_expect_error(straight.differs, 2):
+        assert error.type_name == "MeshError" and "were given different arguments" in error.message
