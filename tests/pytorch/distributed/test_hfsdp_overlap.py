@@ -7,11 +7,14 @@ import os
 from typing import Any
 
 import pytest
+from harness.exchange import GLOO_VARIABLE
 from hfsdp import early, early_bits
 from parity.runs import ENVIRONMENT
 
 # cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
 os.environ.update(ENVIRONMENT)
+#: Of tests in which ranks begin other collectives: in shared memory an asynchronous one waits for the others.
+GLOO = {GLOO_VARIABLE: "1"}
 
 #: Kind, its options, and how many reduce-scatters begin in the second backward and in those after it.
 SAME_BITS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -118,7 +121,7 @@ def test_told_on_some_ranks_only(pool):
         [False, True],
         [True, True],
     ]
-    first, second = pool.run(early.told_by_some, 2, told=told)
+    first, second = pool.run(early.told_by_some, 2, env=GLOO, told=told)
     wait, early_ = [(0, 1)], [(3, 0)]
     # In the sixth the first rank's begin at its step, those of the other rank in its backward.
     assert first == wait * 4 + early_ + [(0, 3)] + early_
@@ -133,12 +136,12 @@ def test_two_optimizers(pool):
 @pytest.mark.ranks(2)
 def test_other_units(pool):
     """Replicas use other units, or in another order: the same collectives on all, and the values of one process."""
-    for result in pool.run(early.other_units, 2, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
+    for result in pool.run(early.other_units, 2, env=GLOO, orders=[[0, 1, 2, 3], [3, 2, 1, 0]]):
         assert result == [(0, 1), (4, 0), (4, 0)]
-    for result in pool.run(early.other_units, 2, orders=[[0, 1, 3], [0, 2, 3]]):
+    for result in pool.run(early.other_units, 2, env=GLOO, orders=[[0, 1, 3], [0, 2, 3]]):
         assert result == [(0, 1), (4, 0), (4, 0)]
     orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
-    for error in pool.run_expect_error(early.other_units, 2, orders=orders, alone=True):
+    for error in pool.run_expect_error(early.other_units, 2, env=GLOO, orders=orders, alone=True):
         assert "blocks" in error.message, error
 
 
@@ -170,7 +173,7 @@ def test_units_used_several_times(pool, reentrant):
 )
 def test_interrupted(pool, where):
     """Run again, on all ranks or on one alone, while the other waits at its step."""
-    for result in pool.run(early.interrupted, 2, where=where):
+    for result in pool.run(early.interrupted, 2, env=GLOO, where=where):
         assert result[1:] == [(3, 0), (3, 0)]
 
 
@@ -190,7 +193,7 @@ def test_interrupted(pool, where):
     ],
 )
 def test_gradients_that_change(pool, how):
-    for result in pool.run(early.changed, 2, how=how):
+    for result in pool.run(early.changed, 2, env=GLOO, how=how):
         assert result["sent"] == [3, (3, 0), (3, 0)]
         if how == "scale_gradients":
             assert result["between"] == 3
@@ -205,9 +208,9 @@ def test_backward_after_a_norm(pool):
 @pytest.mark.ranks(2)
 def test_wire(pool):
     """The backward's, also on a rank that has not run it."""
-    for result in pool.run(early.wire_of_the_backward, 2, orders=[[0], [0]]):
+    for result in pool.run(early.wire_of_the_backward, 2, env=GLOO, orders=[[0], [0]]):
         assert result == [["float32"], ["bfloat16"] * 3]
-    for result in pool.run(early.wire_of_the_backward, 2, orders=[[0], []]):
+    for result in pool.run(early.wire_of_the_backward, 2, env=GLOO, orders=[[0], []]):
         assert result == [["float32"], ["bfloat16"] * 3]
 
 
