@@ -125,67 +125,45 @@ class Ranks:
     """Over whom gradients are added up.
 
     Attributes:
-        mesh: 1-D mesh of the ranks that hold the same parameters and see other data; ``None`` for one rank.
+        group: The ranks that hold the same parameters and see other data; ``None`` for one rank.
         divisor: What the sum is divided by; 1 for sums.
-        own: A process group for these reductions alone, instead of the mesh's.
     """
 
-    mesh: DeviceMesh | None
+    group: dist.ProcessGroup | None
     divisor: int
-    own: dist.ProcessGroup | None = None
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group that adds."""
-        return self.mesh.get_group() if self.own is None and self.mesh is not None else self.own
-
-    def apart(self, root: DeviceMesh) -> Ranks:
-        """The same ranks by a process group of their own. Collective over the world: makes process groups.
-
-        Args:
-            root: The mesh of the job that the ranks' axis is cut from. Of several axes the group is their own already.
-        """
-        names = self.mesh.mesh_dim_names if self.mesh is not None else None
-        if not names or names[0] not in (root.mesh_dim_names or ()):
-            return self
-        return replace(self, own=own_group(root, names[0]))
-
-    @classmethod
-    def dense(cls, meshes: Meshes) -> Ranks:
-        """Data parallelism. Collective over the world where it has two axes: a process group is made."""
-        return cls(_flat(meshes.fsdp, "data"), meshes.size("dp_replicate") * meshes.size("dp_shard"))
-
-    @classmethod
-    def experts(cls, meshes: Meshes) -> Ranks:
-        """The ranks with the same experts; but an expert's loss is the mean over the data of all ranks."""
-        if meshes.expert_mesh is None:
-            return cls.dense(meshes)
-        return cls(_flat(meshes.expert_fsdp, "expert_data"), cls.dense(meshes).divisor)
 
 
-def all_ranks(meshes: Meshes, *, apart: bool) -> tuple[Ranks, Ranks]:
+def all_ranks(meshes: Meshes, *, apart: bool, average: bool) -> tuple[Ranks, Ranks]:
     """Over whom gradients of dense parameters are added up, and those of experts. Collective over the world.
 
     Args:
         meshes: The job's meshes.
         apart: By process groups of their own.
+        average: Whether sums are divided: an expert's too by all ranks of data parallelism, over whose data the loss is
+            the mean.
     """
-    dense = Ranks.dense(meshes)
-    if apart:
-        dense = dense.apart(meshes.device_mesh)
+    divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
+    dense = Ranks(_group(meshes.fsdp, "data", meshes.device_mesh if apart else None), divisor)
     if meshes.expert_mesh is None:
         return dense, dense
-    experts = Ranks.experts(meshes)
-    return dense, experts.apart(meshes.expert_mesh) if apart else experts
+    experts = _group(meshes.expert_fsdp, "expert_data", meshes.expert_mesh if apart else None)
+    return dense, Ranks(experts, divisor)
 
 
-def _flat(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
-    """A mesh as one axis, ``None`` for one rank."""
-    if mesh is None or mesh.size() == 1:
+def _group(mesh: DeviceMesh | None, name: str, root: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks of a mesh, ``None`` for one. Collective over the world where a process group is made.
+
+    Args:
+        mesh: The mesh.
+        name: Of its axes together: if there are several the group is these reductions' own in any case.
+        root: The mesh of the job that an axis is cut from, for a group of its own; ``None``: the axis' group.
+    """
+    axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
+    if mesh is None or not axes:
         return None
-    axes = mesh.mesh_dim_names or ()
-    large = [axis for axis in axes if mesh[axis].size() > 1]
-    return mesh[large[0]] if len(large) == 1 else _torch.flatten_mesh(mesh, name)
+    if len(axes) > 1:
+        return _torch.flatten_mesh(mesh, name).get_group()
+    return mesh[axes[0]].get_group() if root is None else own_group(root, axes[0])
 
 
 @dataclass(eq=False)

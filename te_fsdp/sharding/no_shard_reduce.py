@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +66,7 @@ class ReplicatedGradients:
         average: bool = True,
         beside_fsdp2: bool = False,
     ) -> None:
-        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(units))
-        if not average:
-            dense, experts = replace(dense, divisor=1), replace(experts, divisor=1)
+        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(units), average=average)
         self._slots = []
         for parameter in replicated:
             plan = parameter.plan
