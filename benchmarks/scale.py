@@ -107,7 +107,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="rows there of other models stay, with their commit")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     rows = []
@@ -122,9 +122,15 @@ def main() -> None:
                 row["fsdp2_seconds"] = run(model, ranks, "fsdp2")["fsdp2_seconds"]
             rows.append(row)
             print(json.dumps(row), flush=True)
+    about = machine(torch.device("cpu"))
+    rows = [{**row, "commit": about["commit"]} for row in rows]
+    if options.out and options.out.exists():
+        before = json.loads(options.out.read_text(encoding="utf-8"))
+        kept = [row for row in before["rows"] if row["model"] not in options.models]
+        rows = [{"commit": before["machine"]["commit"], **row} for row in kept] + rows
     table(rows)
     if options.out:
-        whole = {"machine": machine(torch.device("cpu")), "rows": rows}
+        whole = {"machine": about, "rows": rows}
         options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         plot(rows, options.plot)
