@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import wire
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from checkpointing.models import Case, Run
@@ -167,10 +168,7 @@ def together(shards: Iterable[tuple[str, torch.Tensor, Any]]) -> dict[str, torch
     for label, local, info in shards:
         originals[label] = torch.empty(info.original_shape, dtype=local.dtype)
         mine[label] = [(box.original_slices(), local[box.local_slices()].cpu()) for box in info.boxes]
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = wire.gather(mine)
     for label, original in originals.items():
         written = torch.zeros(original.shape, dtype=torch.bool)
         for slices, values in (piece for pieces in everyone for piece in pieces[label]):

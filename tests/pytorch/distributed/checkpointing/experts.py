@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from experts.bodies import _part, batch
 from experts.model import build
+from harness import wire
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from checkpointing.bodies import _bytes, differing, first_steps
@@ -123,10 +124,7 @@ def logical(run: Run) -> dict[str, torch.Tensor]:
                 for label, shape, piece in _pieces(module, own, parameter, value):
                     mine.setdefault(f"{prefix}.{label}{end}", (shape, []))[1].append(piece)
         _add_delayed(mine, prefix, module)
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = wire.gather(mine)
     names = sorted({name for found in everyone for name in found})
     return {name: _together(name, [found[name] for found in everyone if name in found]) for name in names}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -27,6 +29,34 @@ def receive(connection: Connection) -> Any:
 def stack_file(run_dir: str, pid: int) -> str:
     """Where the process `pid` writes its Python stacks on SIGUSR1."""
     return str(Path(run_dir) / f"stacks-{pid}.txt")
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as bytes: torch's own way, a file in the file for each, takes ten times as long."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """What a plain tensor is made of."""
+        if type(obj) is not torch.Tensor:
+            return NotImplemented
+        data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, obj.shape)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if not data:  # which `frombuffer` refuses
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, by rank, tensors on the CPU. Collective over the world, if there is one."""
+    if not dist.is_initialized():
+        return [value]
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    pickled: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pickled, file.getvalue())
+    return [pickle.loads(one) for one in pickled]
 
 
 def by_value(value: Any) -> Any:
