@@ -6,10 +6,14 @@ still importable, and raises ``NotImplementedError`` with its name when it is ca
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fsdp.emulation.tex import enums
 
@@ -46,10 +50,28 @@ class _Extension(types.ModuleType):
         return missing
 
 
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of which torch's dispatch modes see as little as of a compiled one, where there are some.
+
+    Selective checkpointing is one: it would keep products that TransformerEngine then sums over tp in place, and sum
+    what it has kept a second time.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def build() -> types.ModuleType:
     """A new module object that stands in for the compiled extension."""
     module = _Extension(enums.TEX_MODULE, __doc__)
     names = module.__dict__
+    known: dict[str, Any] = {}
     for one in enums.CLASSES + enums.ENUMS:
         names[one.__name__] = one
     for source in _SOURCES:
@@ -59,9 +81,9 @@ def build() -> types.ModuleType:
         for name, value in functions.items():
             if name in _INTERNAL or not callable(value):
                 continue
-            if name in names and names[name] is not value:
+            if known.setdefault(name, names.get(name, value)) is not value:
                 raise ImportError(f"{enums.TEX_MODULE}.{name} is defined twice, again in {loaded.__name__}")
-            names[name] = value
+            names[name] = _unseen(value) if isinstance(value, types.FunctionType) else value
     names["__all__"] = [name for name in names if not name.startswith("_")]
     return module
 

@@ -97,6 +97,12 @@ def test_ways(pool, way):
     _run(pool, 2, strategy="optim_grads_params", axes=DP2, **WAYS[way])
 
 
+@pytest.mark.ranks(4)
+def test_selection_with_tensor_parallelism(pool):
+    """TE sums products over tp in place: a policy that keeps products must not keep those."""
+    _run(pool, 4, strategy="optim_grads_params", axes=DP2_TP2, **WAYS["selective"])
+
+
 @pytest.mark.ranks(2)
 def test_a_wrong_gradient_is_found(pool):
     """Negative control."""
