@@ -208,9 +208,8 @@ class MainParameters:
                     _move_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        if len(self.known) > sum(
-            len(held) for _, held in self._groups
-        ):  # also parameters that it has no longer
+        count = sum(len(held) for _, held in self._groups)
+        if len(self.known) > count:  # also of parameters that it has no longer
             ids = {id(parameter) for _, held in self._groups for parameter in held}
             self.known = {key: known for key, known in self.known.items() if key in ids}
         if self.cuts and _te.is_fused_adam(optimizer):
