@@ -327,6 +327,8 @@ def _is_cuda(self: torch.Tensor) -> bool:
 
 
 def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):  # most calls: no device among them
+        return _STOCK_TO(self, *args, **kwargs)
     names_cuda = "device" in kwargs or (args and map_device(args[0]) is not args[0])
     if names_cuda and is_te_frame(sys._getframe(1).f_globals.get("__name__")):
         args = tuple(map_device(one) if index == 0 else one for index, one in enumerate(args))

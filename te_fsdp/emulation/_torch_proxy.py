@@ -12,6 +12,7 @@ requires ``torch.cuda.is_available()`` (``pytorch/module/base.py:895``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,10 +102,10 @@ class ForwardingModule(types.ModuleType):
     def __init__(self, target: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(target.__name__, target.__doc__)
         self.__dict__["_target"] = target
+        self.__dict__["__getattr__"] = functools.partial(
+            getattr, target
+        )  # asked by the interpreter itself (PEP 562)
         self.__dict__.update(replaced)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_target"], name)
 
     def __dir__(self) -> Any:
         return sorted(set(dir(self.__dict__["_target"])) | set(self.__dict__))

@@ -13,9 +13,11 @@ import os
 import pkgutil
 import random
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import torch
@@ -189,16 +191,28 @@ def _clear_dtensor_caches_of_thread() -> None:
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
+    for module in _dtensor_modules(len(sys.modules)):
+        if hasattr(module, "_rng_tracker"):
+            module._rng_tracker = None
+    for clear in _dtensor_caches(len(sys.modules)):
+        clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _dtensor_modules(imported: int) -> list[ModuleType]:
+    """Of so many modules those of DTensor."""
+    return [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+
+
+@functools.lru_cache(maxsize=1)
+def _dtensor_caches(imported: int) -> list[Callable[[], None]]:
+    """What clears the caches that these modules have by now, and the dispatcher's."""
     dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
-    owners = [getattr(dispatcher, "sharding_propagator", None)]
-    owners += [
-        module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")
-    ]
-    for owner in owners:
+    found: list[Callable[[], None]] = []
+    for owner in (getattr(dispatcher, "sharding_propagator", None), *_dtensor_modules(imported)):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             if name == "clear_redistribute_planner_cache":
-                value()
-            elif name == "_rng_tracker":
-                owner._rng_tracker = None
+                found.append(value)
             elif callable(getattr(value, "cache_clear", None)) and not isinstance(value, type):
-                value.cache_clear()
+                found.append(value.cache_clear)
+    return found
