@@ -80,6 +80,25 @@ def test_as_gloo(pool):
         assert ways.count(False) == 3 * (4 * 2 + 1)  # products, and what is too large
 
 
+def early() -> list[torch.Tensor]:
+    """What stands in a tensor before and after a wait for its all-gather, and what stands there for bytes."""
+    seen = []
+    for dtype in (torch.bfloat16, torch.uint8):
+        gathered = torch.empty(4, dtype=dtype)
+        work = dist.all_gather_into_tensor(gathered, torch.ones(1, dtype=dtype), async_op=True)
+        seen.append(gathered.clone())
+        work.wait()
+        seen.append(gathered.clone())
+    return seen
+
+
+def test_results_come_with_the_wait_alone(pool):
+    """A wait that is forgotten shows, whatever the time."""
+    for floats, right, nonsense, also_right in pool.run(early, 4):
+        assert floats.isnan().all() and (nonsense != 1).all()
+        assert (right == 1).all() and (also_right == 1).all()
+
+
 @pytest.mark.parametrize("other", ["max", "bfloat16"])
 def test_ranks_that_call_something_else(pool, other):
     errors = pool.run_expect_error(one_call_too_many, 4, group_of=2, other=other)

@@ -7,8 +7,10 @@ What stays gloo's: making process groups, messages from rank to rank, tensors th
 operations than sum, average, maximum and minimum, runs whose body makes its own group (`init_group=False`), and
 everything where TE_FSDP_TEST_GLOO=1 is set, for one run by `env` or for all in pytest's environment.
 
-Unlike gloo's, an asynchronous collective waits for the other ranks when it is called, not when it is waited for; and
-ranks whose collectives do not match all raise, where gloo hangs or mixes up what they send.
+Unlike gloo's, an asynchronous collective waits for the other ranks when it is called. Its results come when it is
+waited for, and not before: until then there are NaN or nonsense in their place, so that what reads too early always
+shows, which with gloo depends on time. Ranks whose collectives do not match all raise, where gloo hangs or mixes up
+what they send.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ ARENA = GROUPS * 8 * 2 * (SLOT + 8)
 """Bytes of address space for all slots; memory is taken where something is written."""
 _HEAD = 3  # words at the beginning of the table: generation, groups, bytes of slots given away
 _WORDS = 4  # for each group: its key, ranks that have come, collectives that are over, where its slots begin
+
+_Results = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors to be filled, each with its elements in a row."""
+_NONSENSE = 85
 
 _AVERAGE = dist.ReduceOp.RedOpType.AVG
 _OPERATORS = {
@@ -186,88 +192,96 @@ def install() -> Exchange:
 
 
 def _instead(
-    exchange: Exchange, stock: Callable[..., Any], collective: Callable[..., bool]
+    exchange: Exchange, stock: Callable[..., Any], collective: Callable[..., _Results | None]
 ) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = exchange.group(self)
         if group is not None:
             with torch.no_grad():
-                if collective(group, *args, **kwargs):
-                    return _Done()
+                results = collective(group, *args, **kwargs)
+                if results is not None:
+                    return _Undelivered(results)
         return stock(self, *args, **kwargs)
 
     return call
 
 
-class _Done(dist.Work):
-    """A collective that has ended."""
+class _Undelivered(dist.Work):
+    """A collective that has ended, whose results are not where they belong before somebody waits for it."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self._results = results
+        for output, _ in results:
+            # To `data`, here and below, since gloo does not count as a change that autograd sees either.
+            output.data.fill_(math.nan if output.dtype.is_floating_point else _NONSENSE)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Nothing to wait for."""
+        """Put the results where they belong; once."""
+        results, self._results = self._results, []
+        for output, value in results:
+            output.data.view(-1).copy_(value)
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
-        return True
+        """It is, and who asks may read."""
+        return self.wait()
 
     def is_success(self) -> bool:
-        """It is."""
-        return True
+        """It is, and who asks may read."""
+        return self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """One that has its value."""
+        self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result([])
         return future
 
 
 # ------------------------------------------------------------------------------------- a process group's collectives
-# False, on all ranks alike, leaves it to gloo.
-# Results are written to `data`, since gloo does not count as a change that autograd sees either.
+# None, on all ranks alike, leaves it to gloo.
 
 
-def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], options: Any = None) -> bool:
+def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], options: Any = None) -> _Results | None:
     kind = _kind(options)
     if not isinstance(tensors, list) or len(tensors) != 1 or not _reduces(kind, tensors[0]):
-        return False
+        return None
     (tensor,) = tensors
     parts = group.parts(("all_reduce", kind.name, *_described(tensor)), tensor, tensor)
-    tensor.data.view(-1).copy_(_reduced(kind, parts))
-    return True
+    return [(tensor, _reduced(kind, parts))]
 
 
-def _all_gather_single(group: Group, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> bool:
+def _all_gather_single(
+    group: Group, output: torch.Tensor, source: torch.Tensor, options: Any = None
+) -> _Results | None:
     if not (_fits(source) and _takes(output, source, source.numel() * group.size)):
-        return False
+        return None
     parts = group.parts(("all_gather", *_described(source)), source, source)
-    output.data.view(group.size, -1).copy_(parts)
-    return True
+    return [(output, _copy(parts))]
 
 
 def _all_gather(
     group: Group, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], options: Any = None
-) -> bool:
+) -> _Results | None:
     if len(sources) != 1 or not _fits(sources[0]) or len(outputs[0]) != group.size:
-        return False
+        return None
     (source,), (received,) = sources, outputs
     if not all(_takes(one, source, source.numel()) for one in received):
-        return False
+        return None
     parts = group.parts(("all_gather", *_described(source)), source, source)
-    for one, part in zip(received, parts, strict=True):
-        one.data.view(-1).copy_(part)
-    return True
+    return [(one, part.clone()) for one, part in zip(received, parts, strict=True)]
 
 
 def _reduce_scatter_single(
     group: Group, output: torch.Tensor, source: torch.Tensor, options: Any = None
-) -> bool:
+) -> _Results | None:
     kind, mine = _kind(options), output.numel()
     if not _reduces(kind, source) or source.numel() != mine * group.size or not _takes(output, source, mine):
-        return False
+        return None
     parts = group.parts(("reduce_scatter", kind.name, *_described(source)), source, source)
-    output.data.view(-1).copy_(_reduced(kind, parts[:, group.rank * mine : (group.rank + 1) * mine]))
-    return True
+    return [(output, _reduced(kind, parts[:, group.rank * mine : (group.rank + 1) * mine]))]
 
 
 def _all_to_all_single(
@@ -277,21 +291,20 @@ def _all_to_all_single(
     output_sizes: list[int],
     source_sizes: list[int],
     options: Any = None,
-) -> bool:
+) -> _Results | None:
     if not (_plain(source) and _plain(output)) or output.dtype != source.dtype:
-        return False
+        return None
     if output_sizes or source_sizes:
         return _uneven_all_to_all(group, output, source, output_sizes, source_sizes)
     if not _fits(source) or source.numel() % group.size or output.numel() != source.numel():
-        return False
+        return None
     parts = group.parts(("all_to_all", *_described(source)), source, source)
-    output.data.view(group.size, -1).copy_(parts.view(group.size, group.size, -1)[:, group.rank])
-    return True
+    return [(output, _copy(parts.view(group.size, group.size, -1)[:, group.rank]))]
 
 
 def _uneven_all_to_all(
     group: Group, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], source_sizes: list[int]
-) -> bool:
+) -> _Results | None:
     """All first tell what they have and expect, so that all see whether that fits, and who has what for whom."""
     ranks, row = range(group.size), math.prod(source.shape[1:])
     wanted = output_sizes or [len(output) // group.size] * group.size
@@ -303,7 +316,7 @@ def _uneven_all_to_all(
         raise RuntimeError(f"all_to_all: what ranks give and expect differs; here {given} and {wanted}")
     most = row * max(sum(gives) for gives, _ in sizes)
     if not 0 < most * source.element_size() <= SLOT:
-        return False
+        return None
     sent = source.new_zeros(most)
     sent[: source.numel()] = source.data.view(-1)
     parts = group.parts(("all_to_all", most, str(source.dtype)), sent, sent)
@@ -311,29 +324,26 @@ def _uneven_all_to_all(
         part.split([row * size for size in gives] + [most - row * sum(gives)])[group.rank]
         for part, (gives, _) in zip(parts, sizes, strict=True)
     ]
-    output.data.view(-1).copy_(torch.cat(mine))
-    return True
+    return [(output, torch.cat(mine))]
 
 
-def _broadcast(group: Group, tensors: list[torch.Tensor], options: Any) -> bool:
+def _broadcast(group: Group, tensors: list[torch.Tensor], options: Any) -> _Results | None:
     if len(tensors) != 1 or not _fits(tensors[0]):
-        return False
+        return None
     (tensor,), root = tensors, options.rootRank
     parts = group.parts(
         ("broadcast", root, *_described(tensor)), tensor if group.rank == root else None, tensor
     )
-    if group.rank != root:
-        tensor.data.view(-1).copy_(parts[root])
-    return True
+    return [] if group.rank == root else [(tensor, _copy(parts[root]))]
 
 
-def _barrier(group: Group, opts: Any = None) -> bool:
+def _barrier(group: Group, opts: Any = None) -> _Results | None:
     group.meet(("barrier",))
-    return True
+    return []
 
 
 #: By the names of ProcessGroup's methods; some have another one before torch 2.13.
-_COLLECTIVES: dict[str, Callable[..., bool]] = {
+_COLLECTIVES: dict[str, Callable[..., _Results | None]] = {
     "allreduce": _all_reduce,
     "all_gather_single": _all_gather_single,
     "_allgather_base": _all_gather_single,
@@ -379,6 +389,11 @@ def _reduces(kind: Any, tensor: torch.Tensor) -> bool:
     if kind not in _OPERATORS or not _fits(tensor):
         return False
     return tensor.dtype in _FLOATS or (kind != _AVERAGE and tensor.dtype in _INTEGERS)
+
+
+def _copy(parts: torch.Tensor) -> torch.Tensor:
+    """Elements in a row, out of memory that the next collectives write to."""
+    return parts.clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _described(tensor: torch.Tensor) -> tuple[str, int]:
