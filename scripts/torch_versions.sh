@@ -8,6 +8,8 @@
 #   ARGS=...    more options for pytest
 #   WHERE=...   the folder in which the versions are kept (default: .te_fsdp in the environment)
 #
+# Everything is sent by that torch's gloo, nothing through the memory that the tests' workers share.
+#
 # Each version is installed, with what it depends on, into a folder of its own and put in front of the installed one;
 # everything else stays as it is. Where pip knows no CPU build that is 5 GB a version, most of it CUDA's libraries; it
 # happens once.
@@ -19,7 +21,7 @@ shift
 versions=${*:-2.11.0 2.14.1 2.15.0}
 tests=${TESTS:-tests/pytorch/distributed}
 folder=${WHERE:-$("$python" -c 'import sys; print(sys.prefix)')/.te_fsdp}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES="" TE_FSDP_TEST_DEVICE=cpu
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_VISIBLE_DEVICES="" TE_FSDP_TEST_DEVICE=cpu TE_FSDP_TEST_GLOO=1
 
 failed=
 summary=
