@@ -203,9 +203,10 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy) -> Non
     comm, precision = comm_of(state.model) or GradComm(), state.precision_plan
     labels = {id(parameter): label for label, parameter in state.parameters().items()}
     for name, unit in state.modules.items():
-        if _torch.reduction_of(unit)[0] == 1:
-            continue  # one rank holds whole shards
-        (group,) = _torch.fsdp_parameter_groups(unit)
+        groups = _torch.fsdp_parameter_groups(unit)
+        if not groups or _torch.reduction_of(unit)[0] == 1:
+            continue  # a root whose units hold all parameters; or one rank holds whole shards
+        (group,) = groups
         _fsdp2_grads.reduce_from_where_they_lie(group)
         if precision is None:
             install_comm(unit, comm, name)

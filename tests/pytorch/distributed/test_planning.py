@@ -71,6 +71,7 @@ def body(sizes: dict, options: dict, policy: bool) -> dict:
     te_fsdp.main_weights(model, optimizer)
     if job.outer_strategy == "optim":
         te_fsdp.shard_optimizer(optimizer)
+    torch.manual_seed(torch.distributed.get_rank())  # each rank has other tokens
     x = torch.randn(TOKENS // sizes.get("tp", 1), HIDDEN, device=harness.device(), dtype=torch.bfloat16)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = model(x)

@@ -47,6 +47,12 @@ def test_same_bits(pool, axes, options):
 
 
 @pytest.mark.ranks(2)
+def test_a_root_without_parameters(pool):
+    for result in pool.run(straight.below_an_empty_root, 2):
+        assert "2 large parameters (1.weight, ...): reduced from" in result["report"]
+
+
+@pytest.mark.ranks(2)
 def test_what_is_lost_would_show(pool):
     for error in pool.run_expect_error(straight.straight, 2, axes={"dp_shard": 2}, fault="lost"):
         assert "layer.self_attention.layernorm_qkv.weight" in error.message

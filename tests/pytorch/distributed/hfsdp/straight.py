@@ -155,6 +155,23 @@ def straight(
     return {"compared": checks.require(20), "counts": counts, "report": str(te_fsdp.report(models[0]))}
 
 
+def below_an_empty_root() -> dict[str, Any]:
+    """A model all of whose parameters are its units', beside a twin: gradients of one backward, and the report."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+    checks, models = harness.Comparisons(), []
+    for zero_copy in (True, False):
+        layers = [nn.Linear(256, 256, bias=False, device="meta") for _ in range(2)]
+        models.append(nn.Sequential(*layers))
+        te_fsdp.fully_shard(models[-1], meshes, units=["0", "1"], zero_copy_gradients=zero_copy)
+        te_fsdp.materialize(models[-1], seed=0)
+        models[-1](torch.linspace(-1, 1, 512, device=meshes.device).view(2, 256)).square().sum().backward()
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        checks.same_bits(name, ours.grad, theirs.grad)
+    return {"compared": checks.require(2), "report": str(te_fsdp.report(models[0]))}
+
+
 def _sharded(meshes: Any, recipe: Any, dtype: torch.dtype, fused: bool, options: dict[str, Any]) -> Any:
     import transformer_engine.pytorch as te
 
