@@ -370,8 +370,8 @@ def around_pipeline_step(root: nn.Module, sync: Callable[[bool], None], end: Cal
     """Tell what FSDP2 does not manage which microbatches of a pipeline reduce no gradients, and when the last is over.
 
     torch's stages (``_PipelineStageBase``) tell FSDP2's root alone: they turn reductions off before each backward, and
-    after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``. Then they
-    divide all gradients by the number of microbatches. Local operation.
+    after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``, from torch 2.15
+    on ``finalize_backward``. Then they divide all gradients by the number of microbatches. Local operation.
 
     Args:
         root: The stage, which FSDP2 manages.
@@ -383,6 +383,8 @@ def around_pipeline_step(root: nn.Module, sync: Callable[[bool], None], end: Cal
     state = stage._get_fsdp_state()
     stock = state._root_post_backward_final_callback
     state._root_post_backward_final_callback = functools.partial(_end_backward, stock, end)
+    if hasattr(stage, "finalize_backward"):
+        stage.finalize_backward = functools.partial(_finalize, stage.finalize_backward, end)
 
 
 def _set_sync(
@@ -397,6 +399,13 @@ def _set_sync(
 def _end_backward(stock: Callable[[], None], end: Callable[[], None]) -> None:
     stock()
     end()
+
+
+def _finalize(stock: Callable[..., Any], end: Callable[[], None], async_op: bool = False) -> Any:
+    """``FSDPModule.finalize_backward`` of torch 2.15: what FSDP2 does not manage is reduced when its handle is given."""
+    handle = stock(async_op=async_op)
+    end()
+    return handle
 
 
 # --- process groups, and methods of modules
