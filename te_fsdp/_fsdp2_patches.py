@@ -402,7 +402,7 @@ def _end_backward(stock: Callable[[], None], end: Callable[[], None]) -> None:
 
 
 def _finalize(stock: Callable[..., Any], end: Callable[[], None], async_op: bool = False) -> Any:
-    """``FSDPModule.finalize_backward`` of torch 2.15: what FSDP2 does not manage is reduced when its handle is given."""
+    """``FSDPModule.finalize_backward`` of torch 2.15: what FSDP2 does not manage is reduced with it."""
     handle = stock(async_op=async_op)
     end()
     return handle
