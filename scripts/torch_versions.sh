@@ -8,7 +8,8 @@
 #   ARGS=...    more options for pytest
 #   WHERE=...   the folder in which the versions are kept (default: .te_fsdp in the environment)
 #
-# Everything is sent by that torch's gloo, nothing through the memory that the tests' workers share.
+# As many pools of processes run side by side as there are cores (ARGS="-n 0": one). Everything is sent by that torch's
+# gloo, nothing through the memory that the tests' workers share.
 #
 # Each version is installed, with what it depends on, into a folder of its own and put in front of the installed one;
 # everything else stays as it is. Where pip knows no CPU build that is 5 GB a version, most of it CUDA's libraries; it
@@ -38,7 +39,7 @@ for version in $versions; do
   echo "torch_versions: torch $version: $tests"
   log=$(mktemp)
   # shellcheck disable=SC2086
-  PYTHONPATH=$where:$PWD "$python" -m pytest -q $tests ${ARGS:-} 2>&1 | tee "$log" || failed+=" $version"
+  PYTHONPATH=$where:$PWD "$python" -m pytest -q -n auto $tests ${ARGS:-} 2>&1 | tee "$log" || failed+=" $version"
   summary+="torch_versions: torch $version: $(tail -n 1 "$log")"$'\n'
   rm -f "$log"
 done

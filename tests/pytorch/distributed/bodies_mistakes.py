@@ -11,6 +11,7 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 WIDTH = 16
 
@@ -64,7 +65,8 @@ def take_step(model: nn.Module, optimizer: Any, *, to_none: bool = True) -> None
 def _draw_by_rank(model: nn.Module) -> None:
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
-        nn.init.normal_(parameter)
+        # On GPUs torch draws a DTensor's values alike on all ranks, whatever the seeds.
+        nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes

@@ -66,6 +66,7 @@ def folder_of_a_reader(path: Path, python: str) -> dict[str, str]:
     }
     # Options of make's targets: no environment of their own, few steps, results here.
     given |= {"SETUP": "none", "PYTHON": str(path / "bin/python"), "STEPS": "2", "OUT": str(path / "made")}
+    given |= {"ARGS": "", "MAKEFLAGS": ""}  # not those of a make that runs these tests
     if harness.device_type() == "cpu":
         given |= {"TE_FSDP_EMULATION": "10.0", "CUDA_VISIBLE_DEVICES": ""}
     return given

@@ -10,6 +10,8 @@ from harness import exchange
 from torch.distributed.device_mesh import init_device_mesh
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks(4)]
+# Whatever the other tests are run with.
+SHARED, GLOO = ({exchange.GLOO_VARIABLE: value} for value in ("0", "1"))
 
 
 def every_collective() -> tuple[list, list]:
@@ -70,8 +72,8 @@ def one_call_too_many(group_of: int, other: str) -> None:
 
 def test_as_gloo(pool):
     """Small whole numbers, which no order of additions rounds."""
-    shared = pool.run(every_collective, 4)
-    gloo = pool.run(every_collective, 4, env={exchange.GLOO_VARIABLE: "1"})
+    shared = pool.run(every_collective, 4, env=SHARED)
+    gloo = pool.run(every_collective, 4, env=GLOO)
     for (ours, ways), (theirs, stock) in zip(shared, gloo, strict=True):
         assert len(ours) == len(theirs) > 100
         for mine, expected in zip(ours, theirs, strict=True):
@@ -94,12 +96,12 @@ def early() -> list[torch.Tensor]:
 
 def test_results_come_with_the_wait_alone(pool):
     """A wait that is forgotten shows, whatever the time."""
-    for floats, right, nonsense, also_right in pool.run(early, 4):
+    for floats, right, nonsense, also_right in pool.run(early, 4, env=SHARED):
         assert floats.isnan().all() and (nonsense != 1).all()
         assert (right == 1).all() and (also_right == 1).all()
 
 
 @pytest.mark.parametrize("other", ["max", "bfloat16"])
 def test_ranks_that_call_something_else(pool, other):
-    errors = pool.run_expect_error(one_call_too_many, 4, group_of=2, other=other)
+    errors = pool.run_expect_error(one_call_too_many, 4, group_of=2, other=other, env=SHARED)
     assert all("collectives do not match" in error.message for error in errors)
