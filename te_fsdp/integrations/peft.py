@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.parameters import binding_of, shard_info
-from te_fsdp.quantized.amax import quantize_whole
 from te_fsdp.quantized.components import finish_writing
+from te_fsdp.quantized.shards import quantize_whole
 from te_fsdp.sharding.state import required_state
 
 __all__ = ["adapters_of", "add_adapters", "base_of", "merge"]

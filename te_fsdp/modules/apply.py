@@ -36,8 +36,8 @@ from te_fsdp.modules.plan import Meshing, check_divisible
 from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
-from te_fsdp.quantized.amax import requantize
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.quantized.shards import requantize
 from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
 
 if TYPE_CHECKING:

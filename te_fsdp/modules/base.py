@@ -33,8 +33,7 @@ from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
 from te_fsdp.parameters import BINDING, Binding, Installed, attributes_of, binding_of, carry_over, share
 from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.quantized.all_gather import GATHERS, check_cut, gather_missing, note_gathered, release_of
-from te_fsdp.quantized.amax import follow_history
-from te_fsdp.quantized.shards import adopt_shard
+from te_fsdp.quantized.shards import adopt_shard, follow_history
 from te_fsdp.step_hooks import note_replaced, replacing
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from te_fsdp.errors import InitError, OrderError
 from te_fsdp.layout.rules import expert_index
 from te_fsdp.mesh import default_device_type
 from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
-from te_fsdp.quantized.amax import attach_group, quantize_shard
 from te_fsdp.quantized.components import keep_rows_alone
+from te_fsdp.quantized.shards import attach_group, quantize_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -49,7 +49,6 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout.rules import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_fit
-from te_fsdp.quantized.amax import attach_group
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, patch_empty_shards, share_scale
 from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.grouped_weight import is_grouped_weight
@@ -58,7 +57,7 @@ from te_fsdp.quantized.packing import (
     join_columns,
     pack_columns,
 )
-from te_fsdp.quantized.shards import agree_on_weight_mesh, weight_made_by
+from te_fsdp.quantized.shards import agree_on_weight_mesh, attach_group, weight_made_by
 
 if TYPE_CHECKING:
     from torch import nn

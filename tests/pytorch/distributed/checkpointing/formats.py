@@ -223,7 +223,7 @@ def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, A
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp import _te, _torch
     from te_fsdp.checkpoint.model_state import owned_parameters
-    from te_fsdp.quantized.amax import quantize_whole
+    from te_fsdp.quantized.shards import quantize_whole
     from te_fsdp.quantized.components import components_of
 
     run = QuantizedTraining(recipe, axes, seed=0)

@@ -348,7 +348,7 @@ def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:
 def reduce_over_fsdp_only(model: nn.Module, meshes: Any) -> None:
     """Negative control: the amax group that stock TE's gather sets, FSDP2's shard axis."""
     from te_fsdp.parameters import binding_of
-    from te_fsdp.quantized.amax import attach_group
+    from te_fsdp.quantized.shards import attach_group
 
     for module in model.modules():
         binding = binding_of(module)

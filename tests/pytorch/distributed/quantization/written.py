@@ -106,7 +106,7 @@ def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 def assign_data(module: nn.Module, local: Any, value: torch.Tensor) -> None:
     """Give a float8 weight new bytes and a new scale tensor, as TE's ``data`` setter does; quantize into others."""
     from te_fsdp.parameters import binding_of
-    from te_fsdp.quantized.amax import quantize_shard
+    from te_fsdp.quantized.shards import quantize_shard
 
     fresh = quantize_shard(value, local._quantizer.copy(), binding_of(module))
     for part, new in zip(parts_of(local), parts_of(fresh), strict=True):
