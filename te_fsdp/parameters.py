@@ -57,7 +57,7 @@ class Facts:
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
         main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
         replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
-        looks: In how many steps to come its gradient is compared over tp (``modules/gradient_checks.py``).
+        looks: In how many steps to come its gradient is compared over tp (``modules/rank_checks.py``).
     """
 
     label: str | None = None

@@ -28,12 +28,17 @@ from te_fsdp.axes import check_1d
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
-from te_fsdp.modules.gradient_checks import compare_gradients, require_equal_gradients
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
 from te_fsdp.modules.initialize import initialize_te_parameters
 from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import Meshing, check_divisible
-from te_fsdp.modules.rank_checks import find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.modules.rank_checks import (
+    compare_gradients,
+    find_equal_shards,
+    on_device,
+    refuse_equal_shards,
+    require_equal_gradients,
+)
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights

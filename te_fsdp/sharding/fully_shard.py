@@ -32,8 +32,8 @@ from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
-from te_fsdp.modules.gradient_checks import compare_gradients
 from te_fsdp.modules.inputs import watch_inputs
+from te_fsdp.modules.rank_checks import compare_gradients
 from te_fsdp.parameters import binding_of, noted, places_of
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (

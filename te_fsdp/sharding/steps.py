@@ -20,9 +20,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _torch
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.modules.gradient_checks import require_equal_gradients
 from te_fsdp.modules.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
+from te_fsdp.modules.rank_checks import require_equal_gradients
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.first_looks import (
