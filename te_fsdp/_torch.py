@@ -109,9 +109,8 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
     world.
     """
     assert mesh.mesh_dim_names is not None
-    place = mesh.mesh_dim_names.index(
-        axis
-    )  # torch 2.11 takes numbers alone: it refuses exactly the names that exist
+    # torch 2.11 takes numbers alone: it refuses exactly the names that exist.
+    place = mesh.mesh_dim_names.index(axis)
     return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
 
 
@@ -120,9 +119,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def dtensor(
-    local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...] | None = None
-) -> DTensor:
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """DTensor around ``local`` (``DTensor.__new__``).
 
     ``DTensor.from_local`` costs a view, a shape computation and checks; this runs in every backward.
@@ -130,10 +127,7 @@ def dtensor(
     Args:
         local: Local tensor, of the shape that the spec gives this rank.
         spec: From :func:`spec_of`.
-        placements: Other placements than the spec's.
     """
-    if placements is not None:
-        spec = with_placements(spec, placements)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -4,7 +4,7 @@
     :func:`all_agree`            all raise one error; else each rank has its own result
     :func:`from_rank_0`          one rank works for all, which get its result or raise its error
     :meth:`Ranks.round`          all tell rank 0, which answers each, in any thread
-    :func:`maximum`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
+    :func:`maximum`, :func:`on_any_rank`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
                                  numbers and small objects, the same on all ranks afterwards
 
 Where nothing is wrong, a rank receives a few numbers however many ranks there are: objects are gathered over few ranks,
@@ -69,19 +69,18 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
     return values
 
 
-def gather_if_any(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
-    """As :func:`gather`, or an empty list where no rank's value is true, as after most checks.
+def gather_if_any(value: T) -> list[T]:
+    """As :func:`gather` over the world, or an empty list where no rank's value is true, as after most checks.
 
-    Collective over the ranks: an all-reduce of one number, and :func:`gather` if any value is true.
+    Collective over the world: an all-reduce of one number, and :func:`gather` if any value is true.
     """
-    group = over.get_group() if isinstance(over, DeviceMesh) else over
-    if world_size() > 1 and not _any(bool(value), group):
+    if world_size() > 1 and not on_any_rank(bool(value)):
         return []
-    return gather(value, group) if value or world_size() > 1 else []
+    return gather(value) if value or world_size() > 1 else []
 
 
-def _any(mine: bool, over: DeviceMesh | dist.ProcessGroup | None) -> bool:
-    """Whether it holds on any rank. Collective as :func:`maximum`."""
+def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
+    """Whether it holds on any rank; ``None``: of the world. Collective as :func:`maximum`, of one number."""
     told = torch.tensor([int(mine)], device=_device(over))
     maximum(told, over)
     return bool(told.item())
@@ -171,7 +170,7 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     except Exception as error:  # passed on below, on every rank
         mine = error
     told = set() if mine is None else {(rank(), type(mine).__name__, str(mine))}
-    if mesh is not None and mesh.size() > 1 and _any(mine is not None, mesh):
+    if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 told = set().union(*gather(told, mesh.get_group(axis)))

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
@@ -68,6 +69,11 @@ def _process() -> _Process:
 def is_simulated() -> bool:
     """Whether the other ranks do not exist: torch's fake process group answers a rank with what the rank has sent."""
     return dist.get_backend() == "fake"
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: nobody may look at values then, nor meet others."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def set_collective_timeout(seconds: float) -> None:

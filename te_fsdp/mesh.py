@@ -404,9 +404,7 @@ class Meshes:
     @property
     def device(self) -> torch.device:
         """This rank's device: the accelerator's current one, or the CPU."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
+        return device_of(self.device_type)
 
     def te_kwargs(self) -> dict[str, Any]:
         """Keywords for TE constructors: ``tp_group`` and ``tp_size`` of this mesh."""
@@ -452,6 +450,15 @@ def _tell_of_other_models(own: DeviceMesh) -> None:
             own.size(),
             dist.get_world_size(),
         )
+
+
+def device_of(kind: str) -> torch.device:
+    """This process' device of a kind: the accelerator's current one, or the CPU. Local operation."""
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 def default_device_type() -> str:

@@ -301,7 +301,7 @@ class MeshModule(torch.nn.Module):
             release()
         else:
             check_cut(self, binding, name, value)
-            _check_still_quantized(self, binding, name, old, value)
+            _check_still_quantized(binding, name, old, value)
         if name not in binding.sharded and old is not None:
             binding.sharded.add(name)
             note_replaced(old, binding.label(name), "fully_shard")
@@ -356,9 +356,7 @@ def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parame
     return new
 
 
-def _check_still_quantized(
-    module: torch.nn.Module, binding: Binding, name: str, old: torch.Tensor | None, new: torch.Tensor
-) -> None:
+def _check_still_quantized(binding: Binding, name: str, old: torch.Tensor | None, new: torch.Tensor) -> None:
     """FSDP2 must not have turned a quantized weight into a high-precision one when it cut it.
 
     Raises:

@@ -17,7 +17,7 @@ from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import InitError, OrderError
 from te_fsdp.layout.rules import expert_index
-from te_fsdp.mesh import default_device_type
+from te_fsdp.mesh import default_device_type, device_of
 from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
 from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.shards import attach_group, quantize_shard
@@ -165,12 +165,7 @@ def target_device(tensor: torch.Tensor) -> torch.device:
     """Device that a meta tensor shall be materialised on: its mesh's, else the machine's default one."""
     if not tensor.is_meta:
         return tensor.device
-    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type()
-    return (
-        torch.device("cpu")
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
+    return device_of(tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type())
 
 
 def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:

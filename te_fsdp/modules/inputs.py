@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
-from te_fsdp.all_ranks import collective_call, is_simulated
+from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, message, shorten
 from te_fsdp.modules.rank_checks import checksum, is_constant
 from te_fsdp.parameters import binding_of
@@ -157,7 +157,7 @@ def check_inputs(
     key = method, module.training, tuple((path, t.shape, t.dtype) for path, t in found)
     if not found or key in check.seen or len(check.seen) >= _MOST:
         return
-    if _torch.in_backward() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if _torch.in_backward() or is_capturing():
         return
     where = f"{type(module).__name__}.{method}"
     for mesh, tensors, axis in ((check.cp_mesh, found, "cp"), (check.tp_mesh, over_tp, "tp")):
@@ -241,9 +241,9 @@ def _look_for_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """
     looks, binding = module.__dict__.get(_LOOKS), binding_of(module)
     given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
-    if looks is None or binding is None or binding.tp_mesh is None or given is None or _torch.in_backward():
+    if looks is None or binding is None or binding.tp_mesh is None or given is None:
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _torch.in_backward() or is_capturing():
         return
     tokens = _plain(given).flatten(0, -2)
     with _torch.without_modes():

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather, raised_on_all_ranks
-from te_fsdp.all_ranks import is_simulated
+from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import GradientError, InitError, shorten
 from te_fsdp.parameters import binding_of, facts_of
 from te_fsdp.step_hooks import gradient_of, registered_at
@@ -240,7 +240,7 @@ def refuse_same_gradient(binding: Binding, name: str, gradient: torch.Tensor) ->
     Raises:
         GradientError: All ranks of tp have computed the same.
     """
-    if name not in binding.marked or is_simulated() or _is_capturing():
+    if name not in binding.marked or is_simulated() or is_capturing():
         return
     assert binding.tp_mesh is not None
     ((_, ratio),) = _apart_over_tp(binding.tp_mesh, [(gradient, gradient)])
@@ -259,10 +259,6 @@ def refuse_same_gradient(binding: Binding, name: str, gradient: torch.Tensor) ->
         del binding.marked[name]
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def require_equal_gradients(step: Step) -> None:
     """Compare the gradients of what every rank of tp holds whole, in the first steps of each parameter.
 
@@ -272,7 +268,7 @@ def require_equal_gradients(step: Step) -> None:
         GradientError: They differ by more than rounding, on all ranks of the model. They are as they were.
     """
     looked = [(parameter, facts) for parameter, facts in step.held if facts.looks and parameter.requires_grad]
-    if not looked or is_simulated() or _is_capturing():
+    if not looked or is_simulated() or is_capturing():
         return
     found: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, _ in looked:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_modules, _torch
-from te_fsdp.agree import maximum
+from te_fsdp.agree import on_any_rank
 from te_fsdp.errors import MeshError, message
 from te_fsdp.layout.rules import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
@@ -141,7 +141,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
     return stashed
 
 
-def restore_quantized(model: nn.Module, stashed: list[Stashed]) -> None:
+def restore_quantized(stashed: list[Stashed]) -> None:
     """Quantize the shards of stashed weights: each is its part of the whole weight, to the byte.
 
     Collective over the weight mesh for formats with one scale per tensor.
@@ -406,22 +406,9 @@ def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tenso
 
 def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
     problem = _problem(binding, name, parameter)
-    mesh = parameter.device_mesh
-    bad = torch.tensor([problem is not None], dtype=torch.int32, device=_device(mesh))
-    maximum(bad, mesh)
-    if int(bad):
+    if on_any_rank(problem is not None, parameter.device_mesh):
         raise MeshError(problem or _elsewhere(binding, name))
     binding.weight_mesh_agreed = True
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    """This process' device; parameters may be on meta."""
-    kind = mesh.device_type
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
 
 
 def _is_shared(local: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.all_ranks import collective_call, is_simulated
+from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, OrderError, shorten
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered
@@ -55,7 +55,7 @@ def before_first_step(step: Step) -> None:
         known = state.optimizers.get(step.optimizer)
         if known == (held, id(step.optimizer.state)):  # loading puts another dict there
             continue
-        if _capturing():
+        if is_capturing():
             return
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
             _refuse_new_parameters(state)
@@ -192,15 +192,11 @@ def meet_in_new_mode(state: ShardingState) -> None:
         return
     mesh = state.meshes.fsdp_with_size_one["dp_shard"]
     gathers = [name for name in state.modules if state.units[name].gather == "pass"]
-    if gathers and mesh.size() > 1 and not is_simulated() and not _capturing():
+    if gathers and mesh.size() > 1 and not is_simulated() and not is_capturing():
         kind = "training" if mode[0] else "evaluation"
         with collective_call(f"first forward in {kind}{'' if mode[1] else ' without gradients'}", mesh):
             pass
     state.modes.add(mode)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_inference_mode(state: ShardingState) -> None:

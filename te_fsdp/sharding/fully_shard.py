@@ -191,7 +191,7 @@ def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
         # A pipeline's stage says which microbatch is the last one to modules of FSDP2's alone: a unit of nothing.
         fsdp2_fully_shard(model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters()))
     divide_gradients(state, plan.mp_policy)
-    restore_quantized(model, stash)
+    restore_quantized(stash)
 
 
 def _is_expert(module: nn.Module) -> bool:

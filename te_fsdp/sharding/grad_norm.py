@@ -40,10 +40,6 @@ from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import shard_of, sharding_state, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
-
     from te_fsdp.sharding.state import ShardingState
 
 # An axis of a mesh: the global ranks of its process group.

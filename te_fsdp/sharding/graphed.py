@@ -29,7 +29,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.agree import maximum
+from te_fsdp.agree import on_any_rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
 from te_fsdp.sharding.graph_checks import (
@@ -388,10 +388,7 @@ class GraphedStep:
             release_params(self._model)
 
     def _any(self, flag: bool) -> bool:
-        """Whether any of the model's ranks says so. Collective over them: one all-reduce of one integer."""
-        seen = torch.tensor(flag, dtype=torch.int32, device=self._device)
-        maximum(seen, self._state.meshes.device_mesh)
-        return bool(seen)
+        return on_any_rank(flag, self._state.meshes.device_mesh)
 
     # -------------------------------------------------------------------------------------------------------- replaying
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.all_ranks import collective_call
+from te_fsdp.all_ranks import collective_call, is_capturing
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
@@ -391,7 +391,7 @@ def refuse_edited(step: Step) -> None:
     parameters, _ = _low_ones(step)
     if not parameters or (known is not None and known.versions == _versions(optimizer, parameters)):
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return
     mesh = step.models[0][0].meshes.device_mesh
     together = collective_call(f"{step.where}: first, or after weights were edited", mesh)

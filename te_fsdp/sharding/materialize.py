@@ -287,11 +287,8 @@ def differing_copies(state: ShardingState) -> list[str]:
                 found.setdefault(group, []).append((place.label, value))
     bad: dict[str, None] = {}
     for group, held in found.items():
-        mine = torch.stack([value for _, value in held])
-        extremes = torch.stack([mine, -mine])
-        maximum(extremes, group)
-        differs = (extremes[0] != -extremes[1]).tolist()
-        bad |= {name: None for (name, _), flag in zip(held, differs, strict=True) if flag}
+        same = are_equal(torch.stack([value for _, value in held]), group).tolist()
+        bad |= {name: None for (name, _), equal in zip(held, same, strict=True) if not equal}
     return list(bad)
 
 

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch
-from te_fsdp.agree import maximum
+from te_fsdp.agree import on_any_rank
 from te_fsdp.errors import MeshError
 from te_fsdp.mesh import Meshes, default_device_type
 
@@ -60,7 +59,7 @@ def native_meshes(
     if meshes.expert_mesh is not None:
         mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
         places.append(experts.get_local_rank() if experts is not None else 0)
-    _check_order(meshes, mine, places)
+    _check_order(mine, places)
     return meshes
 
 
@@ -90,11 +89,9 @@ def _axis(mesh: DeviceMesh, name: str | None, role: str) -> DeviceMesh | None:
         ) from error
 
 
-def _check_order(meshes: Meshes, mine: Sequence[int], places: Sequence[int]) -> None:
+def _check_order(mine: Sequence[int], places: Sequence[int]) -> None:
     """Every rank must have the same place on te_fsdp's meshes and on the given ones; all ranks raise the same."""
-    wrong = torch.tensor([int(list(mine) != list(places))], device=meshes.device)
-    maximum(wrong)
-    if wrong.item():
+    if on_any_rank(list(mine) != list(places)):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
             expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
