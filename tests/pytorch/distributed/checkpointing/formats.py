@@ -223,8 +223,8 @@ def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, A
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp import _te, _torch
     from te_fsdp.checkpoint.model_state import owned_parameters
-    from te_fsdp.quantized.shards import quantize_whole
     from te_fsdp.quantized.components import components_of
+    from te_fsdp.quantized.shards import quantize_whole
 
     run = QuantizedTraining(recipe, axes, seed=0)
     run.steps(first_steps(recipe))
