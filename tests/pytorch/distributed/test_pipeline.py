@@ -38,6 +38,18 @@ REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 @pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, ())) for run in RUNS])
 def test_schedules(pool, tmp_path, run):
     """Losses, gradients, norms over all stages and updated weights, by value."""
+    _schedule(pool, tmp_path, run)
+
+
+@pytest.mark.cpu
+@pytest.mark.arch("9.0")
+@pytest.mark.ranks(2)
+def test_weights_with_transposes(pool, tmp_path):
+    """Hopper's float8 weights, whose transpose backward uses."""
+    _schedule(pool, tmp_path, "delayed")
+
+
+def _schedule(pool, tmp_path, run):
     case = RUNS[run]
     whole = {key: case[key] for key in ("recipe", "quantized", "dtype") if key in case}
     pool.run(saved.trained, 1, name="whole", directory=str(tmp_path), **whole)
