@@ -425,6 +425,15 @@ def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value for name in found if (value := getattr(tensor, name, None)) is not None]
 
 
+def sent_as_it_lies(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Attributes of a quantized shard that its all-gather hooks send unchanged, the same in every gather; or none.
+
+    Those of a tensor of all experts, and of formats that send another direction before a backward, differ.
+    """
+    row = None if hasattr(tensor, "experts") else format_of(tensor)
+    return tuple([buffer.attribute for buffer in row.dropped]) if row is not None else ()
+
+
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors that hold a quantized tensor's data: bytes, scales, transposes."""
     return [value for value in tensor.get_metadata().values() if isinstance(value, torch.Tensor)]  # type: ignore[attr-defined]

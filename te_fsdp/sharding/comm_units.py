@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _te, _torch
 from te_fsdp.agree import rank
 from te_fsdp.errors import shorten
 from te_fsdp.move import peers
@@ -311,12 +311,12 @@ def _tell(state: ShardingState, wanted: str) -> None:
 def take_in_shards(state: ShardingState) -> None:
     """Move shards that are sent as they lie to where the other ranks read them, so that no gather copies them first.
 
-    Collective over the ranks of each unit gathered by copies. Others are copied in every gather, shards on meta until
-    this is called again.
+    Collective over the ranks of each unit gathered by copies. Those of which this is not so are copied in every gather,
+    shards on meta until this is called again.
     """
     for gathers in _all_gathers(state):
         units = [state.modules[name] for name, t in state.transports.items() if t.gathers is gathers]
-        gathers.take_in(units, peers.alias)
+        gathers.take_in(units, peers.alias, _te.sent_as_it_lies)
 
 
 def shared_bytes(model: nn.Module) -> int:

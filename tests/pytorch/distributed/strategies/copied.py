@@ -148,7 +148,7 @@ def training(
     from te_fsdp import _fsdp2_copies
 
     made = None if recipe == "none" else recipe_of(recipe)
-    stock = _fsdp2_copies.copy_all_
+    stock = _fsdp2_copies.CopiedGathers._stage
     found: dict[str, Any] = {}
     for transport in ("nccl", "copy_engine"):
         built = [_build(made, axes, strategy, precision, prefetch, transport, outer) for _ in range(models)]
@@ -163,7 +163,7 @@ def training(
         state = te_fsdp.sharding.state.required_state(built[0][0], "")
         seen["transports"] = {name: tuple(t[:2]) for name, t in state.transports.items()}
         found[transport] = seen
-    _fsdp2_copies.copy_all_ = stock  # the worker goes on with other tests
+    _fsdp2_copies.CopiedGathers._stage = stock  # the worker goes on with other tests
     return found
 
 
@@ -171,7 +171,7 @@ def _stale(model: Any) -> None:
     """A shard that has moved is taken to be where it was."""
     from te_fsdp import _fsdp2_copies
 
-    _fsdp2_copies.copy_all_ = lambda targets, sources: None
+    _fsdp2_copies.CopiedGathers._stage = lambda self, targets, sources: None
 
 
 def _early(model: Any) -> None:
@@ -183,9 +183,9 @@ def _early(model: Any) -> None:
         if gathers is not None:
             copy = gathers._copy
 
-            def copy_and_reuse(pieces: list[Any], copy: Any = copy) -> None:
-                copy(pieces)
-                pieces[-1].copies[-1][0].zero_()
+            def copy_and_reuse(gather: Any, copy: Any = copy) -> None:
+                copy(gather)
+                gather.small[0][-1].zero_()
 
             gathers._copy = copy_and_reuse
 
@@ -247,10 +247,10 @@ def late(when: str) -> dict[str, Any]:
     stock = _fsdp2_copies.CopiedGathers._copy
     me, losses = torch.distributed.get_rank(), {}
 
-    def copy(self: Any, pieces: list[Any]) -> None:
+    def copy(self: Any, gather: Any) -> None:
         if when == "behind" and me == 0:
             time.sleep(0.1)
-        stock(self, pieces)
+        stock(self, gather)
 
     for transport in ("nccl", "copy_engine"):
         model, _ = _build(None, DP2, "optim_grads_params", {}, 0, transport)
