@@ -260,11 +260,10 @@ class CopiedGathers:
         current = group.device_handle.current_stream()
         # Whoever writes to shards next, writes on this stream.
         _wait(current, self._read.pop(id(group), None))
-        settled = self._settled.get(id(group))
-        if settled is not None and len(settled.seen) == len(group.fsdp_params):  # else a part of it is gathered again
+        settled, records = self._settled.get(id(group)), group.fsdp_params
+        if settled is not None and len(settled.seen) == len(records):
             memory = [storage for storage, _ in settled.storages]
-        else:
-            records = group.fsdp_params
+        else:  # also where a part of the group is about to be gathered again
             tensors = [t for m in records for t in (*m.all_gather_outputs, *m._unsharded_inner_tensors)]
             memory = [tensor.untyped_storage() for tensor in tensors]
         self._held[id(group)] = memory, current.record_event()
@@ -418,7 +417,8 @@ def _inputs(managed: Any) -> list[torch.Tensor]:
     local = local_of(managed.sharded_param)
     if not gathers_itself(local):
         return [managed._sharded_param_data]
-    if managed.offload_to_cpu or local.shape != managed.padded_sharded_param_size or not _takes_all(type(local)):
+    is_even = local.shape == managed.padded_sharded_param_size
+    if not is_even or managed.offload_to_cpu or not _takes_all(type(local)):
         return managed.all_gather_inputs
     tensors, metadata = local.fsdp_pre_all_gather(  # type: ignore[missing-attribute]
         managed.shard_mesh_from_root,
