@@ -10,7 +10,8 @@ is where the wire's dtype comes in:
               fp32 sums: these need an all-reduce of our own, for which FSDP2 is given a process group that does it
 
 Without a wire nothing needs one, but for ``zero_copy_gradients``: gradients are then sent from where they lie, and
-FSDP2 is given nothing to copy them into (``te_fsdp/_fsdp2_grads.py``).
+FSDP2 is given nothing to copy them into (``te_fsdp/_fsdp2_grads.py``). ``"auto"`` does so in units gathered by
+``copy_engine``, if any of their large gradients can be sent so.
 
 The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engines:
 
@@ -193,35 +194,45 @@ class UnitReduceScatter(_torch.ReduceScatter):
             reduce_scatter(output_tensor, source, group, self.comm, op=op)
 
 
-def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy) -> None:
+def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted: bool | str) -> None:
     """Let FSDP2 copy no large gradients before it reduces them. Local operation, the same on all ranks.
 
     Args:
-        state: Of a model that FSDP2 has just sharded; its ``copied`` is filled.
+        state: Of a model that FSDP2 has just sharded, whose transports are chosen; its ``copied`` is filled.
         policy: FSDP2's own policy, of models without a precision policy.
+        wanted: Whether in all units, or ``"auto"``.
     """
+    if not wanted:
+        return
     comm, precision = comm_of(state.model) or GradComm(), state.precision_plan
     labels = {id(parameter): label for label, parameter in state.parameters().items()}
     for name, unit in state.modules.items():
         groups = _torch.fsdp_parameter_groups(unit)
         if not groups or _torch.reduction_of(unit)[0] == 1:
             continue  # a root whose units hold all parameters; or one rank holds whole shards
+        if wanted == "auto" and state.transports[name].name != "copy_engine":
+            continue
         (group,) = groups
-        _fsdp2_grads.reduce_from_where_they_lie(group)
-        if precision is None:
-            install_comm(unit, comm, name)
         own = policy if precision is None else precision.fsdp2_policy(name)
         reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
+        found = dict[str, str]()
         for managed, why in _fsdp2_grads.large_gradients(group):
             parameter = _fsdp2.sharded_of(managed)
             computed = own.param_dtype or parameter.dtype
             if parameter.requires_grad:
                 casts = f"computed in {computed}, reduced in {reduced}" if computed != reduced else ""
-                state.copied[labels[id(parameter)]] = why or casts
+                found[labels[id(parameter)]] = why or casts
+        state.copied |= found
+        if wanted == "auto" and all(found.values()):
+            continue  # FSDP2 copies all of them by one kernel
+        _fsdp2_grads.reduce_from_where_they_lie(group)
+        if precision is None:
+            install_comm(unit, comm, name)
     if rank() == 0:
+        level = logging.INFO if wanted == "auto" else logging.WARNING
         for why in dict.fromkeys(filter(None, state.copied.values())):
             named = [label for label, reason in state.copied.items() if reason == why]
-            _log.warning("zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
+            _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
 
 
 class Transport(NamedTuple):

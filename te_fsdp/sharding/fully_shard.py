@@ -83,7 +83,7 @@ def fully_shard(
     average_gradients: bool = True,
     check_inputs: bool = True,
     transport: str = "auto",
-    zero_copy_gradients: bool = False,
+    zero_copy_gradients: bool | str = "auto",
 ) -> ModelT:
     """Shard a TE model over its meshes on FSDP2, with or without tp.
 
@@ -105,7 +105,7 @@ def fully_shard(
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
         check_inputs: Compare over ``tp`` and ``cp`` what enters the model in new shapes, and gradients in two steps.
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
-        zero_copy_gradients: Reduce large gradients from where they lie, uncopied (or the log says why not).
+        zero_copy_gradients: Reduce large gradients uncopied (or the log says why not); "auto": with "copy_engine".
 
     Returns:
         ``model``.
@@ -305,8 +305,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)
     take_in_shards(state)
-    if plan.request.zero_copy_gradients:
-        reduce_from_where_they_lie(state, plan.mp_policy)
+    reduce_from_where_they_lie(state, plan.mp_policy, plan.request.zero_copy_gradients)
 
 
 def _whole_parameters(replicated: Sequence[ReplicatedParameter]) -> str:

@@ -62,8 +62,8 @@ class Report:
         transports: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
         shared_bytes: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for
             those that are copied there first. On a GPU torch's allocator does not count it.
-        gradients: With ``zero_copy_gradients``: why gradients are copied before their reduction (empty: they are not),
-            and the names of the large parameters.
+        gradients: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty:
+            they are not), and the names of the large parameters.
     """
 
     rows: tuple[Row, ...]

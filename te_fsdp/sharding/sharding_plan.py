@@ -55,7 +55,7 @@ class Request:
     experts: Selection = None
     average_gradients: bool = True
     transport: str = "auto"
-    zero_copy_gradients: bool = False
+    zero_copy_gradients: bool | str = "auto"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ModelPlan:
         replicated = ", ".join(
             dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
         )
-        transport = request.transport + ("; zero_copy_gradients" if request.zero_copy_gradients else "")
+        transport = f"{request.transport}; zero_copy_gradients={request.zero_copy_gradients}"
         return (
             f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
             f"{request.precision or self.mp_policy}; transport={transport}; not sharded: {replicated or 'none'}"
@@ -150,6 +150,13 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
     outer = check_word("outer_strategy", request.outer_strategy)
     check_word("transport", request.transport)
+    if request.zero_copy_gradients not in (True, False, "auto"):
+        raise PlacementError(
+            "fully_shard: zero_copy_gradients",
+            expected="True, False or 'auto'",
+            got=repr(request.zero_copy_gradients),
+            fix="leave zero_copy_gradients out",
+        )
     words = _with_expert_units(model, meshes, words, request.experts)
     units = {name: STORAGE[word, outer] for name, word in words.items()}
     if outer == "optim" and all(row.is_whole for row in units.values()):

@@ -74,7 +74,8 @@ class ShardingState:
         emptied: Whether ``to_empty`` may have left memory that nothing was written to.
         inferred: Whether the first forward ran under ``torch.inference_mode``.
         transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
-        copied: With ``zero_copy_gradients``: name of a large parameter -> why its gradient is copied, or empty.
+        copied: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is
+            copied, or empty.
     """
 
     model: nn.Module

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import te_fsdp
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout.storage import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import checks
 from te_fsdp.parameters import plan_of
@@ -116,6 +117,13 @@ def untouched(model: nn.Module, make) -> None:
             type(other),
             other.__dict__.keys(),
         )
+
+
+def test_an_unknown_word_for_gradients(te, fake_world):
+    fake_world(2)
+    request = Request(zero_copy_gradients="always")
+    with pytest.raises(PlacementError, match="zero_copy_gradients.*True, False or 'auto'.*got 'always'"):
+        plan_sharding(nn.Linear(4, 4), te_fsdp.Meshes.build(device_type="cpu"), request)
 
 
 def test_dense_over_tp_and_fsdp(te, fake_world):

@@ -172,6 +172,24 @@ def below_an_empty_root() -> dict[str, Any]:
     return {"compared": checks.require(2), "report": str(te_fsdp.report(models[0]))}
 
 
+@_small_ones_by_themselves()
+def left_to_te_fsdp() -> dict[str, Any]:
+    """By transport and policy: what the report says of gradients, elements reduced in parts, those copied."""
+    import te_fsdp
+
+    meshes, found = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), {}
+    for transport in ("nccl", "copy_engine"):
+        for policy in (None, te_fsdp.MixedPrecisionPolicy()):
+            model = nn.Linear(64, 64, dtype=torch.bfloat16, device="meta")
+            te_fsdp.fully_shard(model, meshes, transport=transport, precision=policy)
+            te_fsdp.materialize(model, seed=0)
+            with copied_elements() as seen:
+                model(torch.ones(2, 64, dtype=torch.bfloat16, device=meshes.device)).sum().backward()
+            report = te_fsdp.report(model).gradients
+            found[transport, "none" if policy is None else "fp32"] = report, *seen.values()
+    return found
+
+
 def _sharded(meshes: Any, recipe: Any, dtype: torch.dtype, fused: bool, options: dict[str, Any]) -> Any:
     import transformer_engine.pytorch as te
 
