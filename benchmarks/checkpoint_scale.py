@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint import compare, index, save_plan, writing
+from te_fsdp.checkpoint import compare, index, writing
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
 from te_fsdp.checkpoint.portable.contents import empty_manifest
@@ -160,14 +160,14 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
     messages, seconds, places = [], 0.0, []
     for rank in range(measured):
         own = entries(shapes, rank, measured)
-        spent, message = timed(lambda own=own: pickle.dumps(save_plan.held(own)))
+        spent, message = timed(lambda own=own: pickle.dumps(writing.held(own)))
         messages.append(message)
         seconds += spent
         count = sum(len(entry.pieces) for entry in own.values())
         places.append(np.stack([np.arange(count), np.arange(count) << 20, np.full(count, 1 << 20)], axis=1))
     with without_collector():
         unpickled, seen = timed(lambda: [pickle.loads(message) for message in messages])
-        together, (parts, _, tensors) = timed(lambda: save_plan.divide(seen))
+        together, (parts, _, tensors) = timed(lambda: writing.divide(seen))
         replies, answers = timed(lambda: [pickle.dumps(part) for part in parts])
     files = [writing.file_of(rank) for rank in range(measured)]
     told, places = timed(lambda: pickle.loads(pickle.dumps(places)))

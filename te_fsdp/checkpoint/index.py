@@ -49,7 +49,6 @@ from torch.distributed.checkpoint.metadata import (
 from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name
-from te_fsdp.checkpoint.save_plan import Stored
 from te_fsdp.checkpoint.sums import (
     CheckedFile,
     DamagedFileError,
@@ -76,6 +75,23 @@ _Block = tuple[int, int, list[_Head]]
 
 
 # ------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor and its pieces.
+
+    Attributes:
+        shape: Of the tensor.
+        dtype: Element type.
+        boxes: int64, (pieces, 2, dims): where each begins, and its shape.
+        writers: int64, (pieces, 2): the rank that writes it, and the number that it has there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Rows
+    writers: Rows
 
 
 @dataclass
@@ -111,7 +127,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     """Index and ``.metadata`` of a save. Local operation; of all pieces, which takes rank 0 some us for each.
 
     Args:
-        tensors: By key; see :func:`te_fsdp.checkpoint.save_plan.divide`.
+        tensors: By key.
         files: Of each rank.
         places: Of each rank, a row for each piece that it has written: its number, first byte, bytes.
         mark: The identity of the manifest.

@@ -37,7 +37,7 @@ except ImportError:  # an environment made by hand
 
     _IS_SLOW = True
 
-from te_fsdp.checkpoint.background import flat_rows
+from te_fsdp.checkpoint.background import blocks_of, flat_rows
 from te_fsdp.checkpoint.remote import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
@@ -369,3 +369,45 @@ def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) ->
         run.append(item)
     if run:
         yield run
+
+
+# ------------------------------------------------------------------------------------------- of tensors
+
+# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
+_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
+#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
+_ELEMENTS = 1 << 22
+#: Bytes up to which tensors are summed up together.
+_SMALL = 1 << 10
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
+    sums: dict[int, int] = {}
+    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+    for block in blocks_of(enumerate(tensors)):
+        rows = flat_rows(block.rows())
+        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
+            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
+            sums.update(zip(block.keys, crcs, strict=True))
+        else:
+            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
+    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
+        fetched = torch.cat([found for _, found in blocks]).tolist()
+        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
+    return [sums[number] for number in range(len(sums))]
+
+
+def _weighted(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
+    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
+    # Of a row alone: which tensors are summed up together may differ between ranks.
+    width = max(1, min(_ELEMENTS, words.shape[1]))
+    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
+    totals = []
+    for some in words.split(max(1, _ELEMENTS // width)):
+        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
+        for block in some.split(width, dim=1):
+            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
+        totals.append(total)
+    return torch.cat(totals)

@@ -1,14 +1,16 @@
 """Entries into files, step by step, so that writing may go on elsewhere: plan, compare replicas, copy, write, describe.
 
 DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
-Ours says exactly which boxes a rank holds, as many as there are (:mod:`te_fsdp.checkpoint.save_plan` divides them);
-pieces and ``.metadata`` are as DCP's. Planning talks to the other ranks, writing does not, and between the two the
-tensors to write, and no others, can be copied. What is converted goes the same way, planned by one process from shapes,
-with blocks of rows as the pieces, each read when it is its turn.
+Ours says exactly which boxes a rank holds, as many as there are, and rank 0 decides who writes which: a piece is two
+tuples, where DCP has several objects for each, of which a large job has millions, and a rank hears only the numbers of
+those that it writes. Pieces and ``.metadata`` are as DCP's. Planning talks to the other ranks, writing does not, and
+between the two the tensors to write, and no others, can be copied. What is converted goes the same way, planned by one
+process from shapes, with blocks of rows as the pieces, each read when it is its turn.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,22 +21,34 @@ import numpy as np
 import torch
 
 from te_fsdp.agree import Ranks, digest
-from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
+from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.index import Encoded, Rows, encode
+from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.remote import is_remote
-from te_fsdp.checkpoint.save_plan import Held, Part, Stored, divide, held
-from te_fsdp.checkpoint.sums import Listed, Tick, crc32, silent, view_of, without_collector, write_pieces
+from te_fsdp.checkpoint.sums import Listed, Tick, checksums, silent, without_collector, write_pieces
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
-# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
-_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
-#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
-_BLOCK = 1 << 22
-#: Bytes up to which tensors are summed up together.
-_SMALL = 1 << 10
+#: Where a piece begins in the original, and its shape.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: What a rank holds: key, shape and dtype of each tensor, and its pieces, which count from 0 over all tensors.
+Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
+
+
+@dataclass
+class Part:
+    """What one rank hears.
+
+    Attributes:
+        writes: Numbers of the pieces that it writes, ascending.
+        shared: Its pieces that others hold as well, by the number that they have on all ranks.
+        groups: Of these numbers, those that the same ranks hold, by the number of that set of ranks.
+    """
+
+    writes: list[int] = field(default_factory=list)
+    shared: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, list[int]] = field(default_factory=dict)
 
 
 def file_of(rank: int) -> str:
@@ -235,6 +249,89 @@ def plan_entries(ranks: Ranks, path: Path, entries: dict[str, Entry], signature:
     return Plan(token, signature, part, blocks, names, found[0] if found else None)
 
 
+def held(entries: Mapping[str, Entry]) -> Held:
+    """What rank 0 needs to know of a rank's entries. Local operation."""
+    return [
+        (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
+        for key, entry in entries.items()
+    ]
+
+
+def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Stored]]:
+    """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write.
+
+    Local operation.
+
+    Args:
+        all_held: By rank.
+
+    Returns:
+        What each rank hears; names of what several ranks hold, by number; and the tensors.
+
+    Raises:
+        CheckpointError: The pieces do not make up the tensors.
+    """
+    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    for rank, one in enumerate(all_held):
+        number = 0
+        for key, shape, dtype, boxes in one:
+            described.setdefault(key, (shape, dtype))
+            have = pieces.setdefault(key, {})
+            for box in boxes:
+                have.setdefault(box, []).append((rank, number))
+                number += 1
+    parts, names = [Part() for _ in all_held], list[str]()
+    load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
+    tensors: dict[str, Stored] = {}
+    for key, have in pieces.items():
+        (shape, dtype), writers = described[key], list[tuple[int, int]]()
+        for (_, sizes), holders in have.items():
+            writer, number = holders[0]
+            if len(holders) > 1:
+                group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
+                for rank, at in holders:
+                    parts[rank].shared[len(names)] = at
+                    parts[rank].groups.setdefault(group, []).append(len(names))
+                names.append(key)
+                writer, number = min(holders, key=lambda holder: load[holder[0]])
+            load[writer] += math.prod(sizes) * dtype.itemsize
+            parts[writer].writes.append(number)
+            writers.append((writer, number))
+        boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
+        tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
+    for part in parts:
+        part.writes.sort()
+    wrong = [key for key, stored in tensors.items() if not _is_tiling(stored.shape, stored.boxes)]
+    if wrong:
+        raise CheckpointError(
+            f"save: the pieces of {shorten(wrong)}",
+            expected="together the whole tensor, each element once",
+            got="others",
+            fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
+        )
+    return parts, names, tensors
+
+
+def _is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
+    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few."""
+    if len(boxes) == 1:
+        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
+    starts, ends = boxes[:, 0], boxes.sum(axis=1)
+    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
+    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
+        return False
+    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
+    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
+    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
+    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
+        np.add.at(covered, tuple(first), 1)
+    else:
+        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
+    return bool((covered == 1).all())
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
     """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
 
@@ -366,35 +463,3 @@ def _pairs(pairs: set[tuple[int, int]]) -> str:
     """Who differs from whom, shortened."""
     shown = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
     return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
-
-
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
-    sums: dict[int, int] = {}
-    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-    for block in blocks_of(enumerate(tensors)):
-        rows = flat_rows(block.rows())
-        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
-            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
-            sums.update(zip(block.keys, crcs, strict=True))
-        else:
-            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
-    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
-        fetched = torch.cat([found for _, found in blocks]).tolist()
-        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
-    return [sums[number] for number in range(len(sums))]
-
-
-def _weighted(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
-    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
-    # Of a row alone: which tensors are summed up together may differ between ranks.
-    width = max(1, min(_BLOCK, words.shape[1]))
-    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
-    totals = []
-    for some in words.split(max(1, _BLOCK // width)):
-        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
-        for block in some.split(width, dim=1):
-            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
-        totals.append(total)
-    return torch.cat(totals)

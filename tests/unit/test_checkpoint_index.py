@@ -18,7 +18,7 @@ from te_fsdp.checkpoint.compare import pieces_to_read
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import MARK, Manifest
 from te_fsdp.checkpoint.portable.contents import empty_manifest
-from te_fsdp.checkpoint.save_plan import Held, divide
+from te_fsdp.checkpoint.writing import Held, divide
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 
 RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
 from te_fsdp.checkpoint.portable import dcp as dcp_files
-from te_fsdp.checkpoint.writing import _BLOCK, _weighted, checksums
+from te_fsdp.checkpoint.sums import _ELEMENTS, _weighted, checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
@@ -144,9 +144,9 @@ def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
 
 
 def test_checksums_of_several_blocks() -> None:
-    tensor = torch.zeros(2 * _BLOCK + 3, dtype=torch.uint8)
+    tensor = torch.zeros(2 * _ELEMENTS + 3, dtype=torch.uint8)
     tensor[5] = 1
-    other = tensor.roll(_BLOCK)  # the same place in the next block
+    other = tensor.roll(_ELEMENTS)  # the same place in the next block
     assert int(_weighted(tensor[None])) != int(_weighted(other[None]))
 
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from te_fsdp.checkpoint.save_plan import Box, Held, divide
+from te_fsdp.checkpoint.writing import Box, Held, divide
 from te_fsdp.errors import CheckpointError
 
 
