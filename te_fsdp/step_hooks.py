@@ -84,6 +84,11 @@ class Step:
         """:func:`held_by` the optimizer, from the first look on."""
         return held_by(self.optimizer)
 
+    @property
+    def names(self) -> dict[int, str]:
+        """``id`` -> name of every parameter of the sharded models, for errors."""
+        return {id(p): name for state, _ in self.models for name, p in state.parameters().items()}
+
     @functools.cached_property
     def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """State of each sharded model that the optimizer works on (``ShardingState``), and its parameters here."""

@@ -81,7 +81,7 @@ def check_single(module: Any, label: str) -> None:
     elif not module.use_grouped_tensor:
         problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
         why = "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone"
-    elif _is_delayed(module):
+    elif _te.is_delayed_quantizer(_te.weight_quantizer(module, "weight0")):
         problem, fix = (
             "delayed scaling",
             "another recipe in quantized_model_init, or one parameter per expert",
@@ -156,33 +156,6 @@ def adopt_single(module: Any) -> None:
         _te.rename_parameters(module, {parts[0]: name})
 
 
-class SingleModule(GroupedReads, ResettableModule):
-    """Mixin of ``GroupedLinear``: what TE reads, and makes, of single parameters."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """TE's forward, where it has grouped kernels for the recipe."""
-        binding = binding_of(self)
-        if binding is not None:
-            check_recipe(self, binding)
-            check_single_recipe(self, binding.name or type(self).__name__)
-        return super().forward(*args, **kwargs)
-
-    def is_adopted(self) -> bool:
-        """Whether the module is bound."""
-        return binding_of(self) is not None
-
-    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """A single parameter as a ``GroupedTensor`` over the same memory, any other as it is."""
-        if not self.is_adopted() or name not in single_names(self):
-            return list(tensors)
-        return [as_grouped(_torch.local_of(tensor)) for tensor in tensors]
-
-
-def _is_delayed(module: Any) -> bool:
-    quantizer = _te.weight_quantizer(module, "weight0")
-    return quantizer is not None and _te.is_delayed_quantizer(quantizer)
-
-
 def single_cuts(
     module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
 ) -> dict[str, int]:
@@ -228,12 +201,22 @@ def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
     return weight is None or fits(weight, ranks, dim - 1)
 
 
-class GroupedModule(SingleModule):
-    """Mixin of ``GroupedLinear``. Without expert parallelism it changes nothing.
+class GroupedModule(GroupedReads, ResettableModule):
+    """Mixin of ``GroupedLinear``: experts under global names, and what TE reads, and makes, of single parameters.
 
-    With it, parameters are registered under global indices (:mod:`te_fsdp.layout.rules`). TE's own code asks for
-    ``weight0``, and gets the rank's first expert.
+    Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout.rules`). TE's own code
+    asks for ``weight0``, and gets the rank's first expert.
     """
+
+    def is_adopted(self) -> bool:
+        """Whether the module is bound."""
+        return binding_of(self) is not None
+
+    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """A single parameter as a ``GroupedTensor`` over the same memory, any other as it is."""
+        if not self.is_adopted() or name not in single_names(self):
+            return list(tensors)
+        return [as_grouped(_torch.local_of(tensor)) for tensor in tensors]
 
     def __getattr__(self, name: str) -> Any:
         """An attribute that no other way finds: a parameter by TE's local name."""
@@ -251,13 +234,18 @@ class GroupedModule(SingleModule):
         super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """TE's forward; delayed scaling reduces the amax of experts over the ranks that hold the same ones."""
+        """TE's forward, where it has grouped kernels for the recipe.
+
+        Delayed scaling reduces the amax of experts over the ranks that hold the same ones.
+        """
         binding = binding_of(self)
-        if binding is None or binding.experts is None:
-            return super().forward(*args, **kwargs)
-        if binding.under_fsdp and not binding.divided and torch.is_grad_enabled():
-            _check_divided(self, binding)
-        _find_amax_group(binding)
+        if binding is not None:
+            if binding.experts is not None:
+                if binding.under_fsdp and not binding.divided and torch.is_grad_enabled():
+                    _check_divided(self, binding)
+                _find_amax_group(binding)
+            check_recipe(self, binding)
+            check_single_recipe(self, binding.name or type(self).__name__)
         return super().forward(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any) -> None:  # type: ignore[bad-override]

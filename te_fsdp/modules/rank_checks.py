@@ -317,7 +317,7 @@ def _apart_over_tp(
 def _refuse_apart(step: Step, apart: list[tuple[torch.Tensor, float]]) -> None:
     if not apart:
         return
-    names = {id(p): name for state, _ in step.models for name, p in state.parameters().items()}
+    names = step.names
     for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
         binding = binding_of(owner)
         names[id(owner._parameters[name])] = name if binding is None else binding.label(name)

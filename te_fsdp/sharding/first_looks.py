@@ -247,11 +247,8 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
             continue
         for name, value in step.optimizer.state.get(parameter, {}).items():
             if _torch.is_of_another_rank(value, parameter):
-                label = next(
-                    (n for s, _ in step.models for n, p in s.parameters().items() if p is parameter), ""
-                )
                 raise CheckpointError(
-                    f"{step.where}: {name} of {label}",
+                    f"{step.where}: {name} of {step.names[id(parameter)]}",
                     expected="this rank's part",
                     got="that of another rank, as torch.load of a file that one rank saved gives it",
                     why="torch.save writes of a sharded tensor the part of the rank that calls it",

@@ -422,7 +422,7 @@ def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
 def _refuse(step: Step, edited: list[torch.Tensor]) -> None:
     if not edited:
         return
-    names = {id(p): name for state, _ in step.models for name, p in state.parameters().items()}
+    names = step.names
     raise OrderError(
         f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
         expected="weights that are their main weights, rounded or quantized",
