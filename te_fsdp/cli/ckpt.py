@@ -5,8 +5,7 @@ Here are those that write another checkpoint, ``convert`` and ``export``.
 
 from __future__ import annotations
 
-import re
-import sys
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,8 +39,16 @@ from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.remote import place_of
 from te_fsdp.cli import ckpt_show
 from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
-from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
-from te_fsdp.errors import TeFsdpError
+from te_fsdp.cli.main import (
+    UsageError,
+    bytes_of,
+    fail,
+    human_bytes,
+    print_json,
+    print_lines,
+    print_table,
+    run,
+)
 
 _Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
 _Size = Annotated[
@@ -56,10 +63,6 @@ _ExtraState = Annotated[
 ]
 _DType = Literal["float32", "bfloat16", "float16"]
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-
-
-class UsageError(Exception):
-    """The command line is wrong; exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -214,24 +217,11 @@ def export(
     return 0
 
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
-
-
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found.group(2) not in _UNITS or not float(found.group(1)):
+    found = bytes_of(text)
+    if not found:
         raise UsageError(f"--max-shard-size {text}: expected a size such as 5GB or 500MiB")
-    return int(float(found.group(1)) * _UNITS[found.group(2)])
+    return found
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -308,31 +298,17 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``te-fsdp ckpt`` with the arguments after it; returns the exit code."""
+    command = functools.partial(
+        tyro.extras.subcommand_cli_from_dict,
+        COMMANDS,
+        prog="te-fsdp ckpt",
+        description="Checkpoints in one process: no model, no GPU, a block of a tensor at a time.",
+        args=list(arguments),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName),
+    )
     try:
-        return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="te-fsdp ckpt",
-            description="Checkpoints in one process: no model, no GPU, a block of a tensor at a time.",
-            args=list(arguments),
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName),
-        )
-    except SystemExit as stop:  # --help, or what tyro has already said
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except UsageError as error:
-        return _fail(arguments, str(error), 2)
-    except (TeFsdpError, OSError) as error:  # also a full disk, or a path that is no directory
-        return _fail(arguments, str(error), 1)
-    except KeyboardInterrupt:
-        return _fail(arguments, "interrupted", 130)
+        return run(command, arguments)
     except Exception as error:  # a file that no check knows: the text says what to report
-        return _fail(
+        return fail(
             arguments, f"unexpected {type(error).__name__}: {error}; please report it with this command", 1
         )
-
-
-def _fail(arguments: Sequence[str], text: str, code: int) -> int:
-    print(f"te-fsdp: error: {text}", file=sys.stderr)
-    if "--json" in arguments:
-        answer: dict[str, Any] = {"ok": False, "error": text}
-        print_json(answer)
-    return code

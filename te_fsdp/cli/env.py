@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from te_fsdp.cli.env_facts import Facts, gather
-from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table, run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,12 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0: nothing is wrong that breaks te_fsdp; 1: something is; 2: the command line is wrong.
     """
-    try:
-        return tyro.cli(
-            show, prog="te-fsdp env", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,)
-        )
-    except SystemExit as stop:  # --help, or what tyro has already said
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return run(lambda: tyro.cli(show, prog="te-fsdp env", args=list(arguments), config=config), arguments)
 
 
 def show(

@@ -12,9 +12,12 @@ import importlib
 import json
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
+
+from te_fsdp.errors import TeFsdpError
 
 #: Command, or group of commands -> its function, ``(arguments) -> exit code``, and what it is for.
 _GROUPS = {
@@ -66,6 +69,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"te-fsdp: no command {words[0]!r}", "", *lines]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+class UsageError(Exception):
+    """The command line is wrong; exit code 2."""
+
+
+def run(command: Callable[[], int], arguments: Sequence[str]) -> int:
+    """Run a command, parsed by tyro; what goes wrong is said on stderr, and as JSON on stdout where that is asked for.
+
+    Args:
+        command: The command with its parser.
+        arguments: Those that it parses.
+
+    Returns:
+        Exit code: the command's, 2 for a wrong command line, 1 for what te_fsdp or the system refuses.
+    """
+    try:
+        return command()
+    except SystemExit as stop:  # --help, or what tyro has already said
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except UsageError as error:
+        return fail(arguments, str(error), 2)
+    except (TeFsdpError, OSError, ImportError) as error:  # also a full disk, or a path that is no directory
+        return fail(arguments, str(error), 1)
+    except KeyboardInterrupt:
+        return fail(arguments, "interrupted", 130)
+
+
+def fail(arguments: Sequence[str], text: str, code: int) -> int:
+    """Say what is wrong; gives ``code`` back."""
+    print(f"te-fsdp: error: {text}", file=sys.stderr)
+    if "--json" in arguments:
+        print_json({"ok": False, "error": text})
+    return code
 
 
 def completion(arguments: Sequence[str]) -> int:
@@ -177,6 +214,14 @@ def print_lines(lines: Iterable[str]) -> None:
     """Plain lines on stdout."""
     for line in lines:
         print(line)
+
+
+def bytes_of(text: str) -> int | None:
+    """The number of bytes that a size such as ``80GiB``, ``5GB`` or ``1000`` stands for; ``None`` for no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 def human_bytes(count: int) -> str:

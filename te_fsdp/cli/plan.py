@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,8 +14,8 @@ import tyro
 from tyro.conf import Positional, arg
 
 from te_fsdp import planning
-from te_fsdp.cli.main import print_json, print_lines, print_table
-from te_fsdp.errors import PlacementError, TeFsdpError
+from te_fsdp.cli.main import bytes_of, print_json, print_lines, print_table, run
+from te_fsdp.errors import PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -44,15 +42,9 @@ def main_of_report(arguments: Sequence[str]) -> int:
 
 def _run(command: Callable[..., int], name: str, arguments: Sequence[str]) -> int:
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    try:
-        return tyro.cli(command, prog=f"te-fsdp {name}", args=list(arguments), config=config)
-    except SystemExit as stop:  # --help, or what tyro has already said
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except (TeFsdpError, OSError, ImportError) as error:
-        print(f"te-fsdp: error: {error}", file=sys.stderr)
-        if "--json" in arguments:
-            print_json({"ok": False, "error": str(error)})
-        return 1
+    return run(
+        lambda: tyro.cli(command, prog=f"te-fsdp {name}", args=list(arguments), config=config), arguments
+    )
 
 
 @dataclass(frozen=True)
@@ -178,6 +170,8 @@ def _plan(
     te_fsdp.Meshes, or nothing, and returns the model on meta.
     """
     job, limit, machine = work.job(model), bytes_of(mesh.memory), speeds.machine(node)
+    if limit is None:
+        raise PlacementError(f"plan: memory {mesh.memory!r}", expected="a size such as 80GiB or 141GB")
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
     sizes = mesh.sizes if not search else Sizes()
@@ -210,18 +204,6 @@ def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:
     if word is None:
         return absent
     return None if word == "model" else getattr(torch, word)
-
-
-def bytes_of(text: str) -> int:
-    """The number of bytes that a size such as ``80GiB`` stands for.
-
-    Raises:
-        PlacementError: No size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None:
-        raise PlacementError(f"plan: memory {text!r}", expected="a size such as 80GiB or 141GB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 def _find_te(arch: str | None) -> None:

@@ -14,8 +14,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp import emulation
-from te_fsdp.cli.main import main
-from te_fsdp.cli.plan import bytes_of
+from te_fsdp.cli.main import bytes_of, main
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
 from te_fsdp.planning import Job, Plan, Sizes, plan, search
 from tests.unit import documented
@@ -408,15 +407,16 @@ def test_the_page(te, folder, capsys, monkeypatch):
     assert "layers.0.layernorm_mlp.fc1_weight" in capsys.readouterr().out
 
 
-def test_sizes_of_memory():
+def test_sizes_of_memory(capsys: pytest.CaptureFixture[str]):
     assert [bytes_of(text) for text in ("80GiB", "141GB", "1.5 ki", "7")] == [
         80 * 2**30,
         141 * 10**9,
         1536,
         7,
     ]
-    with pytest.raises(PlacementError, match="a size such as 80GiB"):
-        bytes_of("much")
+    assert bytes_of("much") is None
+    assert main(["plan", "config.json", "--memory", "much"]) == 1
+    assert "a size such as 80GiB" in capsys.readouterr().err
 
 
 def test_it_is_public():
