@@ -1,8 +1,8 @@
 """Private names of FSDP2's running state and of autograd, beside those in ``_torch.py``; torch 2.11 to 2.15.
 
-FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and must bring the same buffers each time.
-FSDP2 has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before
-2.13 to recover from an exception, and none before 2.15 to reduce outside of a backward.
+FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and bring the same buffers each time. It
+has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before 2.13 to
+recover from an exception, and none before 2.15 to reduce outside of a backward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
 from te_fsdp._fsdp2_copies import forget_copies
+from te_fsdp._fsdp2_grads import passes_on
 from te_fsdp._fsdp2_patches import fill_unused
 from te_fsdp._torch import (
     dtensor,
@@ -156,10 +157,7 @@ def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
 def waiting(managed: Any) -> list[torch.Tensor]:
     """The whole gradients of a record that wait for their reduction."""
     gathered = getattr(managed, "_unsharded_param", None)
-    found = [
-        getattr(managed, "unsharded_accumulated_grad", None),
-        None if gathered is None else gathered.grad,
-    ]
+    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -335,7 +333,7 @@ def reduce_outside_backward(root: nn.Module) -> None:
                 continue
             before = group.reduce_grads, group.all_reduce_grads
             group.reduce_grads = group.all_reduce_grads = True
-            unused = getattr(group, "reduce_scatter_unused_params", None)
+            unused = None if passes_on(group) else getattr(group, "reduce_scatter_unused_params", None)
             if unused is None:
                 fill_unused(group)
             else:

@@ -1,5 +1,8 @@
 """FSDP2's reduction of gradients from where they lie, instead of from a buffer that they are copied into.
 
+Of whole shards nothing is reduced, and their gradients are passed on (:func:`pass_whole_gradients`). Over several ranks
+(``zero_copy_gradients``):
+
 FSDP2 copies all gradients of a unit into the input of one reduce-scatter, cut into what each rank shall get. A gradient
 that is cut along its first dim into equal parts can be sent as it is. So here each large gradient is a part of its own,
 small ones are copied together, and the parts are reduced by reduce-scatters that NCCL runs as one operation. The output
@@ -24,6 +27,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from te_fsdp._fsdp2_patches import listen
+from te_fsdp._torch import fsdp_parameter_groups, local_of
 
 #: Elements of a gradient that is sent by itself: copying smaller ones together costs less than sending them apart.
 LARGE = 1 << 16
@@ -174,3 +180,74 @@ def large_gradients(group: Any) -> list[tuple[Any, str]]:
     ranks = group.mesh_info.shard_mesh_size
     large = (m for m in group.fsdp_params if m.padded_sharded_param_size.numel() * ranks >= LARGE)
     return [(managed, _why_copied(managed, ranks)) for managed in large]
+
+
+# --- shards that are whole
+
+#: Attribute of a parameter group: whether it passes its gradients on.
+_PASSES = "_te_fsdp_passes"
+
+
+def pass_whole_gradients(unit: torch.nn.Module) -> None:
+    """Make gradients of whole shards those of the sharded parameters as they are. Local operation.
+
+    Over a shard axis of size 1 FSDP2 has nothing to reduce, yet it copies gradients into the input of a reduction, and
+    from there into its output (``foreach_reduce``). Here they are passed on before it reduces, and it finds none; only
+    what it would cast, divide or add is written. FSDP2 does as ever where it all-reduces over ``dp_replicate`` (HSDP),
+    where the user has set a hook for that, and for parameters that lie on the host.
+
+    Call it before anything else listens to the unit's reductions: it has to be the last before FSDP2.
+
+    Args:
+        unit: A module that FSDP2 manages.
+    """
+    for group in fsdp_parameter_groups(unit):
+        info = group.mesh_info
+        if getattr(info, "shard_mesh_size", 0) == 1 and not hasattr(info, "replicate_mesh_size"):
+            group.__dict__[_PASSES] = True
+            listen(group, before=_pass_on)
+
+
+def passes_on(group: Any) -> bool:
+    """Whether a parameter group passes its gradients on (:func:`pass_whole_gradients`)."""
+    return group.__dict__.get(_PASSES, False)
+
+
+@torch.no_grad()
+def _pass_on(group: Any) -> None:
+    """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""
+    if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
+        return
+    show, factor = getattr(group._reduce_scatter_comm, "show", None), group.gradient_divide_factor
+    seen = set[int]()
+    for managed in group.fsdp_params:
+        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
+        # Before torch 2.15 what several backwards have added up lies apart.
+        if vars(managed).get("unsharded_accumulated_grad") is not None:
+            managed.accumulate_unsharded_grad_if_needed()
+            gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
+        elif whole is not None and whole.grad is not None:
+            gradient, whole.grad = managed.unsharded_grad_data, None
+        else:
+            continue
+        gradient = gradient.to(
+            group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None) or gradient.dtype
+        )
+        if factor not in (None, 1):
+            # Not in place: others may look at it. Of fp16 as FSDP2 does over one rank, twice (torch 2.11 to 2.13).
+            gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
+        if show is not None:
+            show(gradient)
+        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
+        gradient = gradient if kept is None else gradient.to(kept)
+        if parameter.grad is not None:
+            local_of(parameter.grad).add_(gradient)
+        else:
+            # Autograd gives views as gradients, too: what is added to one must not change another.
+            memory = gradient.untyped_storage()
+            if memory.nbytes() != gradient.nbytes or memory.data_ptr() in seen:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            seen.add(memory.data_ptr())
+            parameter.grad = managed.to_sharded_dtensor(gradient.contiguous())
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)

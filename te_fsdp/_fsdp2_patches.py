@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LISTENERS = "_te_fsdp_listeners"
 
 
-def _listen(
+def listen(
     group: Any,
     *,
     before: Callable[[Any], None] = lambda group: None,
@@ -71,7 +71,7 @@ def fill_unused(group: Any) -> None:
     What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it.
     """
     if all(before is not _fill for before, _ in group.__dict__.get(_LISTENERS, ())):
-        _listen(group, before=_fill)
+        listen(group, before=_fill)
 
 
 def _fill(group: Any) -> None:
@@ -80,7 +80,7 @@ def _fill(group: Any) -> None:
         if parameter is None or not parameter.requires_grad:
             continue
         if parameter.grad is None and managed.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
 
 
 def one_gradient_dtype(group: Any) -> None:
@@ -90,7 +90,7 @@ def one_gradient_dtype(group: Any) -> None:
     dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together (torch
     2.15 keeps all in one dtype by itself).
     """
-    _listen(group, before=_in_one_dtype)
+    listen(group, before=_in_one_dtype)
 
 
 def _in_one_dtype(group: Any) -> None:
@@ -125,7 +125,7 @@ def around_reductions(
             there are no streams.
     """
     for number, group in enumerate(fsdp_parameter_groups(unit)):
-        _listen(
+        listen(
             group,
             before=lambda group: before(_parameters_of(group)),
             after=lambda group, number=number: after(_parameters_of(group), number, group._post_reduce_event),

@@ -51,7 +51,7 @@ FSDP2 = (
         "post_backward",
         "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13),"
         " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
-        "gradients of HFSDP",
+        "gradients of HFSDP; and hands on gradients of whole shards before FSDP2 copies them",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
         '- FSDP2 asserts "uniform gradient dtype"',
     ),

@@ -8,8 +8,9 @@ What the ranks of a group hold, and what they shall hold, say which collective t
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
     Replicate  Shard      none            each rank takes its rows (``OptimizerShard.of``)
 
-and :func:`broadcast` makes replicas equal. Gradients cross the wire in the dtype that their model's
-:class:`~te_fsdp.move.start.GradComm` says. Another transport (copies into fixed slots, say) takes the place of a row.
+Those that add in fp32 what is sent in another dtype use an all-to-all. :func:`broadcast` makes replicas equal.
+Gradients cross the wire in the dtype that their model's :class:`~te_fsdp.move.start.GradComm` says. Another transport
+(copies into fixed slots, say) takes the place of a row.
 
 In which dtype gradients cross the wire, and in which they are added up:
 
@@ -336,7 +337,8 @@ def reduce_scatter(
         sent = sources[0].to(wire)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
-        pending = Pending(lambda sent=sent: output.copy_(_add_in_fp32(received, group, op)), work, stream)
+        # What is sent is kept until then.
+        pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
         before, after = _half_factors(wire, group.size(), op)
         if before != 1:
@@ -361,13 +363,12 @@ def reduce_scatter(
     return Pending(lambda: output, None, stream)
 
 
-def _add_in_fp32(received: torch.Tensor, group: dist.ProcessGroup, op: Any) -> torch.Tensor:
+def _add_in_fp32(
+    received: torch.Tensor, group: dist.ProcessGroup, op: Any, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """The sum, in fp32 and in the order of the ranks, of what each rank has sent of this rank's part."""
-    ranks = group.size()
-    total = received.view(ranks, -1).sum(0, dtype=torch.float32)
-    if op == dist.ReduceOp.AVG:
-        return total.div_(ranks)
-    if op != dist.ReduceOp.SUM:
+    parts, average = received.view(group.size(), -1), op == dist.ReduceOp.AVG
+    if not average and op != dist.ReduceOp.SUM:
         raise PrecisionError(
             "fp32 sum of gradients",
             expected="ReduceOp.SUM or ReduceOp.AVG",
@@ -375,7 +376,9 @@ def _add_in_fp32(received: torch.Tensor, group: dist.ProcessGroup, op: Any) -> t
             why="A premultiplied sum is computed inside the transport",
             fix="call set_force_sum_reduction_for_comms(True) on units with a gradient divide factor",
         )
-    return total
+    direct = into if into is not None and into.dtype == torch.float32 else None
+    total = (torch.mean if average else torch.sum)(parts, 0, dtype=torch.float32, out=direct)
+    return total if into is None or into is direct else into.copy_(total)
 
 
 def _half_factors(wire: torch.dtype, ranks: int, op: Any) -> tuple[int, float]:

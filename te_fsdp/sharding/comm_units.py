@@ -65,12 +65,14 @@ def reduce_unused(model: nn.Module) -> None:
     for unit in model.modules():
         if not _torch.is_fsdp_module(unit):
             continue
-        if hasattr(unit, "set_reduce_scatter_unused_params"):
+        groups = _torch.fsdp_parameter_groups(unit)
+        passes_on = any(map(_fsdp2_grads.passes_on, groups))
+        if hasattr(unit, "set_reduce_scatter_unused_params") and not passes_on:
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
-        else:  # torch before 2.13
-            for group in _torch.fsdp_parameter_groups(unit):
+        else:  # torch before 2.13; or where FSDP2 finds no gradients at all
+            for group in groups:
                 _fsdp2_patches.fill_unused(group)
-        for group in _torch.fsdp_parameter_groups(unit):
+        for group in groups:
             _fsdp2_patches.one_gradient_dtype(group)
 
 
@@ -175,6 +177,11 @@ class UnitReduceScatter(_torch.ReduceScatter):
         if self._input is not None and self.comm.look is not None:
             self._buffer = buffer
         return buffer
+
+    def show(self, gradient: torch.Tensor) -> None:
+        """What is not reduced, since one rank holds all of it, right before it is kept. Local operation."""
+        if self.comm.look is not None:
+            self.comm.look(self.name, gradient)
 
     def __call__(
         self,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _fsdp2_grads, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import shorten
@@ -269,6 +269,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
         _fsdp2_patches.alias_whole_shards(unit)
+        _fsdp2_grads.pass_whole_gradients(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
     if state.precision_plan is not None:

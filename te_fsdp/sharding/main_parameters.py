@@ -125,6 +125,7 @@ class MainParameters:
         if known.shard is None and self.cuts:
             known.shard = shard or optimizer_shard(parameter)
             if known.shard is not None:
+                known.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
                 noted(parameter).main_parameters = weakref.ref(self)
         return known
 

@@ -8,7 +8,7 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
     parameter                                         (_StridedShard(0, tp),  Shard(0))
     main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
 
-    gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows
+    gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows, in fp32
     new rows, as they are sent  --all-gather-->           shards
 
 The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
@@ -17,14 +17,16 @@ that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`Optimi
 
 A large tensor that is cut along its first dim is sent by itself, without a copy: its rows lie one after the other
 already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
-number per replica. A replica whose backward has not reached a parameter sends zeros, and says so: behind the packed
-rows each replica sends one number per parameter, 1 where it has a gradient.
+number per replica. Gradients below fp32 are sent as they are, by an all-to-all, and added up in fp32 here: what a
+reduce-scatter in fp32 gives, for half of the bytes. A replica whose backward has not reached a parameter sends zeros,
+and says so: behind the packed rows each replica sends one number per parameter, 1 where it has a gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -65,6 +67,7 @@ class OptimizerShard:
         rows: How the local tensor is cut over the replicas.
         low, high: This rank's rows.
         shape: Of these.
+        decoupled: Whether the optimizer takes gradients of any dtype (``decoupled_grad``).
         obstacles: Why the weight cannot be sent as bytes, by class and shape of the local tensor (``outer_gather``).
     """
 
@@ -79,10 +82,17 @@ class OptimizerShard:
         self.rows = Rows(local.shape, self.dim, self.size)
         self.low, self.high = chunk_range(local.shape[self.dim], self.size, mesh.get_local_rank(0))
         self.shape = (*local.shape[: self.dim], self.high - self.low, *local.shape[self.dim + 1 :])
+        self.decoupled = False
         self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
         # Made once: they take longer than all the rest of what a step does with them.
         self._specs: dict[torch.dtype, DTensorSpec] = {}
         self._rows: dict[torch.Size, Rows] = {local.shape: self.rows}
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Dtype of its gradient, the same on replicas that have none; that of the average where it could be any."""
+        own = None if self.decoupled else getattr(self.parameter, "grad_dtype", self.parameter.dtype)
+        return own or self.dtype
 
     def has_whole(self, unit: int) -> bool:
         """Whether every replica of every piece has equally many rows, a multiple of ``unit``.
@@ -239,10 +249,19 @@ class Averaging:
         self.shards = tuple(shards)
         self._alone = [_is_large(shard.rows) for shard in shards]
         self._numels = [math.prod(shard.shape) for shard in shards]
-        # Places of those with the same replicas and dtype, and where the small ones of these lie together.
+        # Places of those with the same replicas and dtypes, and where the small ones of these lie together.
         self._kinds: list[tuple[list[int], Buffer]] = []
-        for places in _by_kind(range(len(shards)), [(shard.ranks, shard.dtype) for shard in shards]):
-            small = [shards[at].rows.numel for at in places if not self._alone[at]]
+        self._dtypes: list[torch.dtype | None] | None = None
+
+    def _look(self) -> None:
+        """Settle what is sent together, as long as gradients keep their dtypes."""
+        dtypes = [getattr(shard.parameter, "grad_dtype", None) for shard in self.shards]
+        if dtypes == self._dtypes:
+            return
+        self._dtypes, self._kinds = dtypes, []
+        kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
+        for places in _by_kind(range(len(kinds)), kinds):
+            small = [self.shards[at].rows.numel for at in places if not self._alone[at]]
             self._kinds.append((places, Buffer(tuple(small), _ALIGNED)))
 
     def start(
@@ -257,8 +276,9 @@ class Averaging:
         """Begin.
 
         Collective over the replicas, all the same: per group and dtype a reduce-scatter, and one more for each large
-        tensor; in the shards' dtype or what the model's :class:`GradComm` says. Temporary memory: what is packed, and
-        what has another dtype, once in the shards' dtype.
+        tensor, in what the model's :class:`GradComm` says. If that is the gradients' own dtype, and below the shards',
+        they are all-to-alls, and added up here. Temporary memory: what is packed, or has another dtype on the wire, and
+        what an all-to-all brings.
 
         Args:
             gradients: Local gradient of each, of the local tensor's shape; ``None`` where this rank has none.
@@ -279,9 +299,12 @@ class Averaging:
             into = torch.empty(shape, dtype=first.dtype, device=source.device)
             if into.numel():
                 to, flat = group or first.group, into.view(-1)
+                if source.dtype != first.dtype and (by is None or by.dtype is None):
+                    by = replace(by or GradComm(), fp32_sum=True)
                 moves.append(start(source, first.partial, Shard(0), to, by, into=flat, async_op=async_op))
             return into
 
+        self._look()
         for places, buffer in self._kinds:
             first = self.shards[places[0]]
             by = comm or comm_for(first)
@@ -295,7 +318,7 @@ class Averaging:
                 else:
                     if gradient is None:
                         gradient = packed.new_zeros(shard.rows.shape)
-                    rows = send(gradient.to(first.dtype).contiguous().view(-1), shard.shape, first, by)
+                    rows = send(gradient.to(packed.dtype).contiguous().view(-1), shard.shape, first, by)
                 asks = flags and gradients[at] is None
                 found[at] = Average(rows, result[flag] if asks else None)
         return all_of(moves).then(lambda unused: found)
@@ -306,7 +329,7 @@ class Averaging:
         """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
         first, numel = self.shards[places[0]], buffer.numel + (len(places) if flags else 0)
         device = _torch.local_of(first.parameter).device
-        memory = torch.empty(first.size, numel, dtype=first.dtype, device=device)
+        memory = torch.empty(first.size, numel, dtype=first.sent, device=device)
         memory[:, buffer.numel :] = 1
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []

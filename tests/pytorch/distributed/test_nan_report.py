@@ -17,8 +17,8 @@ CASES = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("axes", "ranks"),
-    [({}, 2), ({"dp_replicate": 2}, 2), ({"tp": 2}, 4)],
-    ids=["dp2", "replicate2", "dp2xtp2"],
+    [({}, 2), ({"dp_replicate": 2}, 2), ({"tp": 2}, 4), ({"dp_shard": 1, "tp": 2}, 2)],
+    ids=["dp2", "replicate2", "dp2xtp2", "tp2"],
 )
 def test_who_and_when(pool, axes, ranks):
     cases = CASES if "tp" not in axes else {"each reduced": CASES["each reduced"]}

@@ -1,4 +1,4 @@
-"""Over a shard axis of size 1 weights are not copied: the gathered parameter has the shard's memory."""
+"""Over a shard axis of size 1 weights are not copied: the gathered parameter has the shard's memory; nor gradients."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ def test_no_copy(pool, recipe, strategy, replicas):
 def test_values_that_are_cast_are_copied(pool):
     for lent in _runs(pool, recipe="none", main_params_dtype=torch.float32, param_dtype=torch.bfloat16):
         assert not any(lent)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_gradients_are_passed_on(pool, strategy):
+    """As backward has made them, but for those that share memory: what is added to one must not change another."""
+    for passed in pool.run(whole.gradients, 2, strategy=strategy):
+        assert sorted(passed) == ["matrix", "product.weight"]

@@ -9,7 +9,7 @@ import harness
 import torch
 
 import te_fsdp
-from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp import _fsdp2_grads, _fsdp2_patches, _torch
 from te_fsdp.quantized import all_gather
 
 HIDDEN, TOKENS = 128, 32
@@ -63,7 +63,7 @@ def training(
 
     Args:
         recipe: TE's recipe of the weights, or ``"none"``.
-        lend: Whether whole shards lend their memory.
+        lend: Whether whole shards lend their memory, and pass their gradients on.
         strategy: te_fsdp's.
         replicas: Whether the ranks are replicas, and not ranks of tp.
         precision: Arguments of ``MixedPrecisionPolicy``.
@@ -82,14 +82,15 @@ def training(
             *[te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS, **meshes.te_kwargs()) for _ in "ab"]
         )
     stock, arrange = _fsdp2_patches.alias_whole_shards, all_gather._arrange
+    passing = _fsdp2_grads.pass_whole_gradients
     if not lend:
-        _fsdp2_patches.alias_whole_shards = lambda unit: None
+        _fsdp2_patches.alias_whole_shards = _fsdp2_grads.pass_whole_gradients = lambda unit: None
         all_gather._arrange = functools.partial(_copied, arrange)
     try:
         policy = te_fsdp.MixedPrecisionPolicy(**precision) if precision else None
         te_fsdp.fully_shard(model, meshes, units=[te.LayerNormMLP], strategy=strategy, precision=policy)
     finally:
-        _fsdp2_patches.alias_whole_shards = stock
+        _fsdp2_patches.alias_whole_shards, _fsdp2_grads.pass_whole_gradients = stock, passing
     te_fsdp.materialize(model, seed=0)
     shards = {name: {b.data_ptr() for b in _buffers(p)} for name, p in model.named_parameters()}
     lent: dict[str, bool] = {}
@@ -108,3 +109,71 @@ def training(
         "losses": losses,
         "weights": [b.cpu() for p in model.parameters() for b in _buffers(p)],
     }
+
+
+class _Add(torch.autograd.Function):
+    """Of a matrix and a vector; both get the same memory for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        ctx.shape = matrix.shape
+        return matrix.view(-1) + vector
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.view(ctx.shape), gradient.view(-1)
+
+
+class _Parts(torch.nn.Module):
+    """One product; two parameters whose gradients are one piece of memory; one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.nn.Linear(8, 8, bias=False)
+        self.matrix, self.vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 2), (8,)))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.seen: dict[str, int] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, parameter in self.named_parameters():
+            if not parameter._post_accumulate_grad_hooks:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: self.seen.update({name: p.grad.data_ptr()})
+                )
+        return self.product(x) * _Add.apply(self.matrix, self.vector)
+
+
+def gradients(strategy: str) -> list[str]:
+    """Two backwards of replicas of whole shards, the second added to what the first has left.
+
+    Returns:
+        The parameters whose gradients are the very memory that autograd has made.
+    """
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
+    torch.manual_seed(1)
+    model = _Parts().to(harness.device())
+    torch.manual_seed(1)
+    reference = _Parts().to(harness.device())
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy="optim")
+    passed: list[str] = []
+    sums = torch.zeros(8, device=harness.device())
+    for number in range(2):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(number)).to(harness.device())
+        model(x).square().mean().backward()
+        reference(x).square().mean().backward()
+        sums = sums + reference.matrix.grad.view(-1)
+        reference.matrix.grad = reference.vector.grad = None
+        for name, parameter in model.named_parameters():
+            if number == 0 and _torch.local_of(parameter.grad).data_ptr() == model.seen.get(name):
+                passed.append(name)
+    checks = harness.Comparisons()
+    for name, parameter in model.named_parameters():
+        gradient = _torch.local_of(parameter.grad)
+        if name == "unused":
+            assert not gradient.any()
+        elif name == "product.weight":
+            checks.same_bits(name, gradient, reference.get_parameter(name).grad)
+        else:  # torch itself adds to memory that two parameters share, twice
+            checks.same_bits(name, gradient.view(-1), sums)
+    checks.require(3)
+    return passed
