@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from te_fsdp.checkpoint import object_store
@@ -43,7 +43,7 @@ from te_fsdp.errors import CheckpointError, message
 
 _log = logging.getLogger("te_fsdp")
 _SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
-_HIDDEN = re.compile(rf"\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
+_HIDDEN = re.compile(rf"(?s)\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
 #: After so many seconds a temporary directory of another machine's process counts as abandoned.
 _ABANDONED = 24 * 3600
 #: Last bytes of DCP's metadata, among which is the mark of the save.
@@ -66,12 +66,12 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
         is_file: Whether it is a file, of which the hidden path is returned only.
 
     Raises:
-        CheckpointError: Another process writes this target, something lies there already, or the disk is full.
+        CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
     """
     if is_remote(target):
         return object_store.begin(target, force=force, is_file=is_file)
     owner = Owner.new()
-    with telling_full(target):
+    with telling_why(target):
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
         take(target, owner)
@@ -195,36 +195,28 @@ def new_directory(
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
     """
-    try:
-        with telling_full(target, needed):
-            has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
-            temporary = begin(target, force=force, is_file=has_no_manifest)
-            try:
-                yield temporary
-                for path in () if is_remote(target) else temporary.rglob("*"):
-                    sync(path)
-                commit(temporary, target, force=force)
-            finally:
-                discard(temporary)
-    except OSError as error:
-        place = error.filename or target
-        raise CheckpointError(
-            f"{target}: cannot be written ({error.strerror or error}: {place})",
-            why="Nothing has appeared there",
-            fix="check the path and the permissions",
-        ) from error
+    with telling_why(target, needed):
+        has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
+        temporary = begin(target, force=force, is_file=has_no_manifest)
+        try:
+            yield temporary
+            for path in () if is_remote(target) else temporary.rglob("*"):
+                sync(path)
+            commit(temporary, target, force=force)
+        finally:
+            discard(temporary)
 
 
 @contextmanager
-def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
-    """Say of a full disk that it is full, whatever was made of the system's error on its way here.
+def telling_why(target: Path, needed: int | None = None) -> Iterator[None]:
+    """Say what the system has refused to write, of a full disk that it is full, whatever became of the system's error.
 
     Args:
         target: What is being written.
         needed: Bytes that this process has to write.
 
     Raises:
-        CheckpointError: In the place of an error that comes from a full disk, a quota or a limit.
+        CheckpointError: In the place of the system's error.
     """
     try:
         yield
@@ -234,7 +226,13 @@ def telling_full(target: Path, needed: int | None = None) -> Iterator[None]:
         while cause is not None and getattr(cause, "errno", None) not in _FULL:
             cause = cause.__cause__ or cause.__context__
         if not isinstance(cause, OSError) or is_remote(target):
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"{target}: cannot be written ({error.strerror or error}: {error.filename or target})",
+                why="Nothing has appeared there",
+                fix="check the path and the permissions",
+            ) from error
         what, fix = _FULL[cause.errno]  # type: ignore[index]
         place = next(path for path in target.parents if path.exists())
         raise CheckpointError(
@@ -252,7 +250,8 @@ def remove(path: Path) -> None:
     elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # another user's, perhaps
+            path.unlink()
 
 
 def sync(path: Path) -> None:
@@ -385,12 +384,12 @@ def in_use(path: Path) -> Iterator[None]:
     Best effort: a file system without locks, object storage, or a manifest that we may not open gives none. Where
     there is no checkpoint, nothing is done.
     """
-    if is_remote(path):
-        yield
-        return
     try:
-        manifest = (path / FILE_NAME).open("rb")
+        # A pipe in its place would be waited for.
+        manifest = None if is_remote(path) or not has_manifest(path) else (path / FILE_NAME).open("rb")
     except OSError:
+        manifest = None
+    if manifest is None:
         yield
         return
     with manifest:
@@ -407,8 +406,11 @@ def _problems(path: Path, manifest: Manifest) -> list[str]:
     listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
     if problems:
         return problems
-    if listed is None or checksum(metadata) != listed[1]:
-        return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
+    try:
+        if listed is None or checksum(metadata) != listed[1]:
+            return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
+    except OSError as error:
+        return [f"{DCP_METADATA}: {error.strerror or error}"]
     if INDEX in manifest.files:
         # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
         with metadata.open("rb") as file:
@@ -427,9 +429,18 @@ def visible(directory: Path) -> list[Path]:
     """Visible directories with a manifest."""
     if not directory.is_dir():
         return []
-    return [
-        p for p in sorted(directory.iterdir()) if not p.name.startswith(".") and (p / FILE_NAME).is_file()
-    ]
+    return [p for p in sorted(directory.iterdir()) if not p.name.startswith(".") and has_manifest(p)]
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a manifest lies in a directory; not where this user may not look, which is told. Local operation."""
+    try:
+        return (path / FILE_NAME).is_file()
+    except OSError as error:
+        # Root's, in each mount of an ext file system: nothing to speak of.
+        level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
+        _log.log(level, "%s is passed over: %s", path, error.strerror or error)
+        return False
 
 
 def open_checkpoint(path: Path) -> Manifest:
@@ -440,7 +451,7 @@ def open_checkpoint(path: Path) -> Manifest:
     Raises:
         CheckpointError: No checkpoint there, an unreadable manifest, or missing or truncated files.
     """
-    if not (path / FILE_NAME).is_file():
+    if not has_manifest(path):
         raise CheckpointError(_nothing_there(path))
     manifest = read_manifest(path)
     damaged(path, _problems(path, manifest))
@@ -482,9 +493,7 @@ def _nothing_there(path: Path) -> str:
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
     close = difflib.get_close_matches(path.name, [p.name for p in beside], n=3, cutoff=0.4)
     close = close or [p.name for p in beside[-3:]]
-    fix = (
-        f"in {path.parent} there is {', '.join(close)}"
-        if close
-        else "check the path; no checkpoint lies near it"
-    )
+    fix = "check the path; no checkpoint lies near it"
+    if close:
+        fix = f"in {path.parent} there is {', '.join(close)}"
     return message(f"{path}: no such checkpoint", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)

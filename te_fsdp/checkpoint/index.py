@@ -61,6 +61,7 @@ from te_fsdp.checkpoint.sums import (
 )
 from te_fsdp.errors import CheckpointError, shorten
 
+_DAMAGED = "the checkpoint is damaged, load an earlier one"
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
 FIXED = 3
 #: Pieces from which on a block is full.
@@ -329,7 +330,7 @@ def unreadable(path: Path, name: str) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{path}: unreadable {name} ({'' if is_damage else f'{type(error).__name__}: '}{error})",
-            fix="the checkpoint is damaged, load an earlier one",
+            fix="check the permissions" if isinstance(error, PermissionError) else _DAMAGED,
         ) from error
 
 

@@ -275,8 +275,8 @@ def release(target: Path, owner: Owner) -> None:
 
 def release_dead(lock: Path) -> None:
     """Remove a lock whose holder is known to be dead, or that nobody holds. Local operation."""
-    holder = _holder(lock)
     try:
+        holder = _holder(lock)  # another user's lock may not be looked into
         if holder is not None and Owner.parse(holder.name).is_alive() is False:
             holder.unlink()
         lock.rmdir()

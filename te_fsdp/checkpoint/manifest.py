@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
@@ -347,6 +348,9 @@ def _parse(body: dict[str, Any]) -> Manifest:
     has_id = len(manifest.save_id) == 32 and set(manifest.save_id) <= set("0123456789abcdef")
     if manifest.folder and manifest.format_version < HAS_FOLDER:
         raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {manifest.folder!a:.80}")
+    untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name != DCP_METADATA]
+    if untold and has_id:
+        raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
     if has_id != (manifest.format_version >= SUMS_PIECES) or (manifest.save_id and not has_id):
         raise InvalidError(
             f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!a:.80}"
@@ -360,6 +364,7 @@ def _unreadable(path: Path, fix: str) -> Iterator[None]:
         yield
     # Deep nesting ends the recursion of the parser; bad UTF-8 is a ValueError.
     except (OSError, ValueError, RecursionError) as error:
+        fix = "check the permissions" if isinstance(error, PermissionError) else fix
         kind = "" if isinstance(error, InvalidError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{path}: unreadable manifest ({kind}{error})", fix=fix) from error
 
@@ -393,15 +398,18 @@ def check_files(
     """
     problems, folder = [], manifest.at(directory)
     # One request for a thousand files, instead of one for each.
-    seen = {} if checksums else listing(folder)
+    seen = listing(folder)
     for name in manifest.files if names is None else names:
         listed, path = manifest.files[name], seen.get(name) or folder / name
         try:
-            if checksums:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                problems.append(f"{name} is no file")
+            elif checksums:
                 with CheckedFile(path, listed, manifest.save_id) as file:
                     file.check(listed[1], tick)
-            elif (have := path.stat().st_size) != listed[0]:
-                problems.append(f"{name}: expected {listed[0]} bytes, got {have}")
+            elif status.st_size != listed[0]:
+                problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except DamagedFileError as error:

@@ -13,6 +13,7 @@ import errno
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,7 @@ class _Status:
     """What ``stat`` tells of an object."""
 
     st_size: int
+    st_mode: int = stat.S_IFREG
 
 
 class RemotePath:

@@ -464,7 +464,7 @@ def _complete(
     def mine() -> tuple[Any, dict[str, Listed]]:
         draw = bool(progress) and ranks.rank == 0
         with (
-            directories.telling_full(target, writing.bytes),
+            directories.telling_why(target, writing.bytes),
             bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick,
         ):
             return writing.write(tick)
@@ -480,7 +480,7 @@ def _complete(
                 expected="a directory that all ranks share",
                 fix="save onto a file system that all nodes mount",
             )
-        with directories.telling_full(target):
+        with directories.telling_why(target):
             manifest.number = directories.next_number(target.parent)
             writing.finish([places for places, _ in written], manifest)
             write_manifest(writing.path, manifest)

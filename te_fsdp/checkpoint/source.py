@@ -315,7 +315,12 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
 
 def _lacks_manifest(path: Path) -> bool:
-    return (path / DCP_METADATA).is_file() and not (path / FILE_NAME).exists()
+    try:
+        return (path / DCP_METADATA).is_file() and not (path / FILE_NAME).exists()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error})", fix="check the path and the permissions"
+        ) from error
 
 
 def _open_foreign(path: Path) -> dcp.Opened:

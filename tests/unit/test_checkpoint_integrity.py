@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,36 @@ def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> Non
     listed["files"][METADATA] = [len(raw), sums.checksum(path / METADATA)]
     (path / MANIFEST).write_bytes(sealed(listed))
     assert "not of one save" in loaded_or_error(path, model, optimizer)
+    listed["files"][DATA] = [len(good), sums.checksum(saves[0] / DATA)]
+    (path / MANIFEST).write_bytes(sealed(listed))
+    text = f"files.{DATA}: expected where its table of checksums begins, got none"
+    assert text in loaded_or_error(path, model, optimizer)
+
+
+def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    class StillWaitingError(BaseException):
+        pass
+
+    def alarm(*args: object) -> None:
+        raise StillWaitingError
+
+    path, before = tmp_path / "a", signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, 20.0)
+    try:
+        for name, told in ((DATA, "is no file"), (INDEX, "is no file"), (MANIFEST, "is missing")):
+            shutil.copytree(saves[0], path, dirs_exist_ok=True)
+            (path / name).unlink()
+            os.mkfifo(path / name)
+            assert f"{name} {told}" in loaded_or_error(path, *training(1))
+            with pytest.raises(CheckpointError, match="no such|is missing|is no file"):
+                checkpoint.verify(path)
+            (path / name).unlink()
+            (path / name).mkdir()
+            assert f"{name} {told}" in loaded_or_error(path, *training(1))
+            (path / name).rmdir()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_new_format_made_an_old_one(saves: tuple[Path, Path], tmp_path: Path) -> None:

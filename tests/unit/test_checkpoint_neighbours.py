@@ -346,6 +346,51 @@ def test_two_jobs_that_remove_the_same(
     assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records
 
 
+def test_what_this_user_may_not_enter_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directories are another user's; a test that root runs may enter all."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / f"step-{step}", model())
+    closed, is_file, holder = {"lost+found", "step-2"}, Path.is_file, locks._holder
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / f".step-9{LOCK}").mkdir()
+
+    def is_file_here(path: Path) -> bool:
+        if closed & {*path.parts}:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return is_file(path)
+
+    def holder_here(lock: Path) -> Path | None:
+        return holder(lock) if "step-9" not in lock.name else _always(errno.EACCES)()
+
+    monkeypatch.setattr(Path, "is_file", is_file_here)
+    monkeypatch.setattr(locks, "_holder", holder_here)
+    with caplog.at_level(logging.WARNING, logger="te_fsdp"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    assert ["step-2 is passed over: Permission denied" in text for text in caplog.messages] == [True]
+    checkpoint.save(tmp_path / "step-3", model(), keep_last=1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-3" and not (tmp_path / "step-1").exists()
+    with pytest.raises(
+        CheckpointError, match=r"step-2: cannot be read \(Permission denied\)\. Fix: check the path"
+    ):
+        checkpoint.load(tmp_path / "step-2", model())
+    closed.clear()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
+
+
+def test_what_the_system_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = rf"a: cannot be written \({os.strerror(errno.EROFS)}.*check the path and the permissions"
+    for place in PLACES.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, _always(errno.EROFS))
+            with pytest.raises(CheckpointError, match=text):
+                checkpoint.save(tmp_path / "a", model())
+    assert names(tmp_path) == []
+    checkpoint.save(tmp_path / "two\nlines", model())
+    assert names(tmp_path) == ["two\nlines"], "the lock was given back"
+
+
 # ------------------------------------------------------------------------------------------------------ full disks
 
 
