@@ -179,13 +179,6 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    # In a pipe rich would assume 80 columns, and fold the names of parameters.
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
 ) -> None:
@@ -198,6 +191,7 @@ def print_table(
         right: Headings of columns that are aligned to the right.
     """
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -207,7 +201,8 @@ def print_table(
     for row in rows:
         # Text: names may hold brackets, which rich would take for markup.
         table.add_row(*(Text(str(cell)) for cell in row))
-    _console().print(table)
+    # In a pipe rich would assume 80 columns, and fold the names of parameters.
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -188,17 +188,12 @@ class ReplicatedGradients:
         if self._sync and not self._running and self.pending:
             self.reduce()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that wait included."""
+    def forget_unreduced(self) -> None:
+        """Forget the gradients that wait; those that are reduced are the parameters' own."""
         self._owes = False
         self.recover()
         for slot in self._slots:
             slot.unreduced = None
-            parameter = slot.replicated.parameter
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
 
     def reduced(self) -> set[int]:
         """``id`` of the parameters whose gradients are reduced here."""

@@ -177,7 +177,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
         _fsdp2.forget_unreduced(unit)
     if state.replicated is not None:
         state.replicated.settle()  # what another rank has given up is forgotten as well
-        state.replicated.zero_grad(set_to_none)
+        state.replicated.forget_unreduced()
     parameters = state.parameters().values()
     forget_averages(parameters)
     for parameter in parameters:
@@ -186,7 +186,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
         if set_to_none:
             parameter.grad = None
         elif parameter.grad is not None:
-            parameter.grad.detach().zero_()
+            parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
     state.failed = state.dropped = False
     if state.nan_report is not None:
         state.nan_report.forget()
