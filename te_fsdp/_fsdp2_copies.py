@@ -8,6 +8,9 @@ In place of one all-gather into a buffer and a copy out of it (``FSDPParamGroup.
                  one kernel
     all ranks    a barrier: nobody reads any more, shards may be written again
 
+What the last units of a forward have gathered is still there when their backward begins, and is not gathered again,
+unless an optimizer has stepped since.
+
 The gathered weights' memory stays FSDP2's: storages that are given memory before a gather and lose it when the unit is
 released, while tensors that autograd has saved follow them. It is taken from the gather stream's part of the allocator,
 so that a gather need not wait for what is computed meanwhile. It goes back when that stream waits for all that has read
@@ -20,8 +23,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -62,53 +66,61 @@ class _Copied(NamedTuple):
     all_gather_work: None = None
 
 
-class _Places(NamedTuple):
-    """A record in a gather.
-
-    Attributes:
-        key: Place in the memory for what is copied first, sizes and dtypes of the tensors that are sent: what the rest
-            depends on.
-        outputs: FSDP2's list of gathered tensors.
-        own: Where this rank's tensors lie, or are copied to.
-        copies: Targets and sources, uint8.
-        parts: Gathered ranks after ranks, where they are to be put together along another dim than the first.
-    """
-
-    key: tuple[Any, ...]
-    outputs: list[torch.Tensor]
-    own: list[torch.Tensor]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-    parts: list[torch.Tensor]
+#: Targets and sources of copies, uint8.
+_Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Gather(NamedTuple):
-    """What a group's gather copies: of one all of whose shards lie where the others read the next one, too.
+    """What a group's gather copies: the next one the same, if nothing has changed.
 
     Attributes:
-        seen: Each record's list of gathered tensors, and what was sent, each with its address.
+        keys: What the rest depends on, of each record: the offset in the memory for what is copied first (None: it lies
+            where the others read), sizes and dtypes of the tensors that are sent.
+        outputs: FSDP2's lists of gathered tensors.
+        own: Where this rank's tensors lie, or are copied to.
+        seen: What was sent, with addresses, if all of it lay there; else nothing.
         storages: Gathered weights' memory, and how many bytes it needs.
-        copies: Targets and sources, uint8.
-        small: The same of small pieces.
+        copies: Of the other ranks' shards.
+        local: Of this rank's.
+        small: Targets, and sources, of small pieces of all ranks.
         joins: Records whose gathered tensors are put together of ranks' parts, with these.
     """
 
-    seen: list[tuple[list[torch.Tensor], list[tuple[torch.Tensor, int]]]]
+    keys: list[tuple[Any, ...]]
+    outputs: list[list[torch.Tensor]]
+    own: list[list[torch.Tensor]]
+    seen: list[list[tuple[torch.Tensor, int]]]
     storages: list[tuple[torch.UntypedStorage, int]]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    copies: _Pairs
+    local: _Pairs
     small: tuple[list[torch.Tensor], list[torch.Tensor]]
     joins: list[tuple[Any, list[torch.Tensor]]]
 
     def is_same(self, records: list[Any], sent: list[list[torch.Tensor]]) -> bool:
-        """Whether a gather of these tensors copies the same. Asked in every gather."""
+        """Whether a gather of these tensors copies the same, and nothing first. Asked in every gather."""
         if len(records) != len(self.seen):
             return False
-        for record, tensors, (outputs, known) in zip(records, sent, self.seen, strict=True):
-            if record.all_gather_outputs is not outputs or len(tensors) != len(known):
+        for record, outputs, tensors, seen in zip(records, self.outputs, sent, self.seen, strict=True):
+            if record.all_gather_outputs is not outputs or len(tensors) != len(seen):
                 return False
-            for tensor, (before, address) in zip(tensors, known, strict=True):
+            for tensor, (before, address) in zip(tensors, seen, strict=True):
                 if tensor is not before or tensor.data_ptr() != address:
                     return False
         return True
+
+
+class _Held(NamedTuple):
+    """What a released group has gathered, until somebody else takes the memory.
+
+    Attributes:
+        storages: The memory.
+        event: When nobody computes with it any longer.
+        is_kept: Whether it holds what the next backward would gather.
+    """
+
+    storages: list[torch.UntypedStorage]
+    event: Any
+    is_kept: bool
 
 
 class CopiedGathers:
@@ -117,20 +129,26 @@ class CopiedGathers:
     Attributes:
         meeting: Memory whose barrier all gathers use.
         make: Bytes -> memory that the ranks share. Collective over them; waits for the device.
+        sent_of: Names of the attributes of a quantized shard that are sent, of even shards as they lie: always the same
+            ones. None where these change.
         staged: How many bytes the gathers so far have copied on their way out of shards.
     """
 
-    def __init__(self, meeting: Memory, make: Callable[[int], Memory]) -> None:
-        self.meeting, self.make = meeting, make
+    def __init__(
+        self,
+        meeting: Memory,
+        make: Callable[[int], Memory],
+        sent_of: Callable[[torch.Tensor], Sequence[str]],
+    ) -> None:
+        self.meeting, self.make, self.sent_of = meeting, make, sent_of
         self.staged = 0
         self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.own)
         self._staging: Memory | None = None
         self._homes: dict[int, _Home] = {}
-        self._places: dict[int, _Places] = {}
-        self._settled: dict[int, _Gather] = {}  # of each group all of whose shards lie where the others read
+        self._gathers: dict[int, _Gather] = {}  # of each group: the last one
         self._read: dict[int, Any] = {}  # of each group: the event after which nobody reads its shards
         self._last: Any = None  # that of the last gather
-        self._held: dict[int, tuple[list[torch.UntypedStorage], Any]] = {}
+        self._held: dict[int, _Held] = {}
 
     @property
     def shared_bytes(self) -> int:
@@ -146,12 +164,7 @@ class CopiedGathers:
 
     # --- shards
 
-    def take_in(
-        self,
-        units: Iterable[torch.nn.Module],
-        alias: Callable[..., torch.Tensor],
-        sent_of: Callable[[torch.Tensor], Sequence[str]],
-    ) -> None:
+    def take_in(self, units: Iterable[torch.nn.Module], alias: Callable[..., torch.Tensor]) -> None:
         """Move shards that are sent as they lie into memory that the others read. Collective over the ranks.
 
         The parameters stay the same objects. Shards that are cast on their way, quantized ones whose buffers are put
@@ -161,19 +174,16 @@ class CopiedGathers:
         Args:
             units: That this gathers.
             alias: :func:`te_fsdp.move.peers.alias`.
-            sent_of: Names of the attributes of a quantized shard that are sent, of even shards as they lie: always the
-                same ones. None where these change.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
-        found = [(managed, tensors) for managed in records if (tensors := self._outside(managed, sent_of))]
+        found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
         if not found:
             return
         sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in found]
         memory, offset = self.make(sum(_aligned(size) for several in sizes for size in several)), 0
-        self._settled.clear()
+        self._gathers.clear()
         for (managed, tensors), several in zip(found, sizes, strict=True):
             self._homes[id(managed)] = _Home(memory, offset, several)
-            self._places.pop(id(managed), None)
             for (name, data), size in zip(tensors.items(), several, strict=True):
                 moved = alias(memory.own, offset, data).copy_(data.view(-1))
                 offset += _aligned(size)
@@ -184,9 +194,7 @@ class CopiedGathers:
                 dim, padded = managed.fsdp_placement.dim, moved.view(managed.padded_sharded_param_size)
                 local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
 
-    def _outside(
-        self, managed: Any, sent_of: Callable[[torch.Tensor], Sequence[str]]
-    ) -> dict[str, torch.Tensor]:
+    def _outside(self, managed: Any) -> dict[str, torch.Tensor]:
         """What is sent of a shard as it lies, by name (empty: FSDP2's own), if it lies where others cannot read it."""
         owner, name = owners_of(managed)[0]
         local, dim = local_of(getattr(owner, name)), managed.fsdp_placement.dim
@@ -197,7 +205,7 @@ class CopiedGathers:
             data = managed._sharded_param_data
             found = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
-            found = {each: getattr(local, each) for each in sent_of(local)}
+            found = {each: getattr(local, each) for each in self.sent_of(local)}
         else:  # the hooks make new tensors of it
             found = {}
         if not all(each is not None and each.numel() and each.is_contiguous() for each in found.values()):
@@ -215,9 +223,15 @@ class CopiedGathers:
         phase, device = group._training_state.name, group.device_handle
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
-        memory, event = self._held.pop(id(group), (None, None))
+        held = self._held.pop(id(group), None)
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # what a user has set since
             stock(async_op)
+            return
+        if held is not None and phase == "PRE_BACKWARD" and self._is_there(group, held):
+            with torch.no_grad():
+                for managed in group.fsdp_params:
+                    _inputs(managed)  # hooks want to be asked before they are given what was gathered
+            group._all_gather_result = _Copied(None)
             return
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
         # By hand a user may write to shards right afterwards: then what the current stream does next comes later.
@@ -226,11 +240,11 @@ class CopiedGathers:
         shown = torch._C._profiler._RecordFunctionFast(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
             _wait(stream, self._last)  # the gather before may have been on another stream
-            _wait(stream, event)
-            del memory  # not before: other buffers may take its place
+            _wait(stream, held.event if held is not None else None)
+            del held  # not before: other buffers may take the memory's place
             gather = self._lay_out(group)
             self.meeting.barrier()
-            self._copy(gather)
+            self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
             for managed, parts in gather.joins:
                 _join(managed, parts)
             copied = stream.record_event()
@@ -249,7 +263,8 @@ class CopiedGathers:
             managed.init_unsharded_param()
         group._to_unsharded()
         group._all_gather_result = None
-        if self._held:
+        # What is kept from forward is about to be used in this backward.
+        if self._held and group._training_state.name != "PRE_BACKWARD":
             self._release(group, current.record_event())
 
     def to_sharded(self, group: Any, stock: Callable[[], None]) -> None:
@@ -260,15 +275,32 @@ class CopiedGathers:
         current = group.device_handle.current_stream()
         # Whoever writes to shards next, writes on this stream.
         _wait(current, self._read.pop(id(group), None))
-        settled, records = self._settled.get(id(group)), group.fsdp_params
-        if settled is not None and len(settled.seen) == len(records):
-            memory = [storage for storage, _ in settled.storages]
+        gather, records = self._gathers.get(id(group)), group.fsdp_params
+        if gather is not None and len(gather.seen) == len(records):
+            memory = [storage for storage, _ in gather.storages]
         else:  # also where a part of the group is about to be gathered again
             tensors = [t for m in records for t in (*m.all_gather_outputs, *m._unsharded_inner_tensors)]
             memory = [tensor.untyped_storage() for tensor in tensors]
-        self._held[id(group)] = memory, current.record_event()
-        if group._training_state.name != "FORWARD":
-            self._release(group, self._held[id(group)][1])
+        after_forward, event = group._training_state.name == "FORWARD", current.record_event()
+        self._held[id(group)] = _Held(memory, event, after_forward)
+        if not after_forward:
+            self._release(group, event)
+
+    def expire(self) -> None:
+        """Gather in the next backward what is there from a forward: shards have new values. Local operation."""
+        self._held = {key: held._replace(is_kept=False) for key, held in self._held.items()}
+
+    def _is_there(self, group: Any, held: _Held) -> bool:
+        """Whether a released group's memory holds what a backward would gather: the same answer on all ranks.
+
+        It does not ask whether somebody has edited a shard since its forward: some ranks may have nothing of it.
+        """
+        return held.is_kept and all(
+            (not gathers_itself(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
+            and m.all_gather_outputs
+            and all(output.untyped_storage().size() for output in m.all_gather_outputs)
+            for m in group.fsdp_params
+        )
 
     def forget(self) -> None:
         """Forget all events, and free what waits to be freed. Local operation; nothing may be under way."""
@@ -280,18 +312,40 @@ class CopiedGathers:
 
     def _lay_out(self, group: Any) -> _Gather:
         """What is to be copied; shards that do not lie where the others read them are copied there."""
-        records, settled = group.fsdp_params, self._settled.get(id(group))
+        records, gather = group.fsdp_params, self._gathers.get(id(group))
         sent = [_inputs(managed) for managed in records]
-        if settled is not None and settled.is_same(records, sent):
-            for storage, size in settled.storages:
+        if gather is not None and gather.is_same(records, sent):
+            for storage, size in gather.storages:
                 if storage.size() != size:
                     storage.resize_(size)
-            return settled
-        self._settled.pop(id(group), None)
-        needed = 0
-        keys = list[tuple[Any, ...]]()
+            return gather
+        keys, ranks = self._keys_of(records, sent), len(self.meeting.parts)
+        for managed, (_, sizes, dtypes) in zip(records, keys, strict=True):
+            numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+            managed.init_all_gather_outputs(numels, list(dtypes), ranks, managed.device)
+            managed.alloc_all_gather_outputs()
+        gather = self._gathers.pop(id(group), None)
+        outputs = [managed.all_gather_outputs for managed in records]
+        if gather is None or gather.keys != keys or any(map(operator.is_not, gather.outputs, outputs)):
+            gather = self._gather_of(records, keys)
+        if not gather.joins:  # what they are put together of is memory of this gather alone
+            self._gathers[id(group)] = gather
+        pairs = [
+            (mine, tensor)
+            for own, tensors in zip(gather.own, sent, strict=True)
+            for mine, tensor in zip(own, tensors, strict=True)
+            if tensor.data_ptr() != mine.data_ptr()
+        ]
+        self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
+        gather.seen[:] = [] if pairs else [[(t, t.data_ptr()) for t in tensors] for tensors in sent]
+        return gather
+
+    def _keys_of(self, records: list[Any], sent: list[list[torch.Tensor]]) -> list[tuple[Any, ...]]:
+        """Where what is sent lies, or is copied to, its sizes and dtypes; with memory for what is copied."""
+        needed, keys = 0, list[tuple[Any, ...]]()
         for managed, tensors in zip(records, sent, strict=True):
-            dtypes = tuple([_sent_dtype(managed, tensor) for tensor in tensors])
+            cast = None if gathers_itself(managed.sharded_param) else managed.param_dtype
+            dtypes = tuple([cast or tensor.dtype for tensor in tensors])
             each = zip(tensors, dtypes, strict=True)
             sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
             home = self._homes.get(id(managed))
@@ -300,61 +354,59 @@ class CopiedGathers:
             needed += 0 if is_home else sum(map(_aligned, sizes))
         if needed and (self._staging is None or self._staging.own.numel() < needed):
             self._staging = None
-            self._places.clear()  # what looks at the memory keeps it
+            self._gathers.clear()  # what looks at the memory keeps it
             self._staging = self.make(needed)
-        places = [self._places_of(managed, key) for managed, key in zip(records, keys, strict=True)]
-        pairs = [
-            (own, tensor)
-            for place, tensors in zip(places, sent, strict=True)
-            for own, tensor in zip(place.own, tensors, strict=True)
-            if tensor.data_ptr() != own.data_ptr()
-        ]
-        self._stage([own for own, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
-        gather = _gather_of(records, sent, places)
-        if not pairs and not gather.joins and all(place is None for place, *_ in keys):
-            self._settled[id(group)] = gather
-        return gather
+        return keys
 
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy shards to where the others read them."""
         copy_all_(targets, sources)
         self.staged += sum(target.nbytes for target in targets)
 
-    def _places_of(self, managed: Any, key: tuple[Any, ...]) -> _Places:
-        """Where a record's tensors lie, and what they become part of: found again where nothing has changed."""
-        offset, sizes, dtypes = key
-        ranks = len(self.meeting.parts)
-        numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
-        managed.init_all_gather_outputs(numels, list(dtypes), ranks, managed.device)
-        managed.alloc_all_gather_outputs()
-        known, outputs = self._places.get(id(managed)), managed.all_gather_outputs
-        if known is not None and known.key == key and known.outputs is outputs:
-            return known
-        home = self._homes[id(managed)] if offset is None else None
-        memory: Any = self._staging if home is None else home.memory
-        at, own, copies, parts = offset if home is None else home.offset, [], [], []
-        if managed.fsdp_placement.dim != 0:
-            parts = [torch.empty_like(output) for output in outputs]
-        for target, size, dtype in zip(parts or outputs, sizes, dtypes, strict=True):
-            own.append(memory.own[at : at + size].view(dtype))
-            # Not the tensor itself: what autograd has saved of it would seem to have been overwritten.
-            rows = target.data.view(torch.uint8).view(ranks, size)
-            for step in range(
-                ranks
-            ):  # each rank begins with another one, so that no rank is read by all at once
-                rank = (self._rank + 1 + step) % ranks
-                copies.append((rows[rank], memory.parts[rank][at : at + size]))
-            at += _aligned(size)
-        found = _Places(key, outputs, own, copies, parts)
-        if not parts:  # those are memory of this gather alone
-            self._places[id(managed)] = found
-        return found
+    def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
+        """What a gather copies, small pieces apart."""
+        ranks, every_own, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
+        for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
+            home = self._homes[id(managed)] if offset is None else None
+            memory: Any = self._staging if home is None else home.memory
+            at, targets, own = offset if home is None else home.offset, managed.all_gather_outputs, []
+            if managed.fsdp_placement.dim != 0:
+                targets = [torch.empty_like(output) for output in targets]
+                joins.append((managed, targets))
+            for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
+                own.append(memory.own[at : at + size].view(dtype))
+                # Not the tensor itself: what autograd has saved of it would seem to have been overwritten.
+                rows = target.data.view(torch.uint8).view(ranks, size)
+                for step in range(1, ranks):  # each rank begins with another one: none is read by all at once
+                    rank = (self._rank + step) % ranks
+                    copies.append((rows[rank], memory.parts[rank][at : at + size]))
+                local.append((rows[self._rank], memory.own[at : at + size]))
+                at += _aligned(size)
+            every_own.append(own)
+        outputs = [managed.all_gather_outputs for managed in records]
+        small = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
+        return _Gather(
+            keys,
+            outputs,
+            every_own,
+            [],
+            [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors],
+            [pair for pair in copies if pair[0].numel() > SMALL],
+            [pair for pair in local if pair[0].numel() > SMALL],
+            ([target for target, _ in small], [source for _, source in small]),
+            joins,
+        )
 
-    def _copy(self, gather: _Gather) -> None:
-        """Read all ranks' parts."""
+    def _copy(self, gather: _Gather, is_first: bool) -> None:
+        """Read all ranks' parts; in a forward's first gather, beside which nothing computes, the own by a kernel."""
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)
+        if is_first:  # copy engines take five times as long from a GPU to itself
+            copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
+            return
+        for target, source in gather.local:
+            target.copy_(source)
 
     # --- memory of gathered weights
 
@@ -366,8 +418,8 @@ class CopiedGathers:
         self._free()
 
     def _free(self) -> None:
-        for storages, _ in self._held.values():
-            for storage in storages:
+        for held in self._held.values():
+            for storage in held.storages:
                 if storage.size():
                     storage.resize_(0)
         self._held.clear()
@@ -390,23 +442,6 @@ def _addresses(home: _Home) -> list[int]:
         found.append(at)
         at += _aligned(size)
     return found
-
-
-def _gather_of(records: list[Any], sent: list[list[torch.Tensor]], places: list[_Places]) -> _Gather:
-    """What a gather copies, small pieces apart."""
-    pairs = [pair for place in places for pair in place.copies]
-    small = [pair for pair in pairs if pair[0].numel() <= SMALL]
-    memory = [output for place in places for output in place.outputs]
-    return _Gather(
-        [
-            (place.outputs, [(tensor, tensor.data_ptr()) for tensor in tensors])
-            for place, tensors in zip(places, sent, strict=True)
-        ],
-        [(tensor.untyped_storage(), tensor.nbytes) for tensor in memory],
-        [pair for pair in pairs if pair[0].numel() > SMALL],
-        ([target for target, _ in small], [source for _, source in small]),
-        [(m, place.parts) for m, place in zip(records, places, strict=True) if place.parts],
-    )
 
 
 def _inputs(managed: Any) -> list[torch.Tensor]:
@@ -436,12 +471,6 @@ def _inputs(managed: Any) -> list[torch.Tensor]:
 def _takes_all(cls: Any) -> bool:
     """Whether the all-gather hook of a class takes more than the mesh."""
     return len(inspect.signature(cls.fsdp_pre_all_gather).parameters) > 2
-
-
-def _sent_dtype(managed: Any, tensor: torch.Tensor) -> torch.dtype:
-    """Dtype that a tensor of a shard is sent in."""
-    own = tensor.dtype if gathers_itself(managed.sharded_param) else managed.param_dtype
-    return own or tensor.dtype
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:

@@ -313,7 +313,7 @@ def _connect(device: torch.device, ranks: dist.ProcessGroup) -> _fsdp2_copies.Co
     if isinstance(found, str):
         return found
     together, meeting = found
-    return _fsdp2_copies.CopiedGathers(meeting, together.share)
+    return _fsdp2_copies.CopiedGathers(meeting, together.share, _te.sent_as_it_lies)
 
 
 def _tell(state: ShardingState, wanted: str) -> None:
@@ -334,7 +334,13 @@ def take_in_shards(state: ShardingState) -> None:
     """
     for gathers in _all_gathers(state):
         units = [state.modules[name] for name, t in state.transports.items() if t.gathers is gathers]
-        gathers.take_in(units, peers.alias, _te.sent_as_it_lies)
+        gathers.take_in(units, peers.alias)
+
+
+def gather_anew(state: ShardingState) -> None:
+    """After a step: let backwards gather what is there from a forward before it. Local operation."""
+    for gathers in _all_gathers(state):
+        gathers.expire()
 
 
 def shared_bytes(model: nn.Module) -> int:

@@ -25,6 +25,7 @@ from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.rank_checks import require_equal_gradients
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.sharding.comm_units import gather_anew
 from te_fsdp.sharding.first_looks import (
     before_first_forward,
     before_first_step,
@@ -377,6 +378,7 @@ def forget_nan(step: Step) -> None:
 def release_weights(step: Step) -> None:
     """Release weights that were kept or are being gathered, so that the next forward gathers the new ones."""
     for state, _ in step.models:
+        gather_anew(state)
         for gather in state.gathers.values():
             gather.wait()
         state.gathers.clear()

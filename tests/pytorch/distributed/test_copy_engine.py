@@ -97,6 +97,17 @@ def test_many_steps(pool, request, recipe, strategy, mesh):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "again"), [("none", []), ("current", []), ("mxfp8", ["layers.2"])]
+)  # MXFP8 weights are sent in other bytes for a backward
+def test_what_forward_has_gathered_last(pool, recipe, again):
+    """It is there when backward begins, and gathered again where backward reads something else, or after a step."""
+    for found in pool.run(copied.gathered, 2, recipe=recipe):
+        assert found["first"] == found["settled"] == [*again, "layers.1", "layers.0"]
+        assert found["stepped"] == ["root", "layers.2", "layers.1", "layers.0"]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("breaks", list(copied.BREAKS))
 def test_what_would_go_wrong(pool, breaks):
     """Controls of the tests above."""

@@ -183,14 +183,47 @@ def _early(model: Any) -> None:
         if gathers is not None:
             copy = gathers._copy
 
-            def copy_and_reuse(gather: Any, copy: Any = copy) -> None:
-                copy(gather)
+            def copy_and_reuse(gather: Any, is_first: bool, copy: Any = copy) -> None:
+                copy(gather, is_first)
                 gather.small[0][-1].zero_()
 
             gathers._copy = copy_and_reuse
 
 
 BREAKS = {"stale": _stale, "early": _early}
+
+
+def gathered(recipe: str) -> dict[str, list[str]]:
+    """Units that are gathered, in order: in a backward, and in one before which an optimizer has stepped."""
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    from te_fsdp import _fsdp2_copies
+
+    made = None if recipe == "none" else recipe_of(recipe)
+    model, optimizer = _build(made, DP2, *_PLAIN, "copy_engine")
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+    stock, names = _fsdp2_copies.CopiedGathers._lay_out, list[str]()
+
+    def lay_out(self: Any, group: Any) -> Any:
+        names.append(group._module_fqn or "root")
+        return stock(self, group)
+
+    _fsdp2_copies.CopiedGathers._lay_out = lay_out
+    found = {}
+    try:
+        for when in ("first", "settled", "stepped"):
+            with te.autocast(enabled=made is not None, recipe=made):
+                loss = model(x).float().square().mean()
+            if when == "stepped":
+                optimizer.step()
+            names.clear()
+            loss.backward()
+            found[when] = list(names)
+            optimizer.zero_grad()
+    finally:
+        _fsdp2_copies.CopiedGathers._lay_out = stock
+    return found
 
 
 def traced(recipe: str) -> list[str]:
@@ -215,6 +248,7 @@ def traced(recipe: str) -> list[str]:
 
 
 DP2 = {"dp_shard": 2}
+_PLAIN: tuple[Any, ...] = ("optim_grads_params", {}, 0)
 
 
 def deserted() -> tuple[str, float]:
@@ -247,10 +281,10 @@ def late(when: str) -> dict[str, Any]:
     stock = _fsdp2_copies.CopiedGathers._copy
     me, losses = torch.distributed.get_rank(), {}
 
-    def copy(self: Any, gather: Any) -> None:
+    def copy(self: Any, gather: Any, is_first: bool) -> None:
         if when == "behind" and me == 0:
             time.sleep(0.1)
-        stock(self, gather)
+        stock(self, gather, is_first)
 
     for transport in ("nccl", "copy_engine"):
         model, _ = _build(None, DP2, "optim_grads_params", {}, 0, transport)
