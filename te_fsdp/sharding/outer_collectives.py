@@ -24,6 +24,7 @@ and says so: behind the packed rows each replica sends one number per parameter,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -93,6 +94,20 @@ class OptimizerShard:
         """Dtype of its gradient, the same on replicas that have none; that of the average where it could be any."""
         own = None if self.decoupled else getattr(self.parameter, "grad_dtype", self.parameter.dtype)
         return own or self.dtype
+
+    @functools.cached_property
+    def amax_group(self) -> dist.ProcessGroup | None:
+        """Over whom the amax of a weight with one scale is taken: its replicas, and all ranks that hold other pieces.
+
+        Collective over the world where this is neither one axis nor the world, the first time for such a mesh: a
+        process group is made.
+        """
+        large = [axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
+        if len(large) == 1:
+            return self.mesh.get_group(large[0])
+        if self.mesh.size() == dist.get_world_size():
+            return dist.group.WORLD
+        return _torch.flatten_mesh(self.mesh, "outer_weight").get_group()
 
     def has_whole(self, unit: int) -> bool:
         """Whether every replica of every piece has equally many rows, a multiple of ``unit``.

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.errors import PlacementError
@@ -76,6 +75,7 @@ def start_install(
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shard, rows in cut:
         local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
@@ -84,14 +84,15 @@ def start_install(
             if not own.is_contiguous():
                 own = rows.to(local.dtype)
             elif own.data_ptr() != rows.data_ptr():
-                own.copy_(rows)
+                copies.append((own, rows))
             plain.append(Part(shard, own, local))
             written.append(local)
         elif why_not_bytes(shard) is None:
-            packed += _quantized_parts(shard, rows, local, scales.get(id(shard)), written)
+            packed += _quantized_parts(shard, rows, local, scales.get(id(shard)), written, copies)
         else:
             value = torch.empty(local.shape, dtype=rows.dtype, device=rows.device)
             whole.append(Part(shard, rows, value))
+    _torch.copy_all_([target for target, _ in copies], [source for _, source in copies])
     sent = {id(part.shard): part.shard for part in packed}.values()
     _share_newest_amax(sent)
     gather = start_gather(plain + whole + packed, async_op=async_op)
@@ -122,7 +123,7 @@ def scales_of_rows(cut: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> dict[i
             continue
         quantizer = _te.quantizer_of(local)
         if has_current_scale(type(quantizer)):
-            asked[id(shard)] = Scaled(rows, quantizer, amax_group(shard))
+            asked[id(shard)] = Scaled(rows, quantizer, shard.amax_group)
     return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
 
 
@@ -155,21 +156,6 @@ def _obstacle(shard: OptimizerShard, local: torch.Tensor) -> str | None:
     return None
 
 
-def amax_group(shard: OptimizerShard) -> dist.ProcessGroup | None:
-    """Over whom the amax of a weight with one scale is taken: its replicas, and all ranks that hold other pieces.
-
-    Collective over the world where this is neither one axis nor the world, at the first call for such a mesh: a process
-    group is made.
-    """
-    mesh = shard.mesh
-    large = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if len(large) == 1:
-        return mesh.get_group(large[0])
-    if mesh.size() == dist.get_world_size():
-        return dist.group.WORLD
-    return _torch.flatten_mesh(mesh, "outer_weight").get_group()
-
-
 # ------------------------------------------------------------------------------------------------------------ quantized
 
 
@@ -179,8 +165,9 @@ def _quantized_parts(
     local: torch.Tensor,
     scale: torch.Tensor | None,
     written: list[torch.Tensor],
+    copies: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[Part]:
-    """This rank's rows, quantized: what is sent. What all replicas have alike is written at once."""
+    """This rank's rows, quantized: what is sent. What all replicas have alike goes to ``copies``: target and source."""
     targets = buffers_of_parts(local, "install")
     written += [target.tensor for target in targets]
     quantized = _quantize(shard, rows, local, scale, [target.name for target in targets])
@@ -188,7 +175,7 @@ def _quantized_parts(
     for target, source in zip(targets, buffers_of_parts(quantized, "install"), strict=True):
         assert target.name == source.name
         if target.block is None:
-            target.tensor.copy_(source.tensor)
+            copies.append((target.tensor, source.tensor))
         else:
             parts.append(Part(shard, source.tensor, target.tensor, as_bytes=True))
     return parts
@@ -209,7 +196,7 @@ def _quantize(
     if scale is not None:
         return cast(rows, quantizer, scale)
     if _te.needs_shared_amax(quantizer):
-        _te.reduce_amax_over(quantizer, amax_group(shard))
+        _te.reduce_amax_over(quantizer, shard.amax_group)
     if rows.numel() or not _te.has_delayed_scale(local):
         return quantizer(rows)
     quantizer.amax.zero_()  # no kernel runs for a tensor without elements: the last step's amax would stay

@@ -30,7 +30,6 @@ from te_fsdp.sharding.main_parameters import MAIN, MainParameters
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard
 from te_fsdp.sharding.outer_gather import (
     SINGLE,
-    amax_group,
     may_be_sent_later,
     watch_state_dicts,
     why_not_bytes,
@@ -214,7 +213,7 @@ def _prepare_bytes(shards: list[OptimizerShard]) -> None:
             label = label_of(shard.parameter, "weight")
             wide.setdefault(why, []).append(label)
         elif _te.needs_shared_amax(_te.quantizer_of(local)):
-            amax_group(shard)
+            _ = shard.amax_group  # made where there is none
     if dist.get_rank() == 0:
         for why, labels in wide.items():
             _log.warning(

@@ -233,19 +233,22 @@ def large_from(elements: int | None) -> Iterator[None]:
 def broken(fault: str) -> Iterator[None]:
     """One fault of the way that weights travel; "" for none."""
     from te_fsdp.sharding import outer_gather
+    from te_fsdp.sharding.outer_collectives import OptimizerShard
 
-    names = {"": None, "no bytes": "_obstacle", "amax": "amax_group"}
-    name = names[fault]
-    if name is None:
-        yield
-        return
-    stock = getattr(outer_gather, name)
-
-    def own_group(chunk: Any) -> Any:
+    def own_group(shard: Any) -> Any:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
-    setattr(outer_gather, name, own_group if fault == "amax" else lambda chunk, local: "a test says so")
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "no bytes": (outer_gather, "_obstacle", lambda shard, local: "a test says so"),
+        "amax": (OptimizerShard, "amax_group", property(own_group)),
+    }
+    if not fault:
+        yield
+        return
+    owner, name, broken_one = faults[fault]
+    stock = owner.__dict__[name]
+    setattr(owner, name, broken_one)
     try:
         yield
     finally:
-        setattr(outer_gather, name, stock)
+        setattr(owner, name, stock)
