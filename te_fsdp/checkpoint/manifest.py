@@ -21,7 +21,15 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 
 from te_fsdp.checkpoint.remote import is_remote, listing
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, Listed, Tick, silent, synced
+from te_fsdp.checkpoint.sums import (
+    CheckedFile,
+    DamagedFileError,
+    Listed,
+    Tick,
+    silent,
+    synced,
+    without_collector,
+)
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
@@ -43,6 +51,8 @@ _OURS = "te_fsdp-"
 MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
 #: Nested levels. Python's own limit on recursion is not far above.
 _DEEPEST = 200
+#: Entries of an object up to which each is looked at.
+_FEW = 8
 
 
 class InvalidError(ValueError):
@@ -77,13 +87,27 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
     else:
         if type(value) is not dict:
             raise _refuse(where, "an object", value)
-        rules = {str(name).rstrip("?"): one for name, one in rule.items()}
-        required = [name for name in rule if name is not ... and not name.endswith("?")]
-        if not value.keys() >= set(required) or (... not in rule and value.keys() - rules):
+        if ... in rule:
+            _check_all(value, rule[...], where, depth)
+            return
+        rules = {name.rstrip("?"): one for name, one in rule.items()}
+        required = [name for name in rule if not name.endswith("?")]
+        if not value.keys() >= set(required) or value.keys() - rules:
             raise _refuse(where, f"the keys {', '.join(required)}", sorted(value))
         for name, item in value.items():
-            _check(name, _TEXT, f"a name in {where}")
-            _check(item, rules[name] if ... not in rule else rule[...], f"{where}.{name}", depth + 1)
+            _check(item, rules[name], f"{where}.{name}", depth + 1)
+
+
+def _check_all(value: dict[str, Any], rule: Any, where: str, depth: int) -> None:
+    """Each entry of an object of any names. Most tensors of a model are described alike: one of them is looked at."""
+    known: set[str] = set()
+    for name, item in value.items():
+        if not _encodes(name):
+            raise _refuse(f"a name in {where}", _TEXT.expected, name)
+        text = repr(item) if len(value) > _FEW else ""  # as unlike as the values, for what JSON gives
+        if text not in known:
+            _check(item, rule, f"{where}.{name}", depth + 1)
+            known |= {text} - {""}
 
 
 def _refuse(where: str, expected: str, value: Any) -> InvalidError:
@@ -288,9 +312,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     with _unreadable(path, "keep plain values in extra and in the optimizer's options"):
         first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
         text = _lines({**first, **body}).encode("ascii")
-        body = json.loads(text)
-        body.pop("digest")
-        _parse(body)
+        # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
+        with without_collector():
+            body = json.loads(text)
+            body.pop("digest")
+            _parse(body)
+            del body
     with synced(path) as file:
         file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
 

@@ -198,18 +198,15 @@ class SummedFile:
             self.add([frame.head, *(view_of(part) for part in elements[0].split(_BLOCK)), frame.tail])
             return [(at, frame.length)]
         frames = torch.frombuffer(bytearray(frame.head + bytes(frame.size) + frame.tail), dtype=torch.uint8)
-        begin = len(frame.head)
-        for some in elements.split(max(1, _BLOCK // frame.length)):
+        begin, length = len(frame.head), frame.length
+        for some in elements.split(max(1, _BLOCK // length)):
             whole = frames.repeat(len(some), 1)
             whole[:, begin : begin + frame.size] = some
             view = view_of(whole.view(-1))
             self.raw.write(view)
-            self.sums += [
-                (frame.length, crc32(view[at : at + frame.length]))
-                for at in range(0, len(view), frame.length)
-            ]
-        self.size += len(rows) * frame.length
-        return [(at + number * frame.length, frame.length) for number in range(len(rows))]
+            self.sums += [(length, crc32(view[at : at + length])) for at in range(0, len(view), length)]
+        self.size += len(rows) * length
+        return [(at + number * length, length) for number in range(len(rows))]
 
     def add(self, parts: list[Any]) -> None:
         """Add a piece, given as bytes that follow one another."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     MANIFEST,
@@ -33,6 +34,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return two_saves(tmp_path_factory.mktemp("saves"))
 
 
+_WEIGHT = {"shape": [1], "dtype": "float32", "layout": None, "format": None}
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -191,3 +193,32 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "b", nn.Linear(2, 2), extra={"deep": deep})
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
+
+
+def test_what_many_tensors_share_is_looked_at_once(
+    saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what one of them has alone is found: ``True`` is no number, though it equals one."""
+    manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
+    manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}
+
+    def counted(value: Any, rule: Any, where: str, depth: int = 0) -> None:
+        looks.append(where)
+        check(value, rule, where, depth)
+
+    monkeypatch.setattr(manifests, "_check", counted)
+    manifests.parse_manifest(json.loads(json.dumps(manifest.body)))
+    assert sum(where.startswith("parameters.") for where in looks) < 100
+    for bad in (
+        {"shape": [2, True]},
+        {"shape": [2.0, 1]},
+        {"dtype": "float23"},
+        {"format": "x"},
+        {"size": 1},
+    ):
+        manifest.parameters["900.weight"] = {**_WEIGHT, "shape": [2, 1], **bad}
+        with pytest.raises(manifests.InvalidError, match=r"^parameters\.900\.weight"):
+            manifests.parse_manifest(json.loads(json.dumps(manifest.body)))
+    manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [1]} for n in range(20)} | {"\ud800": _WEIGHT}
+    with pytest.raises(manifests.InvalidError, match="a name in parameters: expected text"):
+        manifests.parse_manifest(manifest.body)
