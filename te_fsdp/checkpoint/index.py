@@ -70,9 +70,8 @@ _ROWS = 1 << 16
 _RUN = 1 << 24
 #: An array of int64 with a row for each piece.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-#: Key, shape, dtype and number of pieces of a tensor; and of a block where it begins, its bytes, and its tensors.
+#: Key, shape, dtype and number of pieces of a tensor.
 _Head = tuple[str, tuple[int, ...], torch.dtype, int]
-_Block = tuple[int, int, list[_Head]]
 
 
 # ------------------------------------------------------------------------------------------------------- writing

@@ -38,8 +38,6 @@ _log = logging.getLogger("te_fsdp")
 
 #: How attention over cp communicates, as TE names it.
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-#: Whose groups cut heads.
-_A2A = ("a2a", "a2a+p2p")
 _Batch = TypeVar("_Batch")
 #: Key in a module's ``__dict__``: its calls are checked.
 _WATCHED = "_te_fsdp_cp_watched"
