@@ -424,6 +424,21 @@ def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any
 
 
 @torch.no_grad()
+def gather_all(
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> Pending[None]:
+    """Begin several all-gathers as one operation, for which a transport has one launch. Collective over ``group``.
+
+    Args:
+        tensors: What this rank sends, and where that of all ranks goes, both 1-D; the first may lie in the second.
+        group: The ranks.
+    """
+    named = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    work = named([whole for _, whole in tensors], [mine for mine, _ in tensors])
+    return Pending(lambda: None, work, current_stream(tensors[0][0].device))
+
+
+@torch.no_grad()
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Make tensors those of the group's first rank, in place.
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from te_fsdp import _torch
 from te_fsdp.layout.rules import chunk_range
 from te_fsdp.move.pending import Pending, all_of
-from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, start
+from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, gather_all, start
 from te_fsdp.parameters import plan_of
 from te_fsdp.quantized.components import block_of
 from te_fsdp.sharding.state import state_of
@@ -390,7 +390,7 @@ def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[No
     """Begin to give each replica the rows of all replicas.
 
     Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
-    large tensor. Temporary memory: what is packed, once.
+    large tensor; those of one dtype, or of bytes, as one operation of NCCL's. Temporary memory: what is packed, once.
 
     Args:
         parts: In the same order on all replicas.
@@ -400,13 +400,18 @@ def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[No
     moves: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
     for kind in _by_kind(parts, kinds):
-        packed = []
+        alone: list[Part] = []
+        packed: list[Part] = []
         for part in kind:
             in_place = part.whole.is_contiguous() and part.mine.is_contiguous()
-            if in_place and _is_large(part.shard.rows_like(part.whole)):
-                moves.append(_gathered(part.mine.view(-1), part.whole.view(-1), part.shard, async_op))
-            else:
-                packed.append(part)
+            (alone if in_place and _is_large(part.shard.rows_like(part.whole)) else packed).append(part)
+        flat = [(part.mine.view(-1), part.whole.view(-1)) for part in alone]
+        if len(alone) > 1 and alone[0].whole.device.type != "cpu":  # gloo would send one after the other
+            moves.append(gather_all(flat, alone[0].shard.group))
+            if not async_op:
+                moves[-1].wait()
+        else:
+            moves += [_gathered(*each, part.shard, async_op) for part, each in zip(alone, flat, strict=True)]
         if packed:
             moves.append(_start_packed_gather(packed, async_op))
             if not async_op:
