@@ -118,6 +118,8 @@ class Input(torch.Tensor):
 
 #: Attribute of a parameter group: whether its gradients are reduced from where they lie.
 _KEY = "_te_fsdp_zero_copy"
+#: Attribute of a parameter group: its trained records at the last look, and their parts.
+_PARTS = "_te_fsdp_gradient_parts"
 
 
 def reduce_from_where_they_lie(group: Any) -> None:
@@ -147,10 +149,19 @@ def input_of(group: Any, numel: int, dtype: torch.dtype) -> Input | None:
 
 def _parts_of(group: Any) -> Parts:
     """How the gradients of a parameter group's trained parameters are sent: the same on all ranks."""
-    ranks, parts = group.mesh_info.shard_mesh_size, list[Part]()
-    for managed in _in_order(group):
+    trained = [managed for managed in _in_order(group) if managed.sharded_param.requires_grad]
+    known = group.__dict__.get(_PARTS)
+    if known is None or known[0] != trained:
+        known = group.__dict__[_PARTS] = trained, _find_parts(trained, group.mesh_info.shard_mesh_size)
+    return known[1]
+
+
+def _find_parts(trained: list[Any], ranks: int) -> Parts:
+    """The parts of the gradients of some of FSDP2's records, whose shapes do not change."""
+    parts = list[Part]()
+    for managed in trained:
         numel = managed.padded_sharded_param_size.numel() * ranks
-        if not managed.sharded_param.requires_grad or numel == 0:
+        if numel == 0:
             continue
         if numel >= LARGE and not _why_copied(managed, ranks):
             parts.append(Part(numel, 1, is_large=True))
