@@ -444,7 +444,8 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    named = TextColumn("{task.description}", markup=False)  # directories' names may hold brackets
+    columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task, drawn = progress.add_task(text, total=total), [0.0]

@@ -83,12 +83,6 @@ class Report:
         """Bytes of all parameters on this rank."""
         return sum(row.bytes for row in self.rows)
 
-    def _unwrapped(self) -> tuple[list[str], list[str]]:
-        """Columns whose cells must stay in one line."""
-        return [*(row.name for row in self.rows), *(words for words, _ in self.costs)], [
-            r.note for r in self.rows
-        ]
-
     def __str__(self) -> str:
         from rich.console import Console
         from rich.table import Table
@@ -112,8 +106,10 @@ class Report:
             table.add_row("memory that other ranks read", "", "", "", "", "", f"{self.shared_bytes:,}")
         out = io.StringIO()
         # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
-        width = sum(max((len(text) for text in column), default=0) for column in self._unwrapped()) + 150
-        Console(file=out, width=width, color_system=None).print(table)
+        names = [*(row.name for row in self.rows), *(words for words, _ in self.costs)]
+        width = max(map(len, names), default=0) + max((len(row.note) for row in self.rows), default=0) + 150
+        # Names may hold brackets or colons, which rich would take for markup and emoji.
+        Console(file=out, width=width, color_system=None, markup=False, emoji=False).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
         lines += [_of_several("gathers", "units", units, words) for words, units in self.transports]
         for why, names in self.gradients:

@@ -189,6 +189,13 @@ def test_long_names_stay_whole(world):
         assert "dp_shard:S(0)" in line and "tp:R" in line
 
 
+def test_names_that_look_like_markup():
+    """rich took brackets for tags, which raised or were left out, and words between colons for emoji."""
+    names = ("head[de]", "end[/b]", "a:smile:")
+    lines = str(te_fsdp.report(nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})))
+    assert all(f" {name}.weight " in lines for name in names)
+
+
 def test_before_anything_is_sharded(world):
     """A plain model, a scalar among its parameters, one parameter registered twice, one named after no axis."""
     model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2))
