@@ -240,9 +240,10 @@ def _store(
             old.__dict__.pop(mark, None)
         return
     new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
+    parameter = module._parameters[name] = successor(old, new, leave_out=_TE_MARKS)
     if quantizer is not None and _te.keeps_high_precision_value(module):
-        _te.attach_high_precision_value(new, value.detach().cpu())
-    module._parameters[name] = successor(old, new, leave_out=_TE_MARKS)
+        # On what optimizers look at: a parameter that is no DTensor is another object than ``new``.
+        _te.attach_high_precision_value(_torch.local_of(parameter), value.detach().cpu())
     plan = plan_of(old)
     if quantizer is not None and plan is not None and not plan.storage.is_whole:
         keep_rows_alone(new)

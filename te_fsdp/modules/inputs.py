@@ -64,16 +64,16 @@ class _Check:
     Attributes:
         tp_mesh: Over whose ranks inputs are compared.
         cp_mesh: Over whose ranks they must be parts of the same.
-        seen: What was found right: method, mode, and path, shape and dtype of each tensor.
+        seen: What was found right: method, modes, and path, shape and dtype of each tensor.
         compared: Whether integers, and whether floating inputs, are compared over tp; ``None`` before a forward.
-        drops: Whether the model draws dropout masks that must be equal over tp.
+        rates: Modules that may draw dropout masks which must be equal over tp, each with its rate's name.
     """
 
     tp_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None = None
     seen: set[Any] = field(default_factory=set)
     compared: tuple[bool, bool] | None = None
-    drops: bool = False
+    rates: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Check:
         """Meshes are shared by the copy: process groups cannot be copied."""
@@ -148,13 +148,16 @@ def check_inputs(
         return
     if check.compared is None:
         check.compared = _compared(module)
-        check.drops = check.compared[1] and any(map(_drops, module.modules()))
+        check.rates = list(_dropout_rates(module)) if check.compared[1] else []
     found = list(_tensors((args, kwargs), ()))
     over_tp = [
         (path, t) for path, t in found if check.tp_mesh is not None and check.compared[_is_floating(t)]
     ]
     found = found if check.cp_mesh is not None else over_tp
-    key = method, module.training, tuple((path, t.shape, t.dtype) for path, t in found)
+    # A rate may be raised at any time.
+    drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
+    modes = module.training, torch.is_grad_enabled(), drops
+    key = method, modes, tuple((path, t.shape, t.dtype) for path, t in found)
     if not found or key in check.seen or len(check.seen) >= _MOST:
         return
     if _torch.in_backward() or is_capturing():
@@ -169,7 +172,7 @@ def check_inputs(
         with collective_call("forward with inputs of new shapes", mesh), _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
-            elif different := _differences(named, module.training, check.drops, mesh):
+            elif different := _differences(named, module.training, drops, mesh):
                 raise InputError(_text(where, different))
     check.seen.add(key)
 
@@ -340,8 +343,11 @@ def _positional(call: Any) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a module zeroes values that every tp rank holds. Attention's own masks are of each rank's heads."""
+def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that can zero values which every tp rank holds, and the name of each one's rate.
+
+    Attention's own masks are of each rank's heads.
+    """
     kinds = (
         torch.nn.Dropout,
         torch.nn.Dropout1d,
@@ -349,9 +355,11 @@ def _drops(module: nn.Module) -> bool:
         torch.nn.Dropout3d,
         torch.nn.AlphaDropout,
     )
-    return (isinstance(module, kinds) and module.p > 0) or (
-        _te.kind_of(module) == "TransformerLayer" and getattr(module, "hidden_dropout", 0) > 0
-    )
+    for module in model.modules():
+        if isinstance(module, kinds):
+            yield module, "p"
+        elif _te.kind_of(module) == "TransformerLayer":
+            yield module, "hidden_dropout"
 
 
 def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
@@ -381,7 +389,7 @@ def _differences(
 ) -> list[str]:
     """One entry per input that differs over tp, the same on all ranks. Collective over ``mesh``."""
     mine: Seen = {"training": (str(training), 0)}
-    if training and drops:
+    if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state that dropout draws from"] = mesh.device_type, int(checksum(state))
     found, values = _differing(gather(mine | _seen(tensors), mesh), "tp")

@@ -4,8 +4,9 @@
                           ``to_empty`` left as it was
     first backward        of a pipeline's stage: it is not split into one for inputs and one for weights
     first in each mode    all ranks that gather weights together have come (``if rank == 0: model(x)``)
-    first step            the same parameters and hooks once more; optimizer state of another rank; copies of a weight
-                          that differ between ranks
+    first trained one     no weight is written to, which would change its gathered copy alone
+    first step            the same parameters and hooks once more; others beside the model; optimizers that differ
+                          between ranks; state of another rank; copies of a weight that differ between ranks
 
 Nothing here is repeated in later forwards and steps, but for a comparison of two numbers.
 """
@@ -20,12 +21,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch
-from te_fsdp.agree import raised_on_all_ranks
+from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
-from te_fsdp.errors import CheckpointError, InitError, OrderError, shorten
+from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
+from te_fsdp.modules.rank_checks import checksum
+from te_fsdp.parameters import facts_of
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered
 from te_fsdp.sharding.units import refuse_hooks
+from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,8 +45,6 @@ def before_first_forward(state: ShardingState) -> None:
         OrderError: Parameters that came after ``fully_shard``, or gradient hooks that would never run.
         InitError: Values that ``to_empty`` has left unset.
     """
-    for _, unit in state.gathered():  # by hand, or by a pipeline schedule
-        mark_gathered(unit)
     _refuse_new_parameters(state)
     _refuse_hooks(state)
     _refuse_unset(state)
@@ -61,8 +63,11 @@ def before_first_step(step: Step) -> None:
             _refuse_new_parameters(state)
             _refuse_hooks(state)
             _refuse_state_of_others(step, parameters)
-        if not state.optimizers and not is_simulated():
-            _refuse_differing_copies(state, step.where)
+        if not is_simulated():
+            _refuse_other_optimizers(state, step, parameters)
+            _refuse_beside_the_model(state, step)
+            if not state.optimizers:
+                _refuse_differing_copies(state, step.where)
         state.optimizers[step.optimizer] = held, id(step.optimizer.state)
 
 
@@ -74,6 +79,8 @@ def _refuse_hooks(state: ShardingState) -> None:
 
 def _refuse_new_parameters(state: ShardingState) -> None:
     """Raise for trained parameters that ``fully_shard`` has not seen: nobody would average their gradients."""
+    for _, unit in state.gathered():  # by hand, by a pipeline's schedule, or in the backward that steps
+        mark_gathered(unit)
     if state.meshes.device_mesh.size() == 1:
         return
     reduced = state.replicated.reduced() if state.replicated is not None else set()
@@ -83,13 +90,140 @@ def _refuse_new_parameters(state: ShardingState) -> None:
         if p.requires_grad and not isinstance(p, DTensor) and id(p) not in reduced
     ]
     if new:
-        raise OrderError(
-            f"{shorten(new, 3)}: trained, but not in the model that te_fsdp.fully_shard was given",
-            expected="the parameters that the model had then",
-            got=f"{len(new)} parameter(s) of a module that was added or replaced since",
-            why="Nobody would average their gradients over the ranks, whose copies would drift apart",
-            fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
+        raise _not_in_the_model(new, len(new), "added or replaced since")
+
+
+def _not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
+    return OrderError(
+        f"{shorten(names, 3)}: trained, but not in the model that te_fsdp.fully_shard was given",
+        expected="the parameters that the model had then",
+        got=f"{count} parameter(s) of a module that was {how}",
+        why="Nobody would average their gradients over the ranks, whose copies would drift apart",
+        fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
+    )
+
+
+def _refuse_beside_the_model(state: ShardingState, step: Step) -> None:
+    """Raise for plain parameters of no sharded model if their gradients differ over data parallel.
+
+    Nobody averages these. Those of other wrappers (DistributedDataParallel), and what the user averages, are equal by
+    now. Collective over data parallel where the optimizer holds such parameters.
+    """
+    mesh = state.meshes.fsdp
+    others = [
+        p
+        for group in step.optimizer.param_groups
+        for p in group["params"]
+        if type(p) is torch.nn.Parameter and facts_of(p) is None and p.requires_grad
+    ]
+    if not others or mesh is None or mesh.size() == 1:
+        return
+    gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
+    # Each word by itself: what they add up to may wrap, but is equal where they are.
+    told = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
+    if not bool(are_equal([told], mesh)):
+        wanted = {id(p) for p in others}
+        found = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
+        raise _not_in_the_model(list(dict.fromkeys(found)) or ["a parameter"], len(others), "left out")
+
+
+def _refuse_other_optimizers(state: ShardingState, step: Step, parameters: list[torch.Tensor]) -> None:
+    """Raise unless all ranks have given the optimizer the same parameters and options. Collective over the mesh.
+
+    The order counts where a step sends something for several parameters together.
+    """
+    mesh = state.meshes.device_mesh
+    if mesh.size() == 1:
+        return
+    ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
+    ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in parameters)
+    names = {id(p): name for name, p in state.parameters().items()}
+    groups, options = [], []
+    for group in step.optimizer.param_groups:
+        held = [names[id(p)] for p in group["params"] if id(p) in names]
+        # Each rank of ep has other experts, perhaps more.
+        known = (name.rstrip("0123456789") if _is_expert(state, name) else name for name in held)
+        groups.append(list(dict.fromkeys(known)) if ordered else sorted(set(known)))
+        options.append({key: _in_words(value) for key, value in group.items() if key != "params"})
+    same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
+    if not all(same):
+        raise MeshError(
+            f"{step.where}: the optimizers of the ranks differ",
+            expected="the same parameters, in the same order, with the same options, on all ranks",
+            got=f"here first {shorten(groups[0], 2)}" if not same[0] else f"here {options[0]}",
+            why="The ranks update the parts of each weight together",
+            fix="build groups in the order of model.named_parameters(), not from a set; drive learning rates by "
+            "numbers that all ranks have alike, such as a loss that was all-reduced",
         )
+
+
+def _is_expert(state: ShardingState, name: str) -> bool:
+    plan = state.plans.get(name)
+    return plan is not None and plan.experts
+
+
+def _in_words(value: Any) -> str:
+    """An option as it is compared: numbers by value, objects by their kind."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return repr(value) if isinstance(value, plain) else type(value).__name__
+
+
+# --------------------------------------------------------------------------------------------------- writes in forward
+
+
+def watch_writes(state: ShardingState) -> None:
+    """Refuse parameters that are written to in forward, in the first one of each unit that is trained. Local operation.
+
+    ``nn.Embedding(max_norm=...)`` does that, and ``weight.clamp_()`` in a module's forward: what they write to is the
+    gathered copy, which is released, and the shard stays as it was.
+    """
+    for unit in state.modules.values():
+        seen: list[int] = []
+        handles: list[Any] = []
+        # After FSDP2's hook, which gathers, and before the one that releases.
+        before = _torch.untraced(functools.partial(_before_writes, seen))
+        after = _torch.untraced(functools.partial(_refuse_written, state, seen, handles))
+        handles.append(unit.register_forward_pre_hook(before))
+        handles.append(unit.register_forward_hook(after, prepend=True))
+
+
+def _before_writes(seen: list[int], unit: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled():  # else perhaps in inference mode, where nobody counts
+        seen[:] = [_torch.version_of(parameter) for parameter, _ in _unquantized(unit)]
+
+
+def _refuse_written(
+    state: ShardingState, seen: list[int], handles: list[Any], unit: nn.Module, args: Any, output: Any
+) -> None:
+    if _torch.in_backward() or not torch.is_grad_enabled():
+        return
+    while handles:
+        handles.pop().remove()
+    now = _unquantized(unit)
+    written = [
+        record
+        for (parameter, record), version in zip(now, seen, strict=False)
+        if _torch.version_of(parameter) != version
+    ]
+    if written:
+        mark_gathered(unit)
+        names = {id(p): name for name, p in state.parameters().items()}
+        found = [names.get(id(_fsdp2.sharded_of(record)), "a parameter") for record in written]
+        raise OrderError(
+            f"{shorten(found, 3)}: written to in forward",
+            expected="weights that a forward only reads",
+            got="a write in place, as of nn.Embedding(max_norm=...), or of weight.clamp_() in a module's forward",
+            why="It changes the gathered copy alone, which is released: the sharded weight stays as it was",
+            fix="write to the parameters after the optimizer's step, under torch.no_grad()",
+        )
+
+
+def _unquantized(unit: nn.Module) -> list[tuple[torch.Tensor, Any]]:
+    """The gathered parameters of a unit whose versions count: quantized ones are written behind torch's back."""
+    gathered = _fsdp2.gathered_parameters(unit)
+    return [(p, record) for p, record in gathered if not _te.is_quantized(_torch.local_of(p))]
 
 
 # ------------------------------------------------------------------------------------------------- split backwards

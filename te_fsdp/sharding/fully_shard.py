@@ -42,7 +42,7 @@ from te_fsdp.sharding.comm_units import (
     reduce_unused,
     take_in_shards,
 )
-from te_fsdp.sharding.first_looks import watch_first_backward
+from te_fsdp.sharding.first_looks import watch_first_backward, watch_writes
 from te_fsdp.sharding.materialize import check_replicas, check_same_model
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_averages import watch_reductions
@@ -302,6 +302,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     compare_gradients(state.model, check_inputs)
     watch_forward(state)
     watch_first_backward(state)
+    watch_writes(state)
     watch_steps()
     fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)

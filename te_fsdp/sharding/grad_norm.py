@@ -81,7 +81,8 @@ def clip_grad_norm_(
 
     Raises:
         PlacementError: A gradient that still waits for its reduction (``Partial``).
-        OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, or a backward since an earlier call.
+        OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, or a backward since an earlier call;
+            parameters that the model has lost.
         PrecisionError: A non-finite norm, if asked for.
         ValueError: ``max_norm`` or ``norm_type`` out of range.
     """
@@ -170,7 +171,18 @@ def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> Dev
 
 
 def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Each trainable parameter once; raises if gradients still wait for their reduction."""
+    """Each trainable parameter once; raises if gradients wait for their reduction, or come to other parameters."""
+    for parameter in chosen:
+        facts = facts_of(parameter)
+        if facts is not None and facts.replaced and parameter.grad is None:
+            name, by = facts.replaced
+            raise OrderError(
+                f"grad_norm: {name}",
+                expected="parameters that the model has now",
+                got=f"one from before {by}, which has replaced it",
+                why="Gradients go to the new parameter: nothing would be clipped",
+                fix="pass the model, or list model.parameters() after te_fsdp.fully_shard and te_fsdp.materialize",
+            )
     states = {id(state): state for state in map(state_of, chosen) if state is not None}
     for state in states.values():
         require_reduced(state, "grad_norm", chosen)

@@ -191,7 +191,6 @@ class ReplicatedGradients:
     def forget_unreduced(self) -> None:
         """Forget the gradients that wait; those that are reduced are the parameters' own."""
         self._owes = False
-        self.recover()
         for slot in self._slots:
             slot.unreduced = None
 

@@ -57,6 +57,8 @@ class ShardingState:
             others may follow.
         last_microbatches: How often it has said so.
         unfinished: Whether reductions may be under way that nobody has waited for.
+        waiting: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
+        cleared: Whether ``zero_grad`` of the model's optimizers reaches those, as far as they were there then.
         failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
         dropped: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack
             it, though none are there now.
@@ -93,6 +95,8 @@ class ShardingState:
     last_microbatch: bool = False
     last_microbatches: int = 0
     unfinished: bool = False
+    waiting: bool = False
+    cleared: bool = False
     failed: bool = False
     dropped: bool = False
     gathers: dict[str, Any] = field(default_factory=dict)

@@ -34,10 +34,22 @@ from te_fsdp.sharding.first_looks import (
     refuse_conversion,
     refuse_inference_mode,
 )
-from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refuse_edited, remember
+from te_fsdp.sharding.main_weights import (
+    lend_main_weights,
+    note_written,
+    optimizers_of,
+    refuse_edited,
+    remember,
+)
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.precision import gradient_dtype
-from te_fsdp.sharding.reductions import has_failed, require_reduced, require_sound
+from te_fsdp.sharding.reductions import (
+    clear_with,
+    clear_with_model,
+    has_failed,
+    require_reduced,
+    require_sound,
+)
 from te_fsdp.sharding.state import (
     ShardingState,
     end_step,
@@ -81,6 +93,7 @@ def watch_forward(state: ShardingState) -> None:
     )
     state.model.register_forward_hook(_torch.untraced(functools.partial(_after_forward, state)))
     _fsdp2_patches.around_apply(state.model, functools.partial(_apply_and_carry, state))
+    clear_with_model(state)
 
 
 def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +183,11 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
             _fsdp2.forget_forward_order(root)
         if not _is_marked(state):
             mark(state)
+        if state.waiting and not state.cleared:
+            # Optimizers are met at their first step: those of a first microbatch that is given up are looked for.
+            for optimizer in optimizers_of(state.parameters().values()):
+                clear_with(optimizer, state)
+            state.cleared = True
 
 
 def _is_marked(state: ShardingState) -> bool:
@@ -289,6 +307,7 @@ def wait_for_new_weights(step: Step) -> None:
         state.pending_gathers.wait()
         state.stepping = weakref.ref(step.optimizer)
         remember(step.optimizer)
+        clear_with(step.optimizer, state)
 
 
 def refuse_closure(step: Step) -> None:

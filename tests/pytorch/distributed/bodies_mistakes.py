@@ -265,6 +265,84 @@ def an_init_after_main_weights() -> None:
     step_in_bf16(model, optimizer)
 
 
+def an_optimizer_in_another_order() -> None:
+    """As sets give it, whose order is another one in each process."""
+    model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
+    parameters = list(model.parameters())[:: 1 - 2 * dist.get_rank()]
+    model(draw_batch(0)).square().mean().backward()
+    torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def a_learning_rate_by_rank() -> None:
+    model = make_sharded()
+    model(draw_batch()).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank())).step()
+
+
+def a_head_beside_the_sharded_part() -> None:
+    import te_fsdp
+
+    torch.manual_seed(0)
+    meshes = make_meshes()
+    model = Model(meshes, harness.device())
+    te_fsdp.fully_shard(model.layer, meshes)
+    take_step(model, make_sgd(model))
+
+
+class Clamped(nn.Linear):
+    """Writes to its weight in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def a_weight_written_to_in_forward() -> None:
+    model = Model(make_meshes())
+    model.head = Clamped(WIDTH, WIDTH, device="meta")
+    model = make_sharded(model=model)
+    with torch.no_grad():
+        model(draw_batch())  # which is not looked at
+    model(draw_batch())
+
+
+def dropout_that_begins_later() -> None:
+    model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
+    torch.manual_seed(dist.get_rank())
+    model(draw_batch(0))
+    model.drop.p = 0.5
+    model(draw_batch(0))
+
+
+def other_data_after_a_trial() -> None:
+    model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
+    with torch.no_grad():
+        model(draw_batch(0))
+    model(draw_batch())
+
+
+def clearing_a_part_of_what_waits() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    with te_fsdp.no_sync(model):
+        model(draw_batch()).square().mean().backward()
+    optimizer.zero_grad()
+
+
+def clipping_what_was_replaced() -> None:
+    import te_fsdp
+
+    torch.manual_seed(0)
+    model = Model(make_meshes(), harness.device())
+    before = list(model.parameters())
+    model = make_sharded(model=model)
+    model(draw_batch()).square().mean().backward()
+    te_fsdp.clip_grad_norm_(before, 1.0)
+
+
 MISTAKES: list[Callable[..., None]] = [
     a_new_head_after_sharding,
     adapters_after_the_first_step,
@@ -288,6 +366,14 @@ MISTAKES: list[Callable[..., None]] = [
     other_values_by_functional_call,
     an_edit_without_its_main_weight,
     an_init_after_main_weights,
+    an_optimizer_in_another_order,
+    a_learning_rate_by_rank,
+    a_head_beside_the_sharded_part,
+    a_weight_written_to_in_forward,
+    other_data_after_a_trial,
+    clearing_a_part_of_what_waits,
+    clipping_what_was_replaced,
+    dropout_that_begins_later,
 ]
 
 

@@ -175,7 +175,54 @@ def edits_with_main_weights() -> bool:
     return first and bool((_whole(weight) == 2.0).all())
 
 
+def microbatches_that_are_given_up() -> bool:
+    """By ``zero_grad`` of the optimizer or of the model, before a first step and later."""
+    import te_fsdp
+
+    found = []
+    for strategy, ways in (
+        ("no_shard", "oz"),
+        ("optim", "zm"),
+        ("optim_grads", "m"),
+        ("optim_grads_params", "om"),
+    ):
+        for way in ("", *ways):
+            model = make_sharded(strategy)
+            optimizer = make_sgd(model)
+            clear = {"z": lambda o=optimizer: o.zero_grad(set_to_none=False), "m": model.zero_grad}
+            for context in (te_fsdp.no_sync(model), te_fsdp.microbatch(model, is_last=False)) if way else ():
+                with context:
+                    (100 * model(draw_batch(1))).square().mean().backward()
+                clear.get(way, optimizer.zero_grad)()
+                take_step(model, optimizer)
+            for _ in () if way else range(2):
+                take_step(model, optimizer)
+            found.append(_weights(model))
+    # Strategies add the same two ranks' gradients, whose sum knows no order.
+    return all(torch.equal(w, found[0][name]) for one in found for name, w in one.items())
+
+
+def optimizers_that_step_in_backward() -> bool:
+    """One for each parameter, in a hook: the bits of one optimizer after backward."""
+    model, other = make_sharded(), make_sharded()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    optimizer = make_sgd(other)
+    for _ in range(2):
+        model(draw_batch()).square().mean().backward()
+        take_step(other, optimizer)
+    return not _changed(model, _weights(other))
+
+
 MEANT: list[Callable[[], bool]] = [
+    microbatches_that_are_given_up,
+    optimizers_that_step_in_backward,
     frozen_and_freed_later,
     gradients_filled_with_zeros,
     a_scaler_that_skips,

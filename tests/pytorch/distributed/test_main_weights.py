@@ -31,6 +31,11 @@ def test_adamw(pool, implementation, recipe, mesh):
     assert pool.run(optimizers.adamw, ranks, **options) == [expected] * ranks
 
 
+@pytest.mark.ranks(2)
+def test_begin_at_the_values_drawn(pool):
+    assert pool.run(optimizers.beginnings, 2, recipe="current") == [PARAMETERS] * 2
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("route", ["te_fsdp", "state_dict"])
 def test_resumed(pool, tmp_path, route):

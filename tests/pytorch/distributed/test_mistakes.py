@@ -82,6 +82,24 @@ ERRORS = {
         "OrderError",
         "SGD.step: layer.fc2_weight: expected weights that are their main weights",
     ),
+    "an_optimizer_in_another_order": ("MeshError", "SGD.step: the optimizers of the ranks differ"),
+    "a_learning_rate_by_rank": ("MeshError", "with the same options, on all ranks, got here {'lr': '0."),
+    "a_head_beside_the_sharded_part": (
+        "OrderError",
+        "Linear.weight, Linear.bias: trained, but not in the model that te_fsdp.fully_shard was given: expected the "
+        "parameters that the model had then, got 4 parameter(s) of a module that was left out",
+    ),
+    "a_weight_written_to_in_forward": ("OrderError", "head.weight: written to in forward"),
+    "dropout_that_begins_later": ("InputError", "the random state that dropout draws from"),
+    "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
+    "clearing_a_part_of_what_waits": (
+        "OrderError",
+        "SGD.zero_grad: gradients of 10 parameter(s) wait for their reduction",
+    ),
+    "clipping_what_was_replaced": (
+        "OrderError",
+        "grad_norm: inp.weight: expected parameters that the model has now",
+    ),
     "an_init_after_main_weights": (
         "OrderError",
         "SGD.step: head.weight: expected weights that are their main weights",

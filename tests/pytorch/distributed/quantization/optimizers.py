@@ -77,6 +77,28 @@ def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[
     return counts
 
 
+def beginnings(recipe: str) -> int:
+    """Main weights begin at the values drawn, also of weights that are whole on each rank.
+
+    Returns:
+        Number of main weights compared.
+    """
+    import te_fsdp
+
+    found = []
+    for strategy in ("optim_grads_params", "no_shard"):
+        model = sharded("mlp_swiglu", recipe, meshes_of(1, 1), strategy=strategy)
+        te_fsdp.materialize(model, seed=SEED)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        te_fsdp.main_weights(model, optimizer)
+        mains = {n: optimizer.state[p].get("master_param") for n, p in model.named_parameters()}
+        found.append({name: harness.full(main) for name, main in mains.items() if main is not None})
+    cut, whole = found
+    for name, main in whole.items():
+        harness.assert_same_bits(name, main, cut[name])
+    return len(whole)
+
+
 def begin(parameter: torch.Tensor) -> torch.Tensor:
     """The local value that a parameter was drawn with, in fp32."""
     local = local_of(parameter)
