@@ -296,10 +296,15 @@ class Manifest:
             DamagedFileError: The two are not of one save, or the manifest was changed after it.
         """
         ours = self.identity if self.save_id else None
-        if found != ours and (ours or str(found).startswith(_OURS)):
+        if found != ours and (ours or is_ours(found)):
             raise DamagedFileError(
                 f"it and {FILE_NAME} are not of one save, or {FILE_NAME} was changed: expected {ours}, got {found}"
             )
+
+
+def is_ours(mark: Any) -> bool:
+    """Whether a mark in DCP's metadata is one that te_fsdp writes, from :data:`SUMS_PIECES` on."""
+    return str(mark).startswith(_OURS)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

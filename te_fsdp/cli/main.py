@@ -15,6 +15,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Annotated, Any
 
 from te_fsdp.errors import TeFsdpError
@@ -216,7 +217,7 @@ def bytes_of(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
     if match is None:
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
 
 
 def human_bytes(count: int) -> str:

@@ -117,6 +117,11 @@ def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFix
     half = tmp_path / ".b.te_fsdp-saving.host.1.abc"
     shutil.copytree(path, half)
     assert "not finished" in refuse(capsys, "convert", half, tmp_path / "x.pt")
+    shutil.copytree(path, tmp_path / "lost")
+    (tmp_path / "lost/te_fsdp.json").unlink()  # what is left is read by plain DCP, under other names
+    for words in (["inspect"], ["convert", tmp_path / "x.pt"], ["diff", path], ["export", tmp_path / "x.pt"]):
+        told = refuse(capsys, words[0], tmp_path / "lost", *words[1:])
+        assert "lost: te_fsdp.json is missing beside its .metadata" in told
     (tmp_path / "empty").mkdir()
     assert "no such checkpoint" in refuse(capsys, "inspect", tmp_path / "empty")
     assert "nothing there" in refuse(capsys, "inspect", tmp_path / "none")
@@ -192,6 +197,10 @@ def test_damaged_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             **{"0.weight": {**weight, "shape": [8, 6]}}  # the manifest says (6, 8)
         ),
     }
+    described = header["__metadata__"]
+    bad["unreadable description by te_fsdp (none"] = with_header(
+        **{"__metadata__": {"te_fsdq": described["te_fsdp"]}, "te_fsdp:extra": header.pop("0.bias")}
+    )
     for text, data in bad.items():
         file.write_bytes(data)
         error = refuse(capsys, "convert", file, tmp_path / "back", "--to", "checkpoint")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_fsdp.checkpoint.portable import huggingface as hf
+from te_fsdp.checkpoint.portable.huggingface_config import _KINDS
 from te_fsdp.checkpoint.portable.huggingface_layers import Form, Group, layer_differences
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
@@ -285,6 +288,13 @@ def test_config(tmp_path):
         hf.read_config(GPT2).te_rotary_kwargs()
     mistral = hf.read_config({**LLAMA, "model_type": "mistral", "sliding_window": 4})
     assert mistral.te_kwargs()["window_size"] == (3, 0)
+    both = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    both["rope_scaling"] = {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}
+    told = hf.read_config({**LLAMA, **both})  # transformers takes the older key
+    assert (told.rope_theta, told.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
+    both["rope_parameters"] = {kind: {"rope_theta": 50.0} for kind in ("full_attention", "sliding_attention")}
+    told = hf.read_config({**GEMMA, **both})
+    assert (told.rope_theta, told.window_rope_theta, told.rope_scaling["factor"]) == (7.0, 50.0, 2.0)
     qwen3 = hf.read_config({**LLAMA, "model_type": "qwen3"})
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
 
@@ -329,3 +339,48 @@ def test_rotary_embeddings_are_compared(settings, text):
     gemma = hf.read_config({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_theta": 5e5}}})
     of_windows = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 5e5})}
     assert layer_differences(of_windows, gemma, hf.TeNames(), hf.TeBlocks()) == []
+
+
+STRANGE = ("x", [1], {}, {"rope_theta": "x"}, -1, 0, 1e300, None, float("nan"), True, 2.5, [["a"]], 10**30)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma3", "mixtral", "gpt2"])
+def test_whatever_stands_in_a_config(name: str) -> None:
+    """A description of the model, or an error of ours; and what is read off it is one or the other, too."""
+    kind, told = MODELS[name]
+    config = {"model_type": hf_name(kind), "intermediate_size": 64, "num_experts": 4, **told}
+    names = {*_KINDS, "model_type", "hidden_act", "rope_type"}
+    refused = 0
+    for key in sorted(names):
+        for value in STRANGE:
+            try:
+                about = hf.read_config({**config, key: value})
+            except CheckpointError:
+                refused += 1
+                continue
+            for read in (about.te_attention_kwargs, about.te_kwargs, about.te_rotary_kwargs):
+                with suppress(CheckpointError):
+                    read()
+    assert refused > 100
+    with pytest.raises(
+        CheckpointError, match=r"num_hidden_layers is 'x', expected a whole number from 1 to 100000"
+    ):
+        hf.read_config({**LLAMA, "num_hidden_layers": "x"})
+    with pytest.raises(CheckpointError, match=r"full_attention\.rope_theta is '7', expected a number"):
+        hf.read_config({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": "7"}}})
+
+
+def hf_name(kind: str) -> str:
+    """``model_type`` of a configuration's class."""
+    words = re.findall("[A-Z][a-z]+[0-9]*|[A-Z]+[0-9]+", kind.removesuffix("Config"))
+    return "gpt2" if words[0].startswith("GPT") else "_".join(words).lower()
+
+
+def test_scaled_frequencies_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    for factor, asked in ((None, 1), (2, 0)):
+        settings = {"rotary_base": 10000.0, "seq_len_interpolation_factor": factor}
+        here = {"rotary": Semantics("RotaryPositionEmbedding", "te", settings)}
+        caplog.clear()
+        layer_differences(here, scaled, hf.TeNames(), hf.TeBlocks())
+        assert sum("rotary does not: does the model itself?" in text for text in caplog.messages) == asked

@@ -414,7 +414,7 @@ def test_sizes_of_memory(capsys: pytest.CaptureFixture[str]):
         1536,
         7,
     ]
-    assert bytes_of("much") is None
+    assert bytes_of("much") is None and bytes_of("9" * 400 + "TB") > 10**400
     assert main(["plan", "config.json", "--memory", "much"]) == 1
     assert "a size such as 80GiB" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import re
 import time
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,9 @@ def resolve(path: Path) -> tuple[Path, str]:
         _refuse_remote(path)
         if path.suffix == ".safetensors":
             return path, "safetensors"
-        if zipfile.is_zipfile(path):
-            return path, "torch"
+        with suppress(zipfile.BadZipFile):  # the end of one, damaged
+            if zipfile.is_zipfile(path):
+                return path, "torch"
         raise CheckpointError(
             f"{path}: neither a safetensors file nor one that torch.save wrote",
             fix="the file is truncated, older than torch 1.6, or of another kind",
@@ -216,6 +218,11 @@ def open_safetensors_contents(path: Path) -> Contents:
     kind = "safetensors"
     if MANIFEST_KEY in metadata:
         return from_portable(path, kind, tensors, metadata[MANIFEST_KEY])
+    if others := [name for name in tensors if name.startswith(_OTHER)]:
+        raise CheckpointError(
+            f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
+            fix="the file was changed after te_fsdp wrote it",
+        )
     manifest = empty_manifest()
     manifest.parameters = {name: describe(tensor) for name, tensor in tensors.items()}
     return Contents(path, kind, manifest, {f"model.{name}": tensor for name, tensor in tensors.items()})

@@ -7,14 +7,15 @@ Read without the ``transformers`` package. Keys, defaults and rules are those of
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.manifest import Kind, dtype_name
 from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.errors import CheckpointError
 
@@ -181,6 +182,7 @@ class _Family(NamedTuple):
 #: Files beside the weights that a copy of a model needs.
 _BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 _BESIDE += ("vocab.*", "merges.txt", "chat_template*", "LICENSE*")
+_ATTENTIONS = ("full_attention", "sliding_attention")
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GEMMA = {"activation": "geglu", "zero_centered": True}
 _GEMMA3 = {
@@ -218,6 +220,41 @@ _FAMILIES = {
         ("activation_function", _TANH),
     ),
 }
+_SIZE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
+_NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_FLAG = Kind("true, false or null", lambda value: value is None or type(value) is bool)
+_ROPE = Kind("an object or null", lambda value: value is None or isinstance(value, Mapping))
+
+
+def _or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.expected} or null", lambda value: value is None or kind.fits(value))
+
+
+def _list_of(words: str, fits: Callable[[Any], bool]) -> Kind:
+    return Kind(f"a list of {words}", lambda value: isinstance(value, (list, tuple)) and all(map(fits, value)))
+
+
+#: What is read of a configuration, by kind.
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size", "n_embd", "n_head", "n_positions"), _SIZE),
+    **dict.fromkeys(("num_local_experts", "num_experts", "moe_intermediate_size", "decoder_sparse_step"), _SIZE),
+    **dict.fromkeys(("sliding_window_pattern", "intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner"), _or_null(_SIZE)),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer"),
+        Kind("a whole number from 1 to 100000", lambda value: _SIZE.fits(value) and value <= 100_000),
+    ),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"), _NUMBER),
+    **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop"), _NUMBER),
+    **dict.fromkeys(("final_logit_softcapping", "partial_rotary_factor"), _or_null(_NUMBER)),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_sliding_window"), _FLAG),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"), _ROPE),
+    "sliding_window": Kind(
+        "a whole number from 0, or null", lambda value: value is None or (type(value) is int and value >= 0)
+    ),
+    "layer_types": _or_null(_list_of("full_attention and sliding_attention", _ATTENTIONS.__contains__)),
+    "mlp_only_layers": _or_null(_list_of("numbers of layers", lambda value: type(value) is int)),
+}
 #: Llama's keys, and GPT-2's; what else a configuration of GPT-2 has is not Llama's.
 _GPT2_KEYS = {
     **{key: key for key in ("model_type", "vocab_size", "n_positions", "resid_pdrop", "tie_word_embeddings")},
@@ -238,15 +275,18 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
             families; all problems in one error.
     """
     config = config_contents(source)
-    family = _FAMILIES.get(config.get("model_type", ""))
+    named = config.get("model_type", "")
+    family = _FAMILIES.get(named) if isinstance(named, str) else None
     if family is None:
         got = repr(config.get("model_type"))
         raise CheckpointError("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=got)
     config = {**family.defaults, **config}
-    problems = _unsupported(config, family)
+    problems = _of_other_kinds(config)
     try:
-        architecture = _architecture(config, family)
+        architecture = None if problems else _architecture(config, family)
+        problems += [] if architecture is None else _unsupported(config, family)
     except KeyError as error:
+        problems += _unsupported(config, family)
         problems.append(f"{error.args[0]} is missing")
         architecture = None
     if architecture is not None and architecture.heads % architecture.kv_heads:
@@ -269,7 +309,7 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # deep nesting ends the recursion of the parser
         raise CheckpointError(f"{path}: not a readable config.json ({error}).") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path}: not a config.json", expected="a JSON object")
@@ -310,6 +350,18 @@ def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list
             shutil.copyfile(path, folder / path.name)
             names.append(path.name)
     return names
+
+
+def _of_other_kinds(config: Mapping[str, Any], where: str = "") -> list[str]:
+    """Values that no configuration has under their keys."""
+    found = []
+    for key, value in config.items():
+        kind = _KINDS.get(key)
+        if kind is not None and not kind.fits(value):
+            found.append(f"{where}{key} is {value!a:.60}, expected {kind.expected}")
+        elif kind is _ROPE and value:
+            found += _of_other_kinds(value, f"{key}.")
+    return found
 
 
 def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:
@@ -378,12 +430,14 @@ def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, float | None]:
     """Base and scaling of the rotary embedding, and its base in layers with a window, where that differs."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     window_theta = None
     if config["model_type"] == "gemma3_text":
         windowed = rope.get("sliding_attention") or {}
         window_theta = windowed.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
-        rope = dict(rope.get("full_attention", rope))
+        rope = {**(rope.get("full_attention", rope) or {}), **scaling}
+    else:  # of both, transformers takes the older key
+        rope = dict(scaling or rope)
     theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     plain &= rope.get("partial_rotary_factor", 1.0) == 1.0

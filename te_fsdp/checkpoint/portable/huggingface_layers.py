@@ -9,6 +9,7 @@ them into the other's. Except for zero-centered gammas all of this moves values 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp.agree import rank
 from te_fsdp.checkpoint.model_state import clean_name, owned_parameters
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
 
 Shape = tuple[int, ...]
+_log = logging.getLogger("te_fsdp")
 
 
 @dataclass(frozen=True)
@@ -327,14 +330,19 @@ def layer_differences(
     """Settings of modules with which the same weights would compute something else, in words. Local operation.
 
     A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
-    (which is converted), modules of a user's own classes, and bases of scaled frequencies.
+    (which is converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
     """
     wanted, theta = semantics_of_config(architecture, names, blocks, recorded), architecture.rope_theta
-    for name, one in recorded.items() if architecture.rope_scaling is None else ():
-        if one.kind == "RotaryPositionEmbedding":
+    rotaries = {name: one for name, one in recorded.items() if one.kind == "RotaryPositionEmbedding"}
+    if architecture.rope_scaling is None:
+        for name, one in rotaries.items():
             base = architecture.window_rope_theta
             rotary = {"rotary_base": base if one["rotary_base"] == base else theta, "interleaved": False}
             wanted[name] = Semantics(one.kind, "te", rotary)
+    plain = [name for name, one in rotaries.items() if one["seq_len_interpolation_factor"] is None]
+    if architecture.rope_scaling is not None and plain and not rank():
+        text = "config.json scales rotary frequencies (%s), %s does not: does the model itself?"
+        _log.warning(text, dict(architecture.rope_scaling), shorten(plain, 3))
     found: dict[tuple[str, str, str], str] = {}
     for one in differences(wanted, recorded):
         module, _, setting = one.name.rpartition(".")

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from te_fsdp._te_pickles import Quantized, read_extra_state
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.index import read_metadata
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -98,9 +99,18 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
         opened: The directory, where it has been opened before.
 
     Raises:
-        CheckpointError: See :func:`open_torch_contents`.
+        CheckpointError: See :func:`open_torch_contents`; also a checkpoint of ours that has lost its manifest.
     """
-    opened = opened or open_dcp(path)
+    if opened is None:
+        metadata = read_metadata(path)
+        if is_ours(getattr(metadata.storage_meta, "save_id", None)):
+            raise CheckpointError(
+                f"{path}: {FILE_NAME} is missing beside its {DCP_METADATA}",
+                expected="a whole checkpoint of te_fsdp, or a directory of plain torch.distributed.checkpoint",
+                got="what te_fsdp.checkpoint.save wrote, without its manifest",
+                fix="take an earlier checkpoint or copy this one again",
+            )
+        opened = open_dcp(path, metadata)
     tree: dict[Any, Any] = {}
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
     leaves |= {key: _object(window) for key, window in opened.others.items()}
