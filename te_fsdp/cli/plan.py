@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp import planning
 from te_fsdp.cli.main import bytes_of, print_json, print_lines, print_table, run
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -69,13 +69,25 @@ class _Mesh:
         Raises:
             PlacementError: Their product is not the number of GPUs.
         """
-        others = self.dp_replicate * self.cp * self.ep * self.tp
-        shard = self.dp_shard if self.dp_shard > 0 else max((self.gpus or others) // others, 1)
+        if self.gpus is not None and self.gpus < 1:
+            raise PlacementError("plan: gpus", expected="1 or more", got=self.gpus)
+        others = Sizes(self.dp_replicate, 1, self.cp, self.ep, self.tp).ranks
+        shard = self.dp_shard if self.dp_shard != -1 else max((self.gpus or others) // others, 1)
         sizes = Sizes(self.dp_replicate, shard, self.cp, self.ep, self.tp)
         if self.gpus is not None and sizes.ranks != self.gpus:
-            expected = f"a product of --gpus {self.gpus}"
-            raise PlacementError("plan: sizes of the mesh", expected=expected, got=str(sizes))
+            raise PlacementError(
+                "plan: sizes of the mesh",
+                expected=f"a product of --gpus {self.gpus}",
+                got=str(sizes),
+                fix="sizes that divide it; --dp-shard -1, the default, takes what the others leave",
+            )
         return sizes
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Sizes that were given, for a search."""
+        axes = ("dp_replicate", "dp_shard", "ep", "tp")
+        return {axis: size for axis in axes if (size := getattr(self, axis)) not in (1, -1)}
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,9 @@ def _plan(
     work: Annotated[_Work, arg(name="")] = _Work(),
     speeds: Annotated[_Speeds, arg(name="")] = _Speeds(),
     *,
-    search: Annotated[bool, arg(help="Try all meshes of --gpus.")] = False,
+    search: Annotated[
+        bool, arg(help="Try all meshes of --gpus, or those with the sizes that are given.")
+    ] = False,
     node: Annotated[int, arg(help="GPUs of a node, for --search and --tflops.")] = 8,
     global_batch: Annotated[int | None, arg(help="Sequences of a step on all GPUs, for --search.")] = None,
     parameters: Annotated[bool, arg(help="Show each parameter too.")] = False,
@@ -174,6 +188,13 @@ def _plan(
         raise PlacementError(f"plan: memory {mesh.memory!r}", expected="a size such as 80GiB or 141GB")
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
+    for option, is_given, needed in (
+        ("--global-batch", global_batch is not None and not search, "--search; without it, --microbatches"),
+        ("--parameters", parameters and search, "one mesh, without --search"),
+        ("speeds of the machine", speeds != _Speeds() and machine is None, "--tflops too"),
+    ):
+        if is_given:
+            raise PlacementError(f"plan: {option}", expected=needed, why="It would have no effect")
     sizes = mesh.sizes if not search else Sizes()
     _find_te(mesh.arch)
     if search and mesh.gpus is not None:
@@ -183,6 +204,7 @@ def _plan(
             "node": node,
             "cp": mesh.cp,
             "global_batch": global_batch,
+            "fixed": mesh.fixed,
         }
         found_meshes = planning.search(job, **asked)
         return _show_search(found_meshes, mesh.gpus, limit, node, machine, as_json)
@@ -366,7 +388,11 @@ def _report(
     Of a running job call te_fsdp.report(model). Checkpoints: as te-fsdp ckpt inspect, which has more options.
     """
     if path.is_file() and path.suffix == ".json":
-        value = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            fix = "a file of te-fsdp plan --json, or a checkpoint"
+            raise CheckpointError(f"{path}: no JSON ({error})", fix=fix) from error
         if isinstance(value, dict) and "te_fsdp_plan" in value:
             found = Plan.from_json(value, str(path))
             print_json(found.as_json()) if as_json else _show(found, None, True)

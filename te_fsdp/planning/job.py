@@ -49,6 +49,11 @@ class Sizes:
     ep: int = 1
     tp: int = 1
 
+    def __post_init__(self) -> None:
+        for axis in ALL_AXES:
+            if getattr(self, axis) < 1:
+                raise PlacementError(f"plan: {axis}", expected="1 or more", got=getattr(self, axis))
+
     @property
     def ranks(self) -> int:
         """Their product."""
@@ -105,9 +110,11 @@ class Job:
             if getattr(self, name) not in known:
                 got = repr(getattr(self, name))
                 raise PlacementError(f"plan: {name}", expected=f"one of {', '.join(known)}", got=got)
-        for name in ("sequence", "batch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise PlacementError(f"plan: {name}", expected="1 or more", got=getattr(self, name))
+        least = {"sequence": 1, "batch": 1, "microbatches": 1, "vocabulary": 0, "experts_per_token": 1}
+        for name, smallest in least.items():
+            given = getattr(self, name)
+            if given is not None and given < smallest:
+                raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=given)
         if self.quantized_weights and self.recipe == "none":
             raise PlacementError(
                 "plan: quantized weights", expected="a recipe", got="recipe 'none'", fix="recipe='current'"
@@ -197,7 +204,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
             units = ("layers.*",) if about.tied else ("layers.*", "head")
             return model, job.units or units
         function = _function(job.model) if isinstance(job.model, str) else job.model
-        model = function(meshes) if inspect.signature(function).parameters else function()  # type: ignore[operator]
+        model = _built(function, meshes, job.described()["model"])
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise PlacementError(
@@ -217,17 +224,37 @@ def is_function(model: object) -> bool:
     return callable(model)
 
 
-def _function(name: str) -> Callable[..., nn.Module]:
+def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))  # type: ignore[return-value]
-    except (ImportError, AttributeError) as error:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, TypeError) as error:
+        file = Path(module)
         raise PlacementError(
             f"plan: model {name!r}",
             expected="module:function, or a folder with config.json",
             got=f"{type(error).__name__}: {error}",
-            fix="run it where python -c 'import module' works, or set PYTHONPATH",
+            fix=f"{file.stem}:{attribute}, in the folder of {file.name}"
+            if file.suffix == ".py"
+            else "run it where python -c 'import module' works, or set PYTHONPATH",
         ) from error
+
+
+def _built(function: Any, meshes: Meshes, name: str) -> nn.Module:
+    """What a function makes of the meshes, if it is a function that makes a model."""
+    what, fix = f"plan: model {name!r}", "def build(meshes): return Model(...)"
+    expected = "a function of te_fsdp.Meshes, or of nothing, that returns the model"
+    if not callable(function) or isinstance(function, nn.Module):
+        raise PlacementError(what, expected=expected, got=f"a {type(function).__name__}", fix=fix)
+    parameters = inspect.signature(function).parameters
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p.name for p in named if p.default is p.empty]
+    if len(needed) > 1:
+        raise PlacementError(what, expected=expected, got=f"one that needs {', '.join(needed)}", fix=fix)
+    model = function(meshes) if parameters else function()
+    if not isinstance(model, nn.Module):
+        raise PlacementError(what, expected=expected, got=f"one that returns {type(model).__name__}", fix=fix)
+    return model
 
 
 @contextlib.contextmanager

@@ -262,7 +262,14 @@ class Candidate:
 
 
 def search(
-    job: Job, *, gpus: int, memory: int, node: int = 8, cp: int = 1, global_batch: int | None = None
+    job: Job,
+    *,
+    gpus: int,
+    memory: int,
+    node: int = 8,
+    cp: int = 1,
+    global_batch: int | None = None,
+    fixed: Mapping[str, int] | None = None,
 ) -> list[Candidate]:
     """Plan a job on every mesh of so many GPUs, the best first. Local operation, as :func:`te_fsdp.planning.plan`.
 
@@ -275,6 +282,7 @@ def search(
         node: GPUs of a node.
         cp: Size of that axis.
         global_batch: Sequences of a step on all GPUs together.
+        fixed: Axes of which one size alone is tried.
 
     Returns:
         Meshes that fit, cheapest first; then those that do not, with the smallest peak first; then refused ones.
@@ -288,8 +296,20 @@ def search(
             expected="positive numbers, cp a divisor of gpus",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
         )
+    asked = dict(fixed or {})
+    meshes = [
+        sizes
+        for sizes in _meshes(job, gpus, node, cp)
+        if all(getattr(sizes, axis) == size for axis, size in asked.items())
+    ]
+    if not meshes:
+        raise PlacementError(
+            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in asked.items())}",
+            expected="sizes that divide the GPUs, tp within a node, ep of a model with experts",
+            got="none",
+        )
     with pretended_ranks(gpus):
-        found = [_candidate(job, sizes, memory, node, global_batch) for sizes in _meshes(job, gpus, node, cp)]
+        found = [_candidate(job, sizes, memory, node, global_batch) for sizes in meshes]
     fitting = [one for one in found if not one.reason]
     large = [one for one in found if one.reason and one.plan is not None]
     refused = [one for one in found if one.plan is None]

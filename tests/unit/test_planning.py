@@ -218,7 +218,43 @@ def on_the_cpu():
     return nn.Linear(4, 4)
 
 
+def needs_a_width(meshes, width):
+    return Own(meshes)
+
+
+def returns_nothing(meshes):
+    Own(meshes)
+
+
 REFUSED = {
+    "sizes": (lambda: Sizes(tp=0), PlacementError, "plan: tp: expected 1 or more, got 0"),
+    "logits": (lambda: Job(CONFIG, vocabulary=-1), PlacementError, "vocabulary: expected 0 or more, got -1"),
+    "arguments": (
+        lambda: plan(Job(needs_a_width), Sizes()),
+        PlacementError,
+        "expected a function of te_fsdp.Meshes, .* got one that needs meshes, width",
+    ),
+    "nothing": (lambda: plan(Job(returns_nothing), Sizes()), PlacementError, "got one that returns NoneType"),
+    "no function": (
+        lambda: plan(Job(nn.Linear(1, 1)), Sizes()),
+        PlacementError,
+        "got a Linear. Fix: def build",
+    ),
+    "file": (
+        lambda: plan(Job("./my_model.py:build"), Sizes()),
+        PlacementError,
+        "Fix: my_model:build, in the folder of my_model.py",
+    ),
+    "hub": (
+        lambda: plan(Job("meta-llama/Llama"), Sizes()),
+        CheckpointError,
+        "Fix: the folder of a model, .* hf download",
+    ),
+    "fixed": (
+        lambda: search(Job(CONFIG), gpus=8, memory=1, fixed={"tp": 3}),
+        PlacementError,
+        "search: meshes of 8 GPUs with tp=3: expected sizes that divide the GPUs",
+    ),
     "recipe": (
         lambda: Job(CONFIG, recipe="fp8"),
         PlacementError,
@@ -356,9 +392,18 @@ def test_the_command(te, folder, capsys):
     assert main([*words, "--dp-shard", "2"]) == 1 and main(["plan", str(folder), "--search"]) == 1
     said = capsys.readouterr().err
     assert "a product of --gpus 8, got dp_shard=2 x tp=2" in said and "say how many GPUs" in said
+    for wrong, text in (
+        (["--dp-shard", "0"], "plan: dp_shard: expected 1 or more, got 0"),
+        (["--gpus", "0"], "plan: gpus: expected 1 or more, got 0"),
+        (["--within", "100"], "plan: speeds of the machine: expected --tflops too"),
+        (["--global-batch", "64"], "plan: --global-batch: expected --search"),
+    ):
+        assert main(["plan", str(folder), *wrong]) == 1 and text in capsys.readouterr().err
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--json"]) == 0
     meshes = json.loads(capsys.readouterr().out)["candidates"]
     assert [one["sizes"]["tp"] for one in meshes].count(2) == 1 and all(one["fits"] for one in meshes)
+    assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--tp", "2"]) == 0
+    assert "tp=2" in (shown := capsys.readouterr().out) and "dp_shard=2" not in shown
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64"]) == 0
     assert "best first" in capsys.readouterr().out
     timed = [
@@ -384,6 +429,9 @@ def test_what_is_no_plan(te, folder, capsys):
     (folder / "other.json").write_text('{"te_fsdp_plan": 99}')
     assert main(["report", str(folder / "other.json"), "--json"]) == 1
     assert "not a plan: expected te_fsdp_plan: 1, got 99" in json.loads(capsys.readouterr().out)["error"]
+    (folder / "broken.json").write_text("{")
+    assert main(["report", str(folder / "broken.json")]) == 1
+    assert "no JSON" in (said := capsys.readouterr().err) and "Fix: a file of te-fsdp plan --json" in said
     with pytest.raises(CheckpointError, match="not a plan"):
         Plan.from_json({"te_fsdp_plan": 1})
 
