@@ -91,7 +91,7 @@ def set_collective_timeout(seconds: float) -> None:
     Raises:
         CollectiveError: Not a positive number.
     """
-    if not seconds > 0:
+    if not isinstance(seconds, int | float) or not seconds > 0:
         raise CollectiveError(
             "set_collective_timeout", expected="a positive number of seconds", got=repr(seconds)
         )

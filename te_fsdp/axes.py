@@ -235,6 +235,71 @@ def _all_models(mine: list) -> list:
     return sorted({str(model): model for one in lists for model in one}.values())
 
 
+#: Variables in which launchers, torch's own and others, say how many processes they have started.
+_STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def check_started(sizes: Mapping[str, int]) -> None:
+    """Raise where a launcher has started several processes that ``torch.distributed`` knows nothing of.
+
+    Args:
+        sizes: Of the axes, as asked for; all 1: a job of one process is meant.
+
+    Raises:
+        MeshError: No ``RANK``: each process would be a job of its own.
+    """
+    said = {name: os.environ.get(name, "") for name in _STARTED}
+    several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
+    if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
+        raise MeshError(
+            "Meshes.build: several processes, and no RANK in the environment",
+            expected="the variables of torchrun",
+            got=several[0],
+            why="Each process would train a model of its own",
+            fix="start the script with torchrun (srun torchrun ..., docs/nodes.md); or Meshes.build(dp_shard=1) where "
+            "each process is a job",
+        )
+
+
+def check_device_type(given: str | torch.device) -> str:
+    """The type of device that is meant.
+
+    Raises:
+        MeshError: None that torch knows, or one device of it.
+    """
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        device = None
+    if device is None or device.index is not None:
+        raise MeshError(
+            "Meshes.build: device_type",
+            expected="'cuda' or 'cpu'",
+            got=repr(given),
+            fix="the type alone: which device of it is this rank's follows from LOCAL_RANK",
+        )
+    return device.type
+
+
+def own_device(device_type: str) -> int:
+    """Index of this rank's accelerator: ``LOCAL_RANK``.
+
+    Raises:
+        MeshError: This machine has not as many; or it is not said, and ranks would share the first one.
+    """
+    count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
+    index = int(said) if said.isdecimal() else 0
+    alone = said.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    if index >= count or not alone:
+        raise MeshError(
+            f"Meshes.build: LOCAL_RANK={said}" if said else "Meshes.build: no LOCAL_RANK in the environment",
+            expected=f"one of this process' {count} devices of type {device_type}, another for each rank of a node",
+            fix=f"torchrun --nproc-per-node {max(count, 1)}, or all devices of the node in CUDA_VISIBLE_DEVICES; with "
+            "another launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
+        )
+    return index
+
+
 def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     """Resolve one ``-1`` and check that the axes fill the world exactly."""
     shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != 1}
@@ -263,6 +328,8 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
         if fitting
         else "sizes whose product is WORLD_SIZE"
     )
+    if world_size == 1:
+        fix += "; or start the script with torchrun --nproc-per-node N, where it runs alone now"
     raise MeshError(
         f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
         expected=f"a product equal to WORLD_SIZE = {world_size}",

@@ -38,10 +38,13 @@ from te_fsdp.axes import (
     AXES,
     STAGES,
     check_ascending,
+    check_device_type,
     check_nested,
     check_stages,
+    check_started,
     fill_sizes,
     mesh_of_stage,
+    own_device,
     own_names,
     ranks_of_a_node,
     slow_axes,
@@ -111,11 +114,12 @@ class Meshes:
             device_type: ``"cuda"`` or ``"cpu"``; by default the machine's accelerator, else the CPU.
 
         Raises:
-            MeshError: A size is not a positive integer, or their product is not the world size.
+            MeshError: A size is not a positive integer, or their product is not the world size; no such device; or
+                processes that were not started by torchrun, and would each be a job of their own.
         """
-        device_type = device_type or default_device_type()
-        _start_distributed(device_type)
+        device_type = check_device_type(device_type or default_device_type())
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
+        _start_distributed(device_type, asked)
         sizes = fill_sizes(asked, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
@@ -467,10 +471,11 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _start_distributed(device_type: str) -> None:
+def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
     """Start torch.distributed unless it runs already; one process without torchrun becomes a world of one."""
     if dist.is_initialized():
         return
+    check_started(sizes)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # Seen with torch 2.13: the connection to a dead rank's address is tried until the time-out.
@@ -480,7 +485,7 @@ def _start_distributed(device_type: str) -> None:
             restarts,
         )
     if device_type != "cpu":
-        torch.get_device_module(device_type).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.get_device_module(device_type).set_device(own_device(device_type))
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

@@ -192,6 +192,36 @@ def places_of(model: nn.Module, prefix: str = "", *, remove_duplicate: bool = Tr
                 yield Place(f"{path}.{name}" if path else name, owner, name, parameter)
 
 
+def require_model(given: object, where: str) -> None:
+    """Raise unless an argument is a module; one that has changed places with another, most often. Local operation.
+
+    Args:
+        given: The argument.
+        where: The call, as its user writes it.
+
+    Raises:
+        PlacementError: It is none.
+    """
+    if not isinstance(given, torch.nn.Module):
+        raise PlacementError(
+            f"{where}: model",
+            expected="a torch.nn.Module",
+            got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
+            fix="the model itself, as one module, in this place",
+        )
+
+
+def require_optimizer(given: object, where: str) -> None:
+    """As :func:`require_model`, for an optimizer of ``torch.optim``'s protocol."""
+    if not isinstance(getattr(given, "param_groups", None), list):
+        raise PlacementError(
+            f"{where}: optimizer",
+            expected="a torch.optim.Optimizer",
+            got=type(given).__name__,
+            fix="the optimizer itself in this place: no list of them, no state dict, no scheduler",
+        )
+
+
 #: Key in the module's ``__dict__``.
 BINDING = "_te_fsdp_binding"
 #: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset

@@ -278,13 +278,13 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``.
 
     Returns:
-        Path of the checkpoint, or ``None`` where there is none, the directory itself included.
+        Path of the checkpoint, of ``directory`` itself if it is one; ``None`` where nothing is, not even a directory.
     """
+    place = place_of(directory)
     while True:
-        seen = visible(place_of(directory))
-        newest = next(
-            (path for path, manifest in reversed(in_order(seen)) if _is_whole(path, manifest)), None
-        )
+        seen = visible(place) or [place] * (place / FILE_NAME).is_file()
+        whole = (path for path, manifest in reversed(in_order(seen)) if _is_whole(path, manifest))
+        newest = next(whole, None)
         if all(path.exists() for path in seen):
             return newest
         # Another job's keep_last has removed some, since it has saved newer ones.
@@ -483,17 +483,18 @@ def _nothing_there(path: Path) -> str:
             fix="load an earlier checkpoint or copy this one again; if torch.distributed.checkpoint wrote it without "
             "flattening, read it with te-fsdp ckpt convert",
         )
-    inside, beside = visible(path), visible(path.parent)
+    inside, beside = visible(path), [p.name for p in visible(path.parent)]
     if inside:
-        names = ", ".join(p.name for p in inside[-5:])
+        got = f"{', '.join(p.name for p in inside[-5:])} inside"
         fix = f"load one of them: te_fsdp.checkpoint.latest({str(path)!r}) finds the newest"
-        return message(
-            f"{path}: a directory of checkpoints", expected="one of them", got=f"{names} inside", fix=fix
-        )
+        return message(f"{path}: a directory of checkpoints", expected="one of them", got=got, fix=fix)
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    close = difflib.get_close_matches(path.name, [p.name for p in beside], n=3, cutoff=0.4)
-    close = close or [p.name for p in beside[-3:]]
+    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.4) or beside[-3:]
     fix = "check the path; no checkpoint lies near it"
     if close:
         fix = f"in {path.parent} there is {', '.join(close)}"
+    if (path / "config.json").is_file():
+        fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
+    elif path.is_file():
+        fix = f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of a torch.save or safetensors file"
     return message(f"{path}: no such checkpoint", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)

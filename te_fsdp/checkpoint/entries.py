@@ -246,6 +246,18 @@ class OwnParts:
     entries: dict[str, Entry] = field(default_factory=dict)
 
 
+def as_dict(extra: object) -> dict[str, Any]:
+    """What a user gave as ``extra``.
+
+    Raises:
+        CheckpointError: No dict.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
+        raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
+    return dict(extra or {})
+
+
 def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
     """JSON form of a value, and the tensors that it refers to.
 

@@ -137,7 +137,7 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    source, model = absolute(path), as_one(model)
+    source, model = absolute(path), as_one(model, optimizer)
     with collective_call(name_of("checkpoint.load", model)), in_use(source), without_collector():
         began = time.perf_counter()
         opened = _own_part(open_source(source, model, optimizer, verify=verify, read=read), model)

@@ -32,9 +32,19 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
 
     Args:
         path: A path, or a URL that fsspec knows.
+
+    Raises:
+        CheckpointError: Neither.
     """
     if isinstance(path, RemotePath):
         return cast(Any, path)
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            "checkpoint: path",
+            expected="a path or a URL",
+            got=type(path).__name__,
+            fix="the path comes first: checkpoint.save(path, model, optimizer), load(path, model, optimizer)",
+        )
     text = os.fspath(path)
     found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None
     if found is None:

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.directory import hide_old
-from te_fsdp.checkpoint.entries import Entry, OwnParts, encode, join_ranks, views_of
+from te_fsdp.checkpoint.entries import Entry, OwnParts, as_dict, encode, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     come_to_rest,
@@ -188,7 +188,7 @@ class _Collected:
         self.model, self.optimizer, self.plan, self.own = model, optimizer, plan, OwnParts(rank())
         self.stage = stage_of(model)
         check_whole_job(model, self.stage)
-        self.extra, self.extra_entries = encode(dict(extra or {}), own=self.own)
+        self.extra, self.extra_entries = encode(as_dict(extra), own=self.own)
         self.delayed, self.delayed_entries = delayed_state(model)
         self.look, self.leaves = _look(model, optimizer, self.others()) or (None, [])
         self.is_known = before is not None and self.look is not None and before.look == self.look
@@ -227,10 +227,11 @@ class _Collected:
         if self.plan is not None and self.plan.signature != self.signature:
             self.plan = None
 
-    def seen(self) -> _Seen:
+    def seen(self, target: Path) -> _Seen:
         """What rank 0 hears."""
         kind = type(self.optimizer).__name__
         digests = {
+            "path": str(target).encode(),
             **self.described.digests,
             "optimizer": self.described.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
@@ -259,8 +260,7 @@ class _Collected:
         """The manifest's ``optimizer``."""
         if self.optimizer is None:
             return None
-        kind = type(self.optimizer).__name__
-        return {"class": kind, "groups": self.groups, "state": self.described.states}
+        return {"class": type(self.optimizer).__name__, "groups": self.groups, "state": self.described.states}
 
     def entries(self) -> dict[str, Entry]:
         """All tensors that have elements, with rank 0's of the user, and every rank's own."""
@@ -365,7 +365,7 @@ def _prepare(
     found: list[_Collected] = []
     begun: list[Path] = []
     whole: list[dict[str, Any] | None] = []
-    model = as_one(given)
+    model = as_one(given, optimizer)
     plan, before = background().plans.get(model, (None, None))
     if plan is None or (ranks.rank == 0 and plan.encoded is None):
         plan = before = None  # there was none, or the save that it was made for has failed
@@ -376,12 +376,12 @@ def _prepare(
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
         found.append(_Collected(model, optimizer, extra, plan, before))
-        return found[0].seen()
+        return found[0].seen(target)
 
     def anew() -> Any:
         found[0].plan = None
         found[0].describe()
-        return found[0].seen()
+        return found[0].seen(target)
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
         if len({one.token for one in seen}) > 1:

@@ -20,10 +20,12 @@ from te_fsdp.agree import gather, rank, world_size
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import from_json, to_json
+from te_fsdp.parameters import require_optimizer
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from te_fsdp.mesh import Meshes
 
@@ -73,11 +75,26 @@ class _Parts(nn.Module):
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-def as_one(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
-    """A model, or several stages of one, as one module."""
+def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None = None) -> nn.Module:
+    """A model, or several stages of one, as one module.
+
+    Raises:
+        CheckpointError: Something else, such as a state dict.
+        PlacementError: An optimizer that is none.
+    """
+    if optimizer is not None:
+        require_optimizer(optimizer, "checkpoint: model, optimizer")
     if isinstance(model, nn.Module):
         return model
-    given = list(model)
+    given = list(model) if isinstance(model, Iterable) else []
+    if not given or not all(isinstance(part, nn.Module) for part in given):
+        raise CheckpointError(
+            "checkpoint: model",
+            expected="a module, or a rank's stages",
+            got=type(model).__name__,
+            fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects themselves, "
+            "no state dicts",
+        )
     return given[0] if len(given) == 1 else _Parts(given)
 
 
@@ -144,7 +161,17 @@ def _in_several(names: list[str], where: str) -> CheckpointError:
 
 
 def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
-    """All ranks of a stage must describe the same model and optimizer. Rank 0 alone calls this."""
+    """All ranks of a stage must describe the same model and optimizer, and all one path. Rank 0 alone calls this."""
+    paths = [seen.pop("path").decode() for seen in digests]
+    for path in paths:
+        if path != paths[0]:
+            raise CheckpointError(
+                "save: the ranks were given different paths",
+                expected="one path",
+                got=f"{paths[0]} on rank 0, {path} on rank {paths.index(path)}",
+                why="A checkpoint holds the parts of all ranks",
+                fix="the same path on all ranks, without the rank's number",
+            )
     first = {stage: stages.index(stage) for stage in set(stages)}
     for name in digests[0]:
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[first[stages[r]]][name]]

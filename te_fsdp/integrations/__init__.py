@@ -9,3 +9,27 @@
 
 What works and what does not is a table for each in docs/integrations.md.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from te_fsdp.errors import message
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Context of imports of a framework: where one fails, the error names the extra of pip that brings it.
+
+    Args:
+        extra: Its name.
+
+    Raises:
+        ImportError: As the import raised it, with the fix.
+    """
+    try:
+        yield
+    except ImportError as error:
+        text = message(str(error), fix=f"pip install 'te-fsdp[{extra}]', in a checkout '.[{extra}]'")
+        raise type(error)(text, name=error.name) from error

@@ -20,9 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import accelerate
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,9 +28,14 @@ import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.agree import world_size
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError
+from te_fsdp.integrations import needs
 from te_fsdp.mesh import Meshes, as_meshes
 from te_fsdp.sharding.main_weights import following
 from te_fsdp.sharding.state import sharding_state, state_of
+
+with needs("accelerate"):
+    import accelerate
+    from accelerate.data_loader import prepare_data_loader
 
 __all__ = ["TeFsdpAccelerator"]
 

@@ -30,6 +30,7 @@ from te_fsdp import _te, checkpoint
 from te_fsdp.agree import from_rank_0
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
+from te_fsdp.integrations import needs
 from te_fsdp.mesh import Meshes
 from te_fsdp.sharding.state import sharding_state
 
@@ -44,7 +45,8 @@ def _fabric(part: str) -> Any:
     return importlib.import_module(f"{(loaded or installed or names)[0]}.{part}")
 
 
-_ModelParallelStrategy: Any = _fabric("strategies").ModelParallelStrategy
+with needs("fabric"):
+    _ModelParallelStrategy: Any = _fabric("strategies").ModelParallelStrategy
 
 
 class _AccumulateLocally:

@@ -25,19 +25,22 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import peft
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.integrations import needs
 from te_fsdp.parameters import binding_of, shard_info
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.shards import quantize_whole
 from te_fsdp.sharding.state import required_state
+
+with needs("peft"):
+    import peft
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import check_target_module_exists
 
 __all__ = ["adapters_of", "add_adapters", "base_of", "merge"]
 

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.protocols import BaseModel
 
 import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
+from te_fsdp.integrations import needs
 from te_fsdp.sharding.state import sharding_state
+
+with needs("torchtitan"):
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
+    from torchtitan.protocols import BaseModel
 
 __all__ = ["CheckpointManager", "TeModel", "keep_main_weights", "parallelize"]
 

@@ -27,6 +27,7 @@ from te_fsdp import _te, _torch
 from te_fsdp._te_formats import FORMATS
 from te_fsdp.agree import rank, world_size
 from te_fsdp.errors import message
+from te_fsdp.integrations import needs
 from te_fsdp.quantized.components import components_of
 from te_fsdp.quantized.grouped_weight import experts_of
 from te_fsdp.sharding.state import settle, shard_of
@@ -86,7 +87,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        from torch.utils import tensorboard  # raises on all ranks alike where the package is missing
+        with needs("tensorboard"):  # on all ranks alike
+            from torch.utils import tensorboard
 
         self._module, self._folder = tensorboard, str(folder)
         self._writer: Any = None
@@ -112,7 +114,8 @@ class WandB:
     """
 
     def __init__(self, **options: Any) -> None:
-        import wandb  # raises on all ranks alike where the package is missing
+        with needs("wandb"):  # on all ranks alike
+            import wandb
 
         self._module, self._options = wandb, options
         self._run: Any = None
@@ -208,15 +211,16 @@ class TrainingLog:
     def _check(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Raise before any collective, on all ranks alike."""
         large = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() != 1]
-        if large or self._means - values.keys():
-            raise ValueError(
-                message(
-                    f"TrainingLog.step: {', '.join(large or sorted(self._means - values.keys()))}",
-                    expected="one number" if large else "the values that mean_over_ranks names",
-                    got="a tensor of several elements" if large else "none",
-                    fix="reduce it first" if large else "give it in each step, on all ranks",
-                )
-            )
+        others = [n for n, v in values.items() if not hasattr(v, "__float__")]
+        missing = sorted(self._means - values.keys())
+        for names, expected, got, fix in (
+            (large, "one number", "a tensor of several elements", "reduce it first"),
+            (others, "a number, or a tensor of one element", "something else", "leave it out, or convert it"),
+            (missing, "the values that mean_over_ranks names", "none", "give it in each step, on all ranks"),
+        ):
+            if names:
+                what = f"TrainingLog.step: {', '.join(names)}"
+                raise ValueError(message(what, expected=expected, got=got, fix=fix))
 
     def close(self) -> None:
         """Close the writers, on rank 0."""

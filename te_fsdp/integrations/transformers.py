@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.agree import rank
+from te_fsdp.integrations import needs
 from te_fsdp.integrations.accelerate import TeFsdpAccelerator
 from te_fsdp.mesh import Meshes
+
+with needs("accelerate"):
+    import transformers
 
 __all__ = ["TeFsdpTrainer"]
 

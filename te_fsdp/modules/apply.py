@@ -39,7 +39,7 @@ from te_fsdp.modules.rank_checks import (
     refuse_equal_shards,
     require_equal_gradients,
 )
-from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of
+from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of, require_model
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.quantized.shards import requantize
@@ -251,6 +251,7 @@ def _communicates_over(
     model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
     """The ranks that must come first, if the call communicates; ``None`` if it is local. Local operation."""
+    require_model(model, "set_device_mesh(model, tp_mesh, weight_mesh)")
     for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
         check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
     if ep_mesh is not None:

@@ -22,6 +22,7 @@ Ranks of ``cp`` compute parts of the same sequences: their inputs must have the 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import combinations
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp.agree import gather
+from te_fsdp.agree import are_equal, digest, gather, rank
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, message, shorten
 from te_fsdp.modules.rank_checks import checksum, is_constant
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+
+_log = logging.getLogger("te_fsdp")
 
 #: Key in the root's ``__dict__``: its check, ``None`` where one was taken away.
 KEY = "_te_fsdp_inputs"
@@ -121,6 +124,42 @@ def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMe
     for module in _taking_parts(model) if tp_mesh is not None else ():
         hook = module.register_forward_pre_hook(_torch.untraced(_look_for_parts), with_kwargs=True)
         module.__dict__[_LOOKS] = _Looks(hook)
+
+
+def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
+    """Warn once if the first batch of training is the same on all ranks of ``dp_shard``: nobody deals the data out.
+
+    No error: one batch for all is how many try a model out. Local operation; the first forward in training becomes
+    collective over ``dp_shard``, which it is anyway: one max all-reduce of two integers.
+
+    Args:
+        model: The root, whose weights the ranks of ``dp_shard`` gather.
+        meshes: Those of the job.
+    """
+    shards = meshes.device_mesh["dp_shard"]
+    if shards.size() == 1 or meshes.cp is not None or meshes.pp is not None or is_simulated():
+        return
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()) or _torch.in_backward():
+            return
+        if is_capturing():
+            return
+        hook.remove()
+        with _torch.without_modes():
+            given = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
+            same = bool(are_equal([digest(repr(_seen(given)))], shards))
+            telling = not all(bool(is_constant(_plain(tensor))) for tensor in given.values())
+            if same and telling and rank() == 0:
+                _log.warning(
+                    "%s.forward: the first batch is the same on all %d ranks of dp_shard, each of which computes the "
+                    "same gradient. Deal the data out by meshes.data_rank of meshes.data_size (docs/data.md); where it "
+                    "shall be so, pass check_inputs=False to fully_shard",
+                    type(module).__name__,
+                    shards.size(),
+                )
+
+    hook = model.register_forward_pre_hook(_torch.untraced(look), with_kwargs=True)
 
 
 def check_inputs(

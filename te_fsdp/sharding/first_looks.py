@@ -26,6 +26,7 @@ from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.rank_checks import checksum
 from te_fsdp.parameters import facts_of
+from te_fsdp.sharding.main_weights import refuse_unfit
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered
 from te_fsdp.sharding.units import refuse_hooks
@@ -63,6 +64,7 @@ def before_first_step(step: Step) -> None:
             _refuse_new_parameters(state)
             _refuse_hooks(state)
             _refuse_state_of_others(step, parameters)
+            refuse_unfit(step.optimizer, parameters)
         if not is_simulated():
             _refuse_other_optimizers(state, step, parameters)
             _refuse_beside_the_model(state, step)

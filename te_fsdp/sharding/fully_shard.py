@@ -32,9 +32,9 @@ from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
-from te_fsdp.modules.inputs import watch_inputs
+from te_fsdp.modules.inputs import watch_for_copies, watch_inputs
 from te_fsdp.modules.rank_checks import compare_gradients
-from te_fsdp.parameters import binding_of, noted, places_of
+from te_fsdp.parameters import binding_of, noted, places_of, require_model
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (
     choose_transports,
@@ -118,7 +118,7 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
-    meshes = as_meshes(meshes, "fully_shard")
+    meshes = _meshes_for(model, meshes)
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         request = Request(*asked, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
@@ -128,6 +128,13 @@ def fully_shard(
         _finish(plan, state, check_inputs, fused)
         _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
     return model
+
+
+def _meshes_for(model: object, given: object) -> Meshes:
+    """The meshes, if both arguments are what they should be."""
+    meshes = as_meshes(given, "fully_shard")
+    require_model(model, "fully_shard(model, meshes)")
+    return meshes
 
 
 def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
@@ -299,6 +306,8 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     watch_inputs(
         state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
     )
+    if check_inputs and state.modules:
+        watch_for_copies(state.model, state.meshes)
     compare_gradients(state.model, check_inputs)
     watch_forward(state)
     watch_first_backward(state)

@@ -86,9 +86,9 @@ def clip_grad_norm_(
         PrecisionError: A non-finite norm, if asked for.
         ValueError: ``max_norm`` or ``norm_type`` out of range.
     """
+    given = _listed(parameters)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
-    given = _listed(parameters)
     stages = _stages(given, pp_mesh)
     chosen = _averaged(_parameters(given))
     total = grad_norm(chosen, norm_type, stages or False)
@@ -154,12 +154,32 @@ def grad_norm(
 
 
 def _listed(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each parameter as the optimizer has it."""
+    """Each parameter as the optimizer has it.
+
+    Raises:
+        PlacementError: Something else, such as gradients, of which none has a gradient itself.
+    """
+    got = type(given).__name__
     if isinstance(given, nn.Module):
         given = given.parameters()
     elif isinstance(given, torch.Tensor):
         given = [given]
-    return [shard_of(parameter) for parameter in given]
+    try:
+        listed = [shard_of(parameter) for parameter in given]
+    except (AttributeError, TypeError):  # names beside parameters, or no list at all
+        listed = None
+    if listed is None or (listed and not any(map(_may_have_gradient, listed))):
+        raise PlacementError(
+            "clip_grad_norm_: parameters",
+            expected="a model, or its parameters",
+            got=got if listed is None else f"a {got} of tensors that are no parameters, such as gradients",
+            fix="te_fsdp.clip_grad_norm_(model, max_norm)",
+        )
+    return listed
+
+
+def _may_have_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or tensor.grad is not None or isinstance(tensor, nn.Parameter)
 
 
 def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> DeviceMesh | None:

@@ -30,6 +30,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_capturing
 from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.parameters import require_model, require_optimizer
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
 from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
@@ -68,6 +69,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         OrderError: Says how many parameters are not the model's.
         PlacementError: An optimizer of torch whose step would fail half way on sharded parameters (docs/optimizers.md).
     """
+    require_model(model, "check_optimizer(model, optimizer)")
+    require_optimizer(optimizer, "check_optimizer(model, optimizer)")
     for module in model.modules():
         if _torch.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
@@ -82,15 +85,19 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             why="Its step would change nothing that the model reads",
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
-    _refuse_unfit(optimizer, held)
+    refuse_unfit(optimizer, held)
 
 
 #: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).
 _UNFIT = ("Adafactor", "Rprop")
 
 
-def _refuse_unfit(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
-    """Raise for an optimizer whose step would fail half way on sharded parameters. Local operation."""
+def refuse_unfit(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
+    """Raise for an optimizer whose step would fail half way on sharded parameters. Local operation.
+
+    Raises:
+        PlacementError: It is one of those.
+    """
     sharded = [p for p in held if isinstance(p, DTensor)]
     name = type(optimizer).__name__
     muon = getattr(torch.optim, "Muon", None)

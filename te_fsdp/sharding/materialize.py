@@ -25,7 +25,7 @@ from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import Place, binding_of, places_of, plan_of
+from te_fsdp.parameters import Place, binding_of, places_of, plan_of, require_model
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.reductions import release_params
@@ -76,6 +76,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             states.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_model(model, "materialize(model)")
     settle(model)
     pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
     mesh = mesh_of(model)

@@ -34,7 +34,7 @@ from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message
 from te_fsdp.layout.rules import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
-from te_fsdp.parameters import Place, binding_of, places_of, shard_info
+from te_fsdp.parameters import Place, binding_of, places_of, require_model, shard_info
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_collectives import rows_of_state
@@ -91,6 +91,7 @@ class Muon(Optimizer):
         split_fused: bool = True,
         **options: Any,
     ) -> None:
+        require_model(model, "Muon(model, params)")
         # torch's own constructors check the options, and know the defaults.
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}

@@ -24,7 +24,7 @@ from te_fsdp._patches import install_on
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError
-from te_fsdp.parameters import label_of
+from te_fsdp.parameters import label_of, require_optimizer
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard
@@ -96,6 +96,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
         MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_optimizer(optimizer, "shard_optimizer(optimizer)")
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = main_parameters_of(optimizer)
     shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]

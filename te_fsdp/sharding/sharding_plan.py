@@ -341,6 +341,18 @@ def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy
             why="Each says in which dtypes to compute and to reduce",
             fix="leave mp_policy out",
         )
+    for word, given, kind in (
+        ("precision", precision, MixedPrecisionPolicy),
+        ("mp_policy", mp_policy, Fsdp2Policy),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise PrecisionError(
+                f"fully_shard: {word}",
+                expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
+                got=f"{type(given).__module__}.{type(given).__name__}",
+                fix="precision=te_fsdp.MixedPrecisionPolicy(...), or "
+                "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+            )
 
 
 def _check_offload(policy: OffloadPolicy | None) -> None:

@@ -116,6 +116,15 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
             leave_unset(state.model)
             state.emptied = state.on_meta = True
         return result
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise OrderError(
+            f"{type(state.model).__name__}: a move to a device before its parameters have values",
+            expected="te_fsdp.materialize(model), which puts them where they belong",
+            got="parameters on meta",
+            fix="call te_fsdp.materialize(model, seed=...) in its place",
+        ) from error
     finally:
         for name, parameter in state.parameters().items():
             carry_over(known[name], parameter)

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, meant, shorten
@@ -64,6 +66,13 @@ _WORDS = {
 def check_order(model: nn.Module) -> None:
     """Neither FSDP2 nor ``fully_shard`` must have been applied to any part before, nor to a model that holds this."""
     for name, module in model.named_modules():
+        if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
+            raise OrderError(
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="the model that it was made of",
+                got="a wrapper that reduces gradients, or cuts parameters, itself",
+                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
+            )
         if _torch.is_fsdp_module(module):
             raise OrderError(
                 f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
@@ -166,7 +175,7 @@ def find_units(
         layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
         chosen = {name for name, module in names.items() if isinstance(module, layer)}
     else:
-        wanted = [units] if isinstance(units, type | str) else units
+        wanted = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
         chosen = {name for want in wanted for name in _find(names, want)}
     given: dict[str, str] = {}
     if isinstance(strategy, Mapping):
@@ -195,10 +204,15 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
         found = [want] if want in names else []
     if not found:
         near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
+        kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
             f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
             expected=f"a class or a name out of {shorten([n for n in names if n], 8)}",
-            fix=f"{near!r}, if that is meant" if near else "name modules as model.named_modules() does",
+            fix=f"the class {want} itself, not its name"
+            if want in kinds
+            else f"{near!r}, if that is meant"
+            if near
+            else "name modules as model.named_modules() does",
         )
     return found
 

@@ -179,6 +179,7 @@ def test_latest_is_the_newest_whole_one(tmp_path: Path) -> None:
     for name in ("step-20", "step-9", "step-100"):
         checkpoint.save(tmp_path / name, Model())
     assert checkpoint.latest(tmp_path) == tmp_path / "step-100"
+    assert checkpoint.latest(tmp_path / "step-100") == tmp_path / "step-100"  # given itself
     checkpoint.save(tmp_path / "step-50", Model())  # a run that was rolled back
     assert checkpoint.latest(str(tmp_path)) == tmp_path / "step-50"
     data = next((tmp_path / "step-50").glob("*.distcp"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -418,43 +416,6 @@ def test_on_the_cpu(fake_world):
     assert (meshes.device_type, meshes.device) == ("cpu", torch.device("cpu"))
     assert (meshes.tp, meshes.fsdp, meshes.weight) == (None, None, None)
     assert meshes.te_kwargs() == {"tp_group": None, "tp_size": 1}
-
-
-def test_a_process_without_torchrun(python):
-    """Meshes.build starts a world of one rank by itself, which then trains; and keeps one that runs already."""
-    script = """
-import torch, torch.distributed as dist
-import te_fsdp
-meshes = te_fsdp.Meshes.build(device_type="cpu")
-assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (1, 0, "gloo")
-group = dist.group.WORLD
-assert str(te_fsdp.Meshes.build(device_type="cpu")) == str(meshes) == "dp_replicate=1 x dp_shard=1 x tp=1"
-assert dist.group.WORLD is group
-model = te_fsdp.fully_shard(torch.nn.Linear(4, 2), meshes)
-model(torch.ones(3, 4)).sum().backward()
-assert torch.equal(model.bias.grad.full_tensor(), torch.full((2,), 3.0))
-try:
-    te_fsdp.Meshes.build(tp=2, device_type="cpu")
-except te_fsdp.MeshError as error:
-    print(error)
-import sys
-assert "transformer_engine" not in sys.modules  # a model without TE needs none of it
-"""
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TE_FSDP_EMULATION")
-    environment = {k: v for k, v in os.environ.items() if k not in variables}
-    result = subprocess.run(
-        [python, "-c", script],
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == (
-        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2) = 2 * ?: expected a product equal to WORLD_SIZE = 1, "
-        "got 2, which does not divide 1. Fix: sizes whose product is WORLD_SIZE."
-    )
 
 
 # --- nodes

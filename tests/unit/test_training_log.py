@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from te_fsdp.integrations import training_log
-from te_fsdp.integrations.training_log import JsonLines, TrainingLog
+from te_fsdp.integrations.training_log import JsonLines, TrainingLog, WandB
 
 
 class Kept:
@@ -25,6 +26,19 @@ class Kept:
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"Fix: pip install 'te-fsdp\[wandb\]'"):
+        WandB(project="x")
+
+
+def test_a_text_is_no_number():
+    with pytest.raises(
+        ValueError, match="TrainingLog.step: loss: expected a number, or a tensor of one element"
+    ):
+        TrainingLog(every=1).step(0, loss="0.5")
 
 
 def test_logging_steps_have_everything(tmp_path, monkeypatch):

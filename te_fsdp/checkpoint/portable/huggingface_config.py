@@ -310,7 +310,9 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # deep nesting ends the recursion of the parser
-        raise CheckpointError(f"{path}: not a readable config.json ({error}).") from error
+        hub = "one of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
+        fix = "" if path.exists() else f"the folder of a model, with config.json; {hub}"
+        raise CheckpointError(f"{path}: not a readable config.json ({error})", fix=fix) from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path}: not a config.json", expected="a JSON object")
     return contents

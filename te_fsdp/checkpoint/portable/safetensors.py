@@ -20,7 +20,7 @@ import torch
 
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -113,7 +113,8 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise CheckpointError(message(f"{path}: no such file")) from error
+        fix = "a model of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
+        raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}") from error
     if size < 8:
         raise _damaged(path, f"not a safetensors file ({size} bytes)")
     (length,) = struct.unpack("<Q", bytes(read_bytes(path, 0, 8, "header"))[:8])

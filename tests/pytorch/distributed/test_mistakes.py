@@ -5,6 +5,7 @@ docs/troubleshooting.md has the table, with those that other files test; tests/u
 
 from __future__ import annotations
 
+import bodies_arguments as arguments
 import bodies_mistakes as bodies
 import bodies_no_mistakes as no_mistakes
 import pytest
@@ -105,15 +106,64 @@ ERRORS = {
         "SGD.step: head.weight: expected weights that are their main weights",
     ),
 }
+# The same, of calls that are given something else.
+ARGUMENTS = {
+    "a_wrapper_around_the_model": ("OrderError", "model: fully_shard of a DistributedDataParallel"),
+    "the_name_of_a_class_as_unit": ("PlacementError", "Fix: the class LayerNormMLP itself, not its name"),
+    "torchs_policy_as_precision": (
+        "PrecisionError",
+        "fully_shard: precision: expected a te_fsdp MixedPrecisionPolicy",
+    ),
+    "our_policy_as_torchs": (
+        "PrecisionError",
+        "fully_shard: mp_policy: expected a torch MixedPrecisionPolicy",
+    ),
+    "a_move_before_materialize": ("OrderError", "a move to a device before its parameters have values"),
+    "an_optimizer_that_needs_whole_tensors": ("PlacementError", "Adafactor of sharded parameters"),
+    "gradients_to_clip": (
+        "PlacementError",
+        "clip_grad_norm_: parameters: expected a model, or its parameters",
+    ),
+    "a_path_for_each_rank": ("CheckpointError", "save: the ranks were given different paths"),
+    "arguments_of_save_in_another_order": ("CheckpointError", "Fix: the path comes first"),
+    "a_state_dict_to_save": (
+        "CheckpointError",
+        "checkpoint: model: expected a module, or a rank's stages, got OrderedDict",
+    ),
+    "a_scheduler_as_optimizer": ("PlacementError", "optimizer: expected a torch.optim.Optimizer, got StepLR"),
+    "a_list_as_extra": (
+        "CheckpointError",
+        "save: extra: expected a dict of plain values and tensors, got list",
+    ),
+    "a_file_to_load": (
+        "CheckpointError",
+        "TARGET --to checkpoint makes one of a torch.save or safetensors file",
+    ),
+    "a_folder_of_hugging_face_to_load": (
+        "CheckpointError",
+        "Fix: te_fsdp.checkpoint.load_huggingface reads folders",
+    ),
+    "a_name_of_the_hub": ("CheckpointError", "hf download NAME --local-dir FOLDER"),
+}
+
+
+def compare(errors, module, results):
+    """What each rank has found with what is expected, of a module's mistakes."""
+    assert set(errors) == {make.__name__ for make in module.MISTAKES}
+    for found in results:
+        for mistake, (name, phrase) in errors.items():
+            kind, text = found.get(mistake, ("no error", ""))
+            assert kind == name and phrase in text and "Fix: " in text, (mistake, kind, text)
 
 
 @pytest.mark.ranks(2)
 def test_errors(pool, tmp_path):
-    assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
-    for found in pool.run(bodies.all_mistakes, 2, directory=str(tmp_path)):
-        for mistake, (name, phrase) in ERRORS.items():
-            kind, text = found.get(mistake, ("no error", ""))
-            assert kind == name and phrase in text and "Fix: " in text, (mistake, kind, text)
+    compare(ERRORS, bodies, pool.run(bodies.all_mistakes, 2, directory=str(tmp_path)))
+
+
+@pytest.mark.ranks(2)
+def test_arguments(pool, tmp_path):
+    compare(ARGUMENTS, arguments, pool.run(arguments.all_arguments, 2, directory=str(tmp_path)))
 
 
 @pytest.mark.ranks(2)
@@ -122,6 +172,15 @@ def test_weights_that_one_rank_saved(pool, tmp_path):
     (first, _), (text, unchanged) = pool.run(bodies.weights_that_one_rank_saved, 2, directory=str(tmp_path))
     assert first == "" and unchanged
     assert "expected this rank's part, got that of another rank" in text and "Fix: te_fsdp.checkpoint" in text
+
+
+@pytest.mark.ranks(2)
+def test_one_batch_for_all(pool):
+    """A warning of the first rank, once, where all ranks of dp_shard read the same."""
+    (first, told), (second, _) = pool.run(bodies.one_batch_for_all, 2)
+    assert not second and not told
+    (text,) = first
+    assert "the first batch is the same on all 2 ranks of dp_shard" in text and "meshes.data_rank" in text
 
 
 @pytest.mark.ranks(2)
