@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -174,7 +176,13 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     """Placement of an axis that cuts what later axes have cut into ``split_factor`` parts (``_StridedShard``)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=split_factor)
+    return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
+
+
+def shifted(placement: Placement, dims: int) -> Placement:
+    """The same cut of a tensor with ``dims`` more leading dims (``_StridedShard.split_factor``)."""
+    dim = shard_dim_of(placement)
+    return placement if dim is None else strided_shard(dim + dims, getattr(placement, "split_factor", 1))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -248,15 +256,11 @@ def backward_id() -> int:
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
     """What lies in nested tuples, lists and dictionaries, and how it lies there (``torch.utils._pytree``)."""
-    from torch.utils._pytree import tree_flatten
-
     return tree_flatten(value)
 
 
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     """The opposite of :func:`flatten`."""
-    from torch.utils._pytree import tree_unflatten
-
     return tree_unflatten(leaves, structure)
 
 
@@ -284,8 +288,6 @@ def without_modes() -> Any:
 
 def is_fsdp_module(module: nn.Module) -> bool:
     """Whether FSDP2's ``fully_shard`` was applied to this very module."""
-    from torch.distributed.fsdp import FSDPModule
-
     return isinstance(module, FSDPModule)
 
 

@@ -121,7 +121,7 @@ class OptimizerShard:
     def placements(self) -> tuple[Placement, ...]:
         """Placements of main weight and states on ``mesh``."""
         own, factor = _own_placements(self.parameter), _parts(self.parameter, self.mesh, self.dim)
-        return (Shard(self.dim) if factor == 1 else _torch.strided_shard(self.dim, factor), *own)
+        return (_torch.strided_shard(self.dim, factor), *own)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor like the parameter's local one; a view."""

@@ -37,7 +37,6 @@ from te_fsdp.sharding.outer_gather import (
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
@@ -352,19 +351,10 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
     padded.view(rows, *local.shape[1:])[: len(local)].copy_(local)
     shape = torch.Size((*(mesh.size(axis) for axis in axes), rows, *value.shape[1:]))
     placements = [
-        Shard(axes.index(axis)) if axis in axes else _shifted(placement, len(axes))
+        Shard(axes.index(axis)) if axis in axes else _torch.shifted(placement, len(axes))
         for axis, placement in enumerate(shard.placements)
     ]
     return _torch.placed(padded, mesh, placements, torch.empty(shape, device="meta"))
-
-
-def _shifted(placement: Placement, dims: int) -> Placement:
-    """A placement of another dim than the first, behind new leading dims."""
-    dim = _torch.shard_dim_of(placement)
-    if dim is None:
-        return placement
-    factor = getattr(placement, "split_factor", 1)
-    return Shard(dim + dims) if factor == 1 else _torch.strided_shard(dim + dims, factor)
 
 
 def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:

@@ -22,7 +22,6 @@ from te_fsdp.sharding.state import sharding_state
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -262,19 +261,11 @@ def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) ->
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-        found = [(axis, str(_shifted(p, shift))) for axis, p in zip(names, parameter.placements, strict=True)]
+        placements = [str(_torch.shifted(p, shift)) for p in parameter.placements]
+        found = list(zip(names, placements, strict=True))
     if ep:
         found.insert(len(found) - any(axis == "tp" for axis, _ in found), ("ep", str(Shard(0))))
     return " ".join(f"{axis}:{placement}" for axis, placement in found) or "-"
-
-
-def _shifted(placement: Placement, dims: int) -> Placement:
-    """The same cut of a tensor with more leading dims."""
-    dim = _torch.shard_dim_of(placement)
-    if dim is None or not dims:
-        return placement
-    factor = getattr(placement, "split_factor", None)
-    return Shard(dim + dims) if factor is None else _torch.strided_shard(dim + dims, factor)
 
 
 def bytes_of(local: torch.Tensor) -> int:
