@@ -168,6 +168,12 @@ def test_collectives_and_memory(pool, dtype):
         assert cost["state"] == pytest.approx((12 if low else 8) * cost["elements"] / 2, rel=0.01)
 
 
+@pytest.mark.ranks(2)
+def test_gradients_of_any_dtype(pool):
+    """FusedAdam(use_decoupled_grad=True) takes fp32 gradients of bf16 weights: they are not rounded on their way."""
+    assert pool.run(bodies.decoupled, 2) == [[("reduce_scatter", "float32")]] * 2
+
+
 #: Bytes on the wire per element, of both orientations where these are quantized independently.
 BYTES = {
     "current": 1,

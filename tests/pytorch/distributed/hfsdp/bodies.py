@@ -312,3 +312,29 @@ def refused(case: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
             "changed before it was refused"
         )
+
+
+def decoupled() -> list[tuple[str, str]]:
+    """A step of FusedAdam from fp32 gradients of bf16 weights that the user gives: exact, and what it sends."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    import te_fsdp
+    from te_fsdp._torch import local_of
+
+    meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
+    model = te_fsdp.fully_shard(Even(torch.bfloat16, "meta"), meshes, outer_strategy="optim")
+    te_fsdp.materialize(model, seed=0)
+    adam = FusedAdam(model.parameters(), lr=1e-3, master_weights=True, use_decoupled_grad=True)
+    optimizer = te_fsdp.shard_optimizer(adam)
+    for parameter in model.parameters():
+        # Of both ranks together 1 + 2^-12, which bf16 cannot hold.
+        local = torch.full_like(local_of(parameter), 1 + dist.get_rank() * 2**-11, dtype=torch.float32)
+        parameter.decoupled_grad = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False
+        )
+    with recorded() as calls:
+        optimizer.step()
+    for parameter in model.parameters():
+        moment = local_of(optimizer.state[parameter]["exp_avg"])
+        torch.testing.assert_close(moment, torch.full_like(moment, 0.1 * (1 + 2**-12)), rtol=1e-6, atol=0)
+    return [(call.kind, call.dtype) for call in calls if call.kind in ("reduce_scatter", "all_to_all")]
