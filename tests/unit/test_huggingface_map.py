@@ -148,6 +148,11 @@ def test_dtype():
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp.*several dtypes"):
         dict(to_te(weights, source))
     assert dict(to_te(weights, source, dtype=torch.float32))
+    for lossy in (torch.int8, torch.float8_e4m3fn, torch.bool, "bfloat16"):
+        with pytest.raises(
+            CheckpointError, match=r"dtype: expected None, or a floating-point dtype of 16 bits"
+        ):
+            weights.lazily(source, to_te=True, dtype=lossy)
 
 
 def test_zero_centered_gammas(caplog):
@@ -276,6 +281,8 @@ def test_config(tmp_path):
     assert hf.read_config(tmp_path) == hf.read_config(tmp_path / "config.json") == hf.read_config(LLAMA)
     with pytest.raises(CheckpointError, match="not a readable config.json"):
         hf.read_config(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="model without a description"):
+        hf.read_config(None)
     plain = hf.read_config(LLAMA)
     assert (plain.head_dim, plain.tied, plain.norm_eps, plain.windows) == (2, False, 1e-6, (None, None))
     assert plain.te_rotary_kwargs() == {"dim": 2, "rotary_base": 10000.0, "interleaved": False}

@@ -305,7 +305,7 @@ def config_contents(source: Any) -> Mapping[str, Any]:
         return source
     if hasattr(source, "to_dict"):
         return source.to_dict()
-    path = Path(source)
+    path = Path(first_given(source if isinstance(source, (str, os.PathLike)) else None))
     path = path / "config.json" if path.is_dir() else path
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))

@@ -323,8 +323,15 @@ class WeightMap:
         Raises:
             CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
                 one error before anything is read; several dtypes in one group. When read: biases other than zero that
-                the Hugging Face model does not have, copies of a tied weight that differ.
+                the Hugging Face model does not have, copies of a tied weight that differ. A ``dtype`` that loses them.
         """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_high(dtype)):
+            raise CheckpointError(
+                "Hugging Face model: dtype",
+                expected="None, or a floating-point dtype of 16 bits or more",
+                got=repr(dtype),
+                why="Values in fewer bits need scales, which nothing would hold",
+            )
         required = [name for group in self.groups for name in group.required(te=not to_te)]
         ignored = re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te)
         _check(source, self.shapes(te=not to_te), required, ignored)
@@ -434,6 +441,8 @@ def _unusable(tensor: torch.Tensor | Lazy) -> str | None:
         return "a quantized tensor"
     if isinstance(tensor, torch.Tensor) and tensor.is_meta:
         return "a meta tensor"
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        return f"of {tensor.dtype}"
-    return None
+    return None if _is_high(tensor.dtype) else f"of {tensor.dtype}"
+
+
+def _is_high(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
