@@ -426,13 +426,10 @@ def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
     if not held:
         return []
     mine = torch.stack([item.checksum for item in held])
-    extremes = torch.stack([mine, -mine])
-    maximum(extremes, mesh, leave_out=("ep", "tp"))
-    differs = extremes[0] != -extremes[1]
+    differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
     if "tp" in (mesh.mesh_dim_names or ()):
         replicated = torch.tensor([item.whole for item in held], device=mine.device)
-        maximum(extremes, mesh["tp"])
-        differs |= replicated & (extremes[0] != -extremes[1])
+        differs |= replicated & ~are_equal(mine, mesh["tp"])
         # A difference seen by one tp rank alone must reach the others: all raise, or none.
         seen = differs.to(torch.int64)
         maximum(seen, mesh["tp"])
