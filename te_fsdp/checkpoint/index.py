@@ -272,7 +272,10 @@ class Index:
                     found.append((*place, *chunk.offsets, *chunk.sizes))
                 yield key, np.array(found, dtype=np.int64).reshape(len(found), -1)
 
-        return cls({k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}, list(files), rows)
+        described = {k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}
+        if untold := [k for k, (_, dtype) in described.items() if not isinstance(dtype, torch.dtype)]:
+            raise TypeError(f"no dtype of {untold[0]}")
+        return cls(described, list(files), rows)
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
@@ -472,6 +475,8 @@ def unpickle_metadata(data: bytes) -> Metadata:
         raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
+    if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():
+        raise pickle.UnpicklingError(f"no {', '.join(sorted(absent))} in it")
     return metadata
 
 

@@ -380,7 +380,8 @@ def _parse(body: dict[str, Any]) -> Manifest:
     has_id = len(manifest.save_id) == 32 and set(manifest.save_id) <= set("0123456789abcdef")
     if manifest.folder and manifest.format_version < HAS_FOLDER:
         raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {manifest.folder!a:.80}")
-    untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name != DCP_METADATA]
+    others = (DCP_METADATA, INDEX)  # whose readers look themselves
+    untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
     if untold and has_id:
         raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
     if has_id != (manifest.format_version >= SUMS_PIECES) or (manifest.save_id and not has_id):

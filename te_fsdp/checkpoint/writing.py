@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
-from te_fsdp.checkpoint.portable.lazy import Lazy
+from te_fsdp.checkpoint.portable.lazy import Lazy, is_tiling
 from te_fsdp.checkpoint.remote import is_remote
 from te_fsdp.checkpoint.sums import Listed, Tick, checksums, silent, without_collector, write_pieces
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
@@ -302,7 +302,7 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
         tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
     for part in parts:
         part.writes.sort()
-    wrong = [key for key, stored in tensors.items() if not _is_tiling(stored.shape, stored.boxes)]
+    wrong = [key for key, stored in tensors.items() if not is_tiling(stored.shape, stored.boxes)]
     if wrong:
         raise CheckpointError(
             f"save: the pieces of {shorten(wrong)}",
@@ -311,25 +311,6 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
     return parts, names, tensors
-
-
-def _is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
-    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few."""
-    if len(boxes) == 1:
-        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
-    starts, ends = boxes[:, 0], boxes.sum(axis=1)
-    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
-    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
-        return False
-    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
-    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
-    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
-    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
-        np.add.at(covered, tuple(first), 1)
-    else:
-        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
-            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
-    return bool((covered == 1).all())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:

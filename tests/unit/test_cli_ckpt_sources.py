@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,52 @@ def test_every_flipped_bit_of_a_plain_directory_is_found(
             assert "CRC-32" in capsys.readouterr().err and not (tmp_path / "x").exists()
         file.write_bytes(good)
     assert main(["ckpt", "diff", str(tmp_path / "d"), str(tmp_path / "d")]) == 0, "the control"
+
+
+def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
+    """It has no checksum. What it says of names, dtypes and pieces is compared with itself and with the files."""
+    parts = {f"model.{n}": torch.full((4, 3), n + 1.0) for n in range(3)}
+    dcp.save(parts, checkpoint_id=tmp_path / "d", no_dist=True)
+    file = tmp_path / "d/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    # The first two as pieces of one, as two ranks write it.
+    rows = [dcp.metadata.ChunkStorageMetadata(torch.Size([4 * n, 0]), torch.Size([4, 3])) for n in range(2)]
+    stored, lies = metadata.state_dict_metadata, metadata.storage_data
+    stored["model.w"] = replace(stored.pop("model.0"), size=torch.Size([8, 3]), chunks=rows)
+    lies |= {
+        dcp.metadata.MetadataIndex("model.w", row.offsets, n): lies.pop(key)
+        for n, (row, key) in enumerate(zip(rows, [*lies][:2], strict=True))
+    }
+    del stored["model.1"]
+    metadata.planner_data = {key: tuple(key.split(".")) for key in stored}
+    good = pickle.dumps(metadata)
+    whole = {"w": torch.cat([parts["model.0"], parts["model.1"]]), "2": parts["model.2"]}
+
+    def read() -> dict[str, torch.Tensor]:
+        contents = open_any(tmp_path / "d")
+        return {name: contents.value(name).whole() for name in contents.names}
+
+    refused = 0
+    for at in range(len(good)):
+        data = bytearray(good)
+        data[at] ^= 1 << (3 if at % 3 else 1)
+        if data[at] == ord("r"):  # an instruction of pickle that fills as many GiB as the next bytes say
+            continue
+        file.write_bytes(data)
+        try:
+            found = read()
+        except CheckpointError:
+            refused += 1
+            continue
+        assert found.keys() == whole.keys(), at
+        assert all(torch.equal(found[name], whole[name]) for name in whole), at
+    assert refused > len(good) / 2
+    metadata.state_dict_metadata["model.w"].chunks[1] = rows[0]
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"pieces that cover \(8, 3\) once"):
+        read()
+    file.write_bytes(good)
+    assert read().keys() == whole.keys(), "the control"
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:

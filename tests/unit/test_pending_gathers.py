@@ -86,7 +86,8 @@ def begin(device: Device, *names: str) -> PendingGathers:
 
     log = device.log
 
-    def start(name: str, touched: list[Any]) -> Any:
+    def start(name: str, touched: list[Any], async_op: bool) -> Any:
+        assert not async_op
         touched.append(
             SimpleNamespace(record_stream=lambda s: log.append(f"memory of {name} is kept for {s.name}"))
         )

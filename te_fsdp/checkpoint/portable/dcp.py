@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -177,7 +178,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     metadata = metadata or read_metadata(path)
     file_of = functools.cache(lambda name: file_in(path, name))
     windows: dict[str, list[Window]] = {}
-    ends: dict[str, int] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
     with unreadable(path, DCP_METADATA):
         for index, place in metadata.storage_data.items():
             window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
@@ -186,12 +187,20 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
                     f"{window.key} in {path}: stored with {place.transform_descriptors}",
                     expected="plain bytes",
                 )
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            spans.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
             windows.setdefault(window.key, []).append(window)
         found = Index.of(metadata)
         others = {k: windows[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
-    _check_files(path, ends)
-    paths, all_windows = dict(metadata.planner_data or {}), [w for own in windows.values() for w in own]
+        paths = dict(metadata.planner_data or {})
+        for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
+            raise ValueError(f"{key} is said to be at {paths[key]}")  # DCP joins the one out of the other
+        for name, own in spans.items():
+            own.sort()
+            for (begin, length, _), (other, _, key) in pairwise(own):
+                if other < begin + length:
+                    raise ValueError(f"{key} at byte {other} of {name}, where another piece is")
+    _check_files(path, {name: sum(own[-1][:2]) for name, own in spans.items()})
+    all_windows = [w for own in windows.values() for w in own]
     return Opened(found, tensors_of(path, found), others, paths, all_windows)
 
 

@@ -10,7 +10,9 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from te_fsdp.checkpoint.sums import crc32
@@ -83,6 +85,30 @@ class Lazy:
 def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Index of a rectangle."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
+    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few.
+
+    Args:
+        shape: Of the whole.
+        boxes: int64, (boxes, 2, dims): where each begins, and its shape, which is not empty.
+    """
+    if len(boxes) == 1:
+        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
+    starts, ends = boxes[:, 0], boxes.sum(axis=1)
+    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
+    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
+        return False
+    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
+    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
+    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
+    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
+        np.add.at(covered, tuple(first), 1)
+    else:
+        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
+    return bool((covered == 1).all())
 
 
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
@@ -283,18 +309,25 @@ class Chunked(Lazy):
 
     def __post_init__(self) -> None:
         have = sum(math.prod(piece.shape) for _, piece in self.chunks)
-        inside = all(
-            len(offsets) == len(piece.shape) == len(self.shape)
-            and all(0 <= at <= n - size for at, size, n in zip(offsets, piece.shape, self.shape, strict=True))
-            for offsets, piece in self.chunks
-        )
-        if have != math.prod(self.shape) or not inside:
+        if have != math.prod(self.shape) or not self._is_covered():
             raise CheckpointError(
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",
                 got=f"{len(self.chunks)} piece(s) with {have} elements",
                 fix="the checkpoint is damaged, take an earlier one",
             )
+
+    def _is_covered(self) -> bool:
+        """Whether the pieces cover the tensor once, which have as many elements as it: pieces of rows, or others."""
+        boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
+        if any(len(at) != len(self.shape) for box in boxes for at in box):
+            return False
+        row, below = 0, (0,) * (len(self.shape) - 1)
+        for at, sizes in sorted(boxes) if self.shape else ():
+            if at != (row, *below) or sizes[1:] != self.shape[1:]:
+                return is_tiling(self.shape, np.array(boxes, dtype=np.int64))
+            row += sizes[0]
+        return True
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""

@@ -45,7 +45,6 @@ SEVERAL = {
     "clipped": {"clip": True},
     "given up by the loop": {"skip": True},
     "not sharded": {"exempt": True},
-    "not sharded, no_sync": {"exempt": True, "context": "no_sync"},
 }
 
 
