@@ -8,8 +8,7 @@ In place of one all-gather into a buffer and a copy out of it (``FSDPParamGroup.
                  one kernel
     all ranks    a barrier: nobody reads any more, shards may be written again
 
-What the last units of a forward have gathered is still there when their backward begins, and is not gathered again,
-unless an optimizer has stepped since.
+What the last units of a forward have gathered is there when their backward begins, unless an optimizer has stepped.
 
 The gathered weights' memory stays FSDP2's: storages that are given memory before a gather and lose it when the unit is
 released, while tensors that autograd has saved follow them. It is taken from the gather stream's part of the allocator,
@@ -48,7 +47,6 @@ class Memory(Protocol):
 
     def barrier(self) -> None:
         """Wait for all ranks, on the current stream."""
-        ...
 
 
 class _Home(NamedTuple):
@@ -129,8 +127,7 @@ class CopiedGathers:
     Attributes:
         meeting: Memory whose barrier all gathers use.
         make: Bytes -> memory that the ranks share. Collective over them; waits for the device.
-        sent_of: Names of the attributes of a quantized shard that are sent, of even shards as they lie: always the same
-            ones. None where these change.
+        sent_of: Attributes of a quantized shard that are sent, of even ones as they lie; none where these change.
         staged: How many bytes the gathers so far have copied on their way out of shards.
     """
 
@@ -240,7 +237,7 @@ class CopiedGathers:
         shown = torch._C._profiler._RecordFunctionFast(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
             _wait(stream, self._last)  # the gather before may have been on another stream
-            _wait(stream, held.event if held is not None else None)
+            _wait(stream, held and held.event)
             del held  # not before: other buffers may take the memory's place
             gather = self._lay_out(group)
             self.meeting.barrier()
@@ -264,8 +261,10 @@ class CopiedGathers:
         group._to_unsharded()
         group._all_gather_result = None
         # What is kept from forward is about to be used in this backward.
-        if self._held and group._training_state.name != "PRE_BACKWARD":
-            self._release(group, current.record_event())
+        frees = bool(self._held) and group._training_state.name != "PRE_BACKWARD"
+        # Where shards are not sent as they lie hooks give memory back that the current stream still reads.
+        if frees or self._settled(group) is None:
+            self._release(group, current.record_event(), frees=frees)
 
     def to_sharded(self, group: Any, stock: Callable[[], None]) -> None:
         """``FSDPParamGroup._to_sharded``. Local operation."""
@@ -275,10 +274,11 @@ class CopiedGathers:
         current = group.device_handle.current_stream()
         # Whoever writes to shards next, writes on this stream.
         _wait(current, self._read.pop(id(group), None))
-        gather, records = self._gathers.get(id(group)), group.fsdp_params
-        if gather is not None and len(gather.seen) == len(records):
+        gather = self._settled(group)
+        if gather is not None:
             memory = [storage for storage, _ in gather.storages]
-        else:  # also where a part of the group is about to be gathered again
+        else:
+            records = group.fsdp_params
             tensors = [t for m in records for t in (*m.all_gather_outputs, *m._unsharded_inner_tensors)]
             memory = [tensor.untyped_storage() for tensor in tensors]
         after_forward, event = group._training_state.name == "FORWARD", current.record_event()
@@ -286,15 +286,18 @@ class CopiedGathers:
         if not after_forward:
             self._release(group, event)
 
+    def _settled(self, group: Any) -> _Gather | None:
+        """A group's last gather, if all shards lay where the others read; not for a part that is gathered again."""
+        gather = self._gathers.get(id(group))
+        return gather if gather is not None and len(gather.seen) == len(group.fsdp_params) else None
+
     def expire(self) -> None:
         """Gather in the next backward what is there from a forward: shards have new values. Local operation."""
         self._held = {key: held._replace(is_kept=False) for key, held in self._held.items()}
 
     def _is_there(self, group: Any, held: _Held) -> bool:
-        """Whether a released group's memory holds what a backward would gather: the same answer on all ranks.
-
-        It does not ask whether somebody has edited a shard since its forward: some ranks may have nothing of it.
-        """
+        """Whether a released group's memory holds what a backward would gather: the same answer on all ranks."""
+        # Whether somebody has edited a shard since is not asked: ranks may have nothing of it.
         return held.is_kept and all(
             (not gathers_itself(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
             and m.all_gather_outputs
@@ -410,12 +413,13 @@ class CopiedGathers:
 
     # --- memory of gathered weights
 
-    def _release(self, group: Any, event: Any) -> None:
-        """Free the memory of units that are released, as soon as all that has read it has ended: the event."""
+    def _release(self, group: Any, event: Any, frees: bool = True) -> None:
+        """Let gathers use memory that was given back, and free units', after the event: all that read it has ended."""
         stream = getattr(group.comm_ctx, "all_gather_stream", None)
         if stream is not None:  # there is none before the first forward
             _wait(stream, event)
-        self._free()
+        if frees:
+            self._free()
 
     def _free(self) -> None:
         for held in self._held.values():
@@ -445,10 +449,7 @@ def _addresses(home: _Home) -> list[int]:
 
 
 def _inputs(managed: Any) -> list[torch.Tensor]:
-    """Tensors of a shard that are sent (``FSDPParam.all_gather_inputs``, which makes new views and casts).
-
-    Hooks that take all that FSDP2 knows are called here: before each call it would look at their signature.
-    """
+    """Tensors of a shard that are sent (``FSDPParam.all_gather_inputs``, which looks at hooks' signatures too)."""
     local = local_of(managed.sharded_param)
     if not gathers_itself(local):
         return [managed._sharded_param_data]

@@ -63,10 +63,14 @@ def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The very local tensor object of a DTensor (``DTensor._local_tensor``), the tensor itself otherwise.
 
-    ``DTensor.to_local`` returns a view, which loses attributes that TE puts on quantized tensors after every
-    gather.
+    ``DTensor.to_local`` returns a view, without the attributes that TE puts on quantized tensors after each gather.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensor: DTensor) -> int:
+    """A number that an assignment to ``tensor.data`` changes; the local tensor stays (``UntypedStorage._cdata``)."""
+    return tensor.untyped_storage()._cdata
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -58,6 +58,8 @@ class Facts:
         main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
         replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
         looks: In how many steps to come its gradient is compared over tp (``modules/rank_checks.py``).
+        memory: Of a sharded parameter its ``id`` and :func:`te_fsdp._torch.memory_of` it, to see that its ``.data`` was
+            assigned.
     """
 
     label: str | None = None
@@ -70,6 +72,7 @@ class Facts:
     main_parameters: weakref.ref[Any] | None = None
     replaced: tuple[str, str] | None = None
     looks: int = 0
+    memory: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Meshes are shared by the copy: process groups cannot be copied."""

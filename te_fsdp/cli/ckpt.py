@@ -35,7 +35,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
     values_for_huggingface,
     write_huggingface,
 )
-from te_fsdp.checkpoint.portable.state_dicts import Choices
+from te_fsdp.checkpoint.portable.state_dicts import DCP_KIND, Choices
 from te_fsdp.checkpoint.remote import place_of
 from te_fsdp.cli import ckpt_show
 from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
@@ -62,6 +62,9 @@ _ExtraState = Annotated[
     arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
 ]
 _DType = Literal["float32", "bfloat16", "float16"]
+_SHARD = "5GB"
+#: Kinds of sources in which a model's state dict is one of several.
+_NESTED = ("torch.save", DCP_KIND)
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -114,6 +117,10 @@ class Target:
         if self.kind is not None and told is not None and self.kind != told:
             raise UsageError(f"{self.path}: --to {self.kind} contradicts the suffix {suffix}")
         self.kind = self.kind or told or default
+        if self.kind in ("checkpoint", "torch") and self.shard_bytes != _bytes(_SHARD):
+            raise UsageError(
+                f"{self.path}: --max-shard-size is for safetensors, not for a {self.kind} target"
+            )
         if self.kind is None:
             raise UsageError(f"{self.path}: say what it shall be with --to checkpoint, safetensors or torch")
         return self.kind
@@ -137,7 +144,7 @@ def convert(
         Literal["keep", "dequantize"] | None,
         arg(help="Quantized weights: keep their components (default into a checkpoint) or dequantize."),
     ] = None,
-    max_shard_size: _Size = "5GB",
+    max_shard_size: _Size = _SHARD,
     key: Key = None,
     optimizer_class: _Optimizer = None,
     extra_state: _ExtraState = "read",
@@ -165,6 +172,9 @@ def convert(
         contents = open_any(source, Choices(key, optimizer_class, extra_state))
     else:
         contents = open_huggingface(source, te.layers, te.names, untie=te.untie)
+    if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
+        option = "--key" if key is not None else "--optimizer-class"
+        raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
     _check(contents, place, check, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
     into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
@@ -187,7 +197,7 @@ def export(
         Literal["auto", "main", "compute"],
         arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
     ] = "auto",
-    max_shard_size: _Size = "5GB",
+    max_shard_size: _Size = _SHARD,
     check: Annotated[
         Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
     ] = "checksums",

@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Contents, resolve
 from te_fsdp.checkpoint.portable.convert import compare_contents, open_any
 from te_fsdp.checkpoint.portable.state_dicts import Choices
 from te_fsdp.checkpoint.source import problems_of
-from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table
+from te_fsdp.cli.main import UsageError, human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import folded
 
@@ -262,6 +262,8 @@ def diff(
 
     Quantized weights are compared by the values that they stand for.
     """
+    if not (rtol >= 0 and atol >= 0):
+        raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
     one, other = open_any(a), open_any(b)
     for contents in (one, other):
         check_good(contents, as_json)

@@ -101,17 +101,13 @@ class TeFsdpAccelerator(_Accelerator):
         )
         inspect.signature(te_fsdp.fully_shard).bind(None, None, **self._sharding)
         _refuse(options)
+        # Before accelerate notes it for all accelerators of the process, of whatever follows this error too.
+        _refuse_precision(
+            options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        )
         options.setdefault("cpu", self.meshes.device_type == "cpu")
         super().__init__(**options)
-        if self.mixed_precision != "no":
-            raise PrecisionError(
-                f"TeFsdpAccelerator(mixed_precision={self.mixed_precision!r})",
-                expected="no",
-                got=self.mixed_precision,
-                why="Its autocast, and its loss scaling, would meet weights that FSDP2 casts and shards",
-                fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
-                'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy of FSDP2',
-            )
+        _refuse_precision(self.mixed_precision)
         super().register_save_state_pre_hook(self._save)
         super().register_load_state_pre_hook(self._load)
 
@@ -399,6 +395,19 @@ def _no_hooks(name: str) -> CheckpointError:
         why="te_fsdp saves and loads model and optimizer by itself",
         fix="register_for_checkpointing(object) for what belongs to the run beside them",
     )
+
+
+def _refuse_precision(asked: Any) -> None:
+    """Raise for an autocast of accelerate's."""
+    if str(asked) != "no":
+        raise PrecisionError(
+            f"TeFsdpAccelerator(mixed_precision={str(asked)!r})",
+            expected="no",
+            got=asked,
+            why="Its autocast, and its loss scaling, would meet weights that FSDP2 casts and shards",
+            fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
+            'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy of FSDP2',
+        )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

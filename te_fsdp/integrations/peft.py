@@ -76,6 +76,11 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
         OrderError: The model is bound or sharded already.
         PlacementError: Layers or options that cannot be done right; nothing was changed.
     """
+    if not isinstance(config, peft.LoraConfig):
+        fix = "peft.LoraConfig(r=8, target_modules=[...])"
+        raise PlacementError(
+            "add_adapters: config", expected="a peft.LoraConfig", got=type(config).__name__, fix=fix
+        )
     chosen = {
         name: module for name, module in model.named_modules() if check_target_module_exists(config, name)
     }

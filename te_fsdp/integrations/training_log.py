@@ -237,8 +237,12 @@ def _fetched(values: Mapping[str, float | torch.Tensor], means: Collection[str])
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else device
     # float64 holds each of them to the last bit.
     own = [
-        torch.as_tensor(value).detach().reshape(()).to(device, torch.float64, non_blocking=True)
-        for value in (tensors.get(name, value) for name, value in values.items())
+        # Numbers of Python too, which torch would take for float32.
+        torch.as_tensor(value, dtype=None if name in tensors else torch.float64)
+        .detach()
+        .reshape(())
+        .to(device, torch.float64, non_blocking=True)
+        for name, value in {**values, **tensors}.items()
     ]
     if not own:
         return {}

@@ -119,15 +119,15 @@ class SideStream:
             yield
 
     def begun(
-        self, begin: Callable[[bool], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
+        self, begin: Callable[[], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
     ) -> Pending[T]:
         """Begin something within :meth:`after_current`. Collective as that.
 
         Args:
-            begin: Begins it; gets whether to let nothing wait.
+            begin: Begins it.
             touched: Other streams' tensors that it reads and writes: their memory is not given away before.
         """
-        pending = begin(self._stream is None)
+        pending = begin()
         if self._stream is None:
             return pending
         result = pending.wait()
@@ -143,13 +143,13 @@ class UnitGather(NamedTuple):
     Attributes:
         name: The unit's.
         unit: The unit.
-        begin: Begins it; gets whether to let nothing wait.
+        begin: Begins it.
         touched: The tensors that it reads and writes; ``begin`` may add some.
     """
 
     name: str
     unit: nn.Module
-    begin: Callable[[bool], Pending[None]]
+    begin: Callable[[], Pending[None]]
     touched: list[torch.Tensor]
 
 

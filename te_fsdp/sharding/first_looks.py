@@ -28,7 +28,7 @@ from te_fsdp.modules.rank_checks import checksum
 from te_fsdp.parameters import facts_of
 from te_fsdp.sharding.main_weights import refuse_unfit
 from te_fsdp.sharding.materialize import differing_copies
-from te_fsdp.sharding.state import mark_gathered
+from te_fsdp.sharding.state import mark_gathered, refuse_assigned
 from te_fsdp.sharding.units import refuse_hooks
 from te_fsdp.step_hooks import registered_at
 
@@ -43,11 +43,13 @@ def before_first_forward(state: ShardingState) -> None:
     """Look at what was done to a model between ``fully_shard`` and its first forward. Local operation.
 
     Raises:
-        OrderError: Parameters that came after ``fully_shard``, or gradient hooks that would never run.
+        OrderError: Parameters that came after ``fully_shard``, gradient hooks that would never run, or values that were
+            assigned to ``.data``.
         InitError: Values that ``to_empty`` has left unset.
     """
     _refuse_new_parameters(state)
     _refuse_hooks(state)
+    refuse_assigned(state)
     _refuse_unset(state)
 
 
@@ -63,6 +65,7 @@ def before_first_step(step: Step) -> None:
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
             _refuse_new_parameters(state)
             _refuse_hooks(state)
+            refuse_assigned(state)
             _refuse_state_of_others(step, parameters)
             refuse_unfit(step.optimizer, parameters)
         if not is_simulated():

@@ -35,7 +35,7 @@ from te_fsdp.errors import GradientError, OrderError, PlacementError, PrecisionE
 from te_fsdp.move.start import GradComm, comm_of, set_comm
 from te_fsdp.parameters import facts_of, noted
 from te_fsdp.sharding.comm_units import install_comm
-from te_fsdp.sharding.outer_averages import averaged
+from te_fsdp.sharding.outer_averages import averaged, averages_of
 from te_fsdp.sharding.reductions import require_reduced
 from te_fsdp.sharding.state import shard_of, sharding_state, state_of
 
@@ -102,6 +102,8 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + _MARGIN), max=1.0)
     gradients = [_torch.local_of(p.grad) for p in chosen if p.grad is not None]
     _torch.multiply_all_(gradients, factor)
+    for averages in averages_of(given):
+        averages.multiplied(factor)
     return total
 
 
@@ -418,6 +420,9 @@ class NanReport:
             ]
             if gradients:
                 self._note(name, _torch.largest(gradients))
+        whole = state.replicated.waiting() if state.replicated is not None else []
+        for dtype in {gradient.dtype for gradient in whole}:
+            self._note(NOT_SHARDED, _torch.largest([g for g in whole if g.dtype == dtype]))
 
     def _look(self, label: str | None, buffer: torch.Tensor) -> None:
         """One buffer of gradients right before its reduction."""

@@ -29,7 +29,7 @@ from te_fsdp.parameters import Place, binding_of, places_of, plan_of, require_mo
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.reductions import release_params
-from te_fsdp.sharding.state import mesh_of, settle, shard_of, sharding_state
+from te_fsdp.sharding.state import mark, mesh_of, settle, shard_of, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     if state is not None:
         if state.replicated is not None:
             state.replicated.renewed()
+        mark(state)
         take_in_shards(state)
     _log.debug("materialize: initialised %d modules", len(pending))
     return model

@@ -32,6 +32,7 @@ from te_fsdp.move.pending import UnitOrder, current_stream
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.materialize import check_whole
 from te_fsdp.sharding.no_shard import Bucket, Reduction, Slot, all_ranks, pack
+from te_fsdp.sharding.outer_averages import catch_up
 from te_fsdp.sharding.state import mark, sharding_state
 
 if TYPE_CHECKING:
@@ -187,6 +188,10 @@ class ReplicatedGradients:
         """
         if self._sync and not self._running and self.pending:
             self.reduce()
+
+    def waiting(self) -> list[torch.Tensor]:
+        """The local gradients of this rank that wait for their reduction."""
+        return [_torch.local_of(slot.unreduced) for slot in self._slots if slot.unreduced is not None]
 
     def forget_unreduced(self) -> None:
         """Forget the gradients that wait; those that are reduced are the parameters' own."""
@@ -378,6 +383,7 @@ def _words(meshes: Meshes) -> dist.ProcessGroup:
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Add a reduced local gradient to a parameter's."""
     if parameter.grad is not None:
+        catch_up(parameter.grad)
         _torch.local_of(parameter.grad).add_(value)
     elif isinstance(parameter, DTensor):
         parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))

@@ -69,6 +69,8 @@ class OuterAverages:
         self._averaging = Averaging(())  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
+        # What averages were multiplied by since they were made; the gradients that they were made of were not.
+        self._factor: torch.Tensor | None = None
 
     @property
     def ready(self) -> dict[int, MainParameter]:
@@ -90,6 +92,9 @@ class OuterAverages:
         gradients = gradients_of(parameters)
         if not cut or self._is_done(cut, gradients):
             return
+        self._factor = None
+        for gradient in gradients:
+            catch_up(gradient)
         self._main_parameters.look(parameters)
         given: list[tuple[MainParameter, OptimizerShard]] = []
         rows, sources = [], []
@@ -119,9 +124,18 @@ class OuterAverages:
         if self.early.expected:
             self.make()
 
+    def multiplied(self, factor: torch.Tensor) -> None:
+        """Note that the averages that are there were multiplied by a number. Local operation."""
+        if self.ready:
+            self._factor = factor if self._factor is None else self._factor * factor
+
     def clear(self) -> None:
-        """Forget all averages. Local operation."""
+        """Forget all averages. Their gradients are still to be multiplied, if they are not cleared. Local operation."""
+        factor, self._factor = self._factor, None
         for own in self.ready.values():
+            gradient = own.source.gradient() if own.source is not None and factor is not None else None
+            if gradient is not None:
+                setattr(gradient, _FACTOR, factor)
             own.source = own.main.grad = own.main.decoupled_grad = None
 
     def _is_done(
@@ -197,6 +211,7 @@ class OuterAverages:
             if type(gradient) is UnaveragedGradient:
                 gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
             setattr(gradient, _AVERAGED, True)
+        self._factor = None  # the gradients are multiplied now as the averages were
         self.clear()
         self._opened = True
 
@@ -323,6 +338,8 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 
 #: Attribute of a gradient that is the average over all replicas.
 _AVERAGED = "_te_fsdp_averaged"
+#: Attribute of a gradient that was averaged: what the average was multiplied by, and the gradient was not.
+_FACTOR = "_te_fsdp_factor"
 #: Attribute of a gradient: its parameter's label.
 _LABEL = "_te_fsdp_label"
 #: Attributes that are values; the others are shape, dtype and the like.
@@ -416,6 +433,18 @@ def guard(gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
+@torch.no_grad()
+def catch_up(gradient: torch.Tensor | None) -> None:
+    """Multiply a gradient by what its average was clipped or scaled by, before others are added to it. Local operation.
+
+    A loop that clears gradients after each step never comes to it.
+    """
+    factor = None if gradient is None else gradient.__dict__.pop(_FACTOR, None)
+    if gradient is not None and factor is not None:
+        local = _torch.local_of(gradient)
+        local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay, whatever the factor
+
+
 def reopen(gradient: torch.Tensor, divisor: int) -> None:
     """Make an averaged gradient this replica's again, so that it can be added to and averaged with what was added.
 
@@ -448,6 +477,7 @@ def watch_reductions(state: ShardingState) -> None:
 def _before(divisor: int, parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
+            catch_up(parameter.grad)
             reopen(parameter.grad, divisor)
 
 

@@ -386,16 +386,14 @@ class Part(NamedTuple):
     as_bytes: bool = False
 
 
-def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[None]:
-    """Begin to give each replica the rows of all replicas.
+def start_gather(parts: Sequence[Part]) -> Pending[None]:
+    """Begin to give each replica the rows of all replicas; nothing that is packed is written before the wait.
 
     Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
     large tensor; those of one dtype, or of bytes, as one operation of NCCL's. Temporary memory: what is packed, once.
 
     Args:
-        parts: In the same order on all replicas.
-        async_op: Whether nothing waits for it, and nothing that is packed is written, before the result is waited for;
-            the parts must not change until then.
+        parts: In the same order on all replicas; they must not change before the result is waited for.
     """
     moves: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
@@ -408,24 +406,15 @@ def start_gather(parts: Sequence[Part], *, async_op: bool = False) -> Pending[No
         flat = [(part.mine.view(-1), part.whole.view(-1)) for part in alone]
         if len(alone) > 1 and alone[0].whole.device.type != "cpu":  # gloo would send one after the other
             moves.append(gather_all(flat, alone[0].shard.group))
-            if not async_op:
-                moves[-1].wait()
         else:
-            moves += [_gathered(*each, part.shard, async_op) for part, each in zip(alone, flat, strict=True)]
+            for part, (mine, whole) in zip(alone, flat, strict=True):
+                moves.append(start(mine, Shard(0), Replicate(), part.shard.group, into=whole))
         if packed:
-            moves.append(_start_packed_gather(packed, async_op))
-            if not async_op:
-                moves.pop().wait()  # what is packed is freed
+            moves.append(_start_packed_gather(packed))
     return all_of(moves)
 
 
-def _gathered(
-    mine: torch.Tensor, whole: torch.Tensor, shard: OptimizerShard, async_op: bool
-) -> Pending[torch.Tensor]:
-    return start(mine, Shard(0), Replicate(), shard.group, into=whole, async_op=async_op)
-
-
-def _start_packed_gather(parts: Sequence[Part], async_op: bool) -> Pending[None]:
+def _start_packed_gather(parts: Sequence[Part]) -> Pending[None]:
     """One all-gather of parts of one kind; the wholes are written by the wait."""
     dtype = torch.uint8 if parts[0].as_bytes else parts[0].mine.dtype
     rows = [part.shard.rows_like(part.whole) for part in parts]
@@ -448,4 +437,5 @@ def _start_packed_gather(parts: Sequence[Part], async_op: bool) -> Pending[None]
                 sources.append(came)
         _torch.copy_all_(targets, sources)
 
-    return _gathered(mine, gathered.view(-1), parts[0].shard, async_op).then(unpack)
+    into = gathered.view(-1)
+    return start(mine, Shard(0), Replicate(), parts[0].shard.group, into=into).then(unpack)

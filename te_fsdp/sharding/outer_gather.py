@@ -52,7 +52,6 @@ SINGLE = "one tensor of all experts"
 def start_install(
     cut: Sequence[tuple[OptimizerShard, torch.Tensor]],
     *,
-    async_op: bool = False,
     written: list[torch.Tensor] | None = None,
     scales: Mapping[int, torch.Tensor] | None = None,
 ) -> Pending[None]:
@@ -65,7 +64,6 @@ def start_install(
     Args:
         cut: Shard, and this rank's rows of the main weight, in the same order on all replicas. Main weights and
             parameters must not change until the end.
-        async_op: Whether nothing waits for the gathers before.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
             that are sent as fp32.
         scales: From :func:`scales_of_rows`, which is called if there are none.
@@ -95,7 +93,7 @@ def start_install(
     _torch.copy_all_([target for target, _ in copies], [source for _, source in copies])
     sent = {id(part.shard): part.shard for part in packed}.values()
     _share_newest_amax(sent)
-    gather = start_gather(plain + whole + packed, async_op=async_op)
+    gather = start_gather(plain + whole + packed)
 
     def finish(unused: None) -> None:
         write_all((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
@@ -275,4 +273,4 @@ def _gather_of(
     touched = [rows for _, rows in members]
     touched += [scales[id(shard)] for shard, _ in members if id(shard) in scales]
     begin = functools.partial(start_install, members, written=touched, scales=scales)
-    return UnitGather(name, unit, lambda async_op: begin(async_op=async_op), touched)
+    return UnitGather(name, unit, begin, touched)

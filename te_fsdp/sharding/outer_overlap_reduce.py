@@ -147,14 +147,14 @@ class EarlyAverages:
         if self._comm is None:
             self._comm = replace(comm_for(shards[0]) or GradComm())
         assert self._groups is not None
-        start = functools.partial(
-            plan.units[unit].start, local, comm=self._comm, group=self._groups[0], flags=False
-        )
+        # A stream of its own waits for each move before the next begins, and frees what that has brought.
+        own = {"group": self._groups[0], "async_op": plan.state.meshes.device.type == "cpu"}
+        start = functools.partial(plan.units[unit].start, local, comm=self._comm, flags=False, **own)
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
             self._side.after_current(plan.state.meshes.device, self._events.pop(unit, [])),
         ):
-            pending = self._side.begun(lambda async_op: start(async_op=async_op), local)
+            pending = self._side.begun(start, local)
         self._begun.append(_Begun(unit, Seen.now(given), pending))
 
     # --- between backward and step

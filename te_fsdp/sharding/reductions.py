@@ -299,11 +299,13 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     """
     state = required_state(model, "scale_gradients")
     require_reduced(state, "scale_gradients")
-    parameters = state.parameters().values()
+    parameters, number = state.parameters().values(), torch.as_tensor(factor, dtype=torch.float32).reshape(())
     for averages in averages_of(parameters):
         averages.finish()
     gradients = [_torch.local_of(gradient) for gradient in current(parameters)]
-    _torch.multiply_all_(gradients, torch.as_tensor(factor, dtype=torch.float32).reshape(()))
+    _torch.multiply_all_(gradients, number)
+    for averages in averages_of(parameters):
+        averages.multiplied(number)
 
 
 def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
-from te_fsdp.errors import OrderError
+from te_fsdp.errors import OrderError, shorten
 from te_fsdp.layout.storage import SyncMode
 from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
@@ -274,10 +274,40 @@ def refuse_in_backward(where: str) -> None:
         )
 
 
-def mark(state: ShardingState) -> None:
-    """Let each parameter that the model has now know ``state``, and what is settled about it. Local operation."""
+def mark(state: ShardingState, *, moved: bool = False) -> None:
+    """Let each parameter that the model has now know ``state``, and what is settled about it. Local operation.
+
+    Args:
+        state: The model's state.
+        moved: Whether parameters have other memory than before, by a conversion.
+    """
     reference = weakref.ref(state)
     for name, parameter in state.parameters().items():
         facts = parameters.noted(parameter)
         # A parameter that was renamed since, as torch.compile renames those in a module, knows its plan.
         facts.state, facts.plan = reference, state.plans.get(name, facts.plan)
+        # A successor has its predecessor's record.
+        if isinstance(parameter, DTensor) and (moved or not facts.memory or facts.memory[0] != id(parameter)):
+            facts.memory = id(parameter), _torch.memory_of(parameter)
+
+
+def is_assigned(parameter: torch.Tensor) -> bool:
+    """Whether ``.data`` of a sharded parameter was assigned since it was marked. Local operation."""
+    if not isinstance(parameter, DTensor):
+        return False
+    facts = parameters.facts_of(parameter)
+    known = facts.memory if facts is not None else None
+    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_of(parameter)
+
+
+def refuse_assigned(state: ShardingState) -> None:
+    """Raise if ``.data`` of a sharded parameter was assigned. Local operation."""
+    found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
+    if found:
+        raise OrderError(
+            f"{shorten(found, 3)}: parameter.data was assigned",
+            expected="values that are written in place",
+            got=f"an assignment to .data of {len(found)} parameter(s)",
+            why="torch leaves the values of a DTensor as they are then, and says nothing",
+            fix="with torch.no_grad(): parameter.copy_(value)",
+        )

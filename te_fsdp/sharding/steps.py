@@ -53,9 +53,11 @@ from te_fsdp.sharding.reductions import (
 from te_fsdp.sharding.state import (
     ShardingState,
     end_step,
+    is_assigned,
     mark,
     mark_gathered,
     recover,
+    refuse_assigned,
     shard_of,
     sharding_state,
     state_of,
@@ -132,6 +134,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
                 gradient = gradients[name]
                 parameter.grad_dtype = gradient_dtype(parameter)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        mark(state, moved=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -203,8 +206,13 @@ def _is_marked(state: ShardingState) -> bool:
     """Whether the parameters are still those that were marked: initialisation and loading replace them.
 
     Those that FSDP2 does not manage are marked anew by what reduces their gradients.
+
+    Raises:
+        OrderError: ``.data`` of one was assigned. Of each unit one is looked at: whoever does that does it to all.
     """
-    firsts = (next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values())
+    firsts = [next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values()]
+    if any(is_assigned(parameter) for parameter in firsts if parameter is not None):
+        refuse_assigned(state)
     return all(state_of(parameter) is not None for parameter in firsts if parameter is not None)
 
 

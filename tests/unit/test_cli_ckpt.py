@@ -293,6 +293,8 @@ def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureF
         ["ckpt", "convert", "a", "b"],
         ["ckpt", "convert", "a", "b.pt", "--to", "safetensors"],
         ["ckpt", "convert", "a", "b.pt", "--max-shard-size", "many"],
+        ["ckpt", "convert", "a", "b.pt", "--max-shard-size", "1GB"],
+        ["ckpt", "diff", "a", "b", "--rtol", "-1"],
         ["ckpt", "export", "a", "b", "--dtype", "int8"],
     ],
     ids=" ".join,
@@ -301,6 +303,15 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.err or said.out
+
+
+@pytest.mark.parametrize("option", ["--key", "--optimizer-class"])
+def test_an_option_without_effect_is_2(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save(tmp_path / "a", torch.nn.Linear(2, 2))
+    assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b.pt"), option, "x"]) == 2
+    assert f"{option} is for torch.save or " in capsys.readouterr().err and not (tmp_path / "b.pt").exists()
 
 
 @pytest.mark.parametrize(

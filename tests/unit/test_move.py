@@ -66,7 +66,7 @@ def test_nothing_is_done_before_the_wait() -> None:
 
     side = SideStream()
     with side.after_current(CPU):
-        pending = side.begun(lambda async_op: Pending(finish, Work() if async_op else None))
+        pending = side.begun(lambda: Pending(finish, Work()))
     doubled = pending.then(lambda value: 2 * value)
     assert log == []
     assert doubled.wait() == 6 and log == ["waits", "unpacks"]

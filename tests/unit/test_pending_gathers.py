@@ -86,8 +86,7 @@ def begin(device: Device, *names: str) -> PendingGathers:
 
     log = device.log
 
-    def start(name: str, touched: list[Any], async_op: bool) -> Any:
-        assert not async_op
+    def start(name: str, touched: list[Any]) -> Any:
         touched.append(
             SimpleNamespace(record_stream=lambda s: log.append(f"memory of {name} is kept for {s.name}"))
         )

@@ -34,6 +34,12 @@ def test_a_missing_package_names_its_extra(monkeypatch):
         WandB(project="x")
 
 
+def test_numbers_are_told_to_the_last_bit():
+    told = TrainingLog(every=1).step(0, rate=0.003, steps=2**40 + 1, loss=torch.tensor(0.1))
+    assert told is not None
+    assert (told["rate"], told["steps"], told["loss"]) == (0.003, 2**40 + 1, torch.tensor(0.1).item())
+
+
 def test_a_text_is_no_number():
     with pytest.raises(
         ValueError, match="TrainingLog.step: loss: expected a number, or a tensor of one element"

@@ -353,6 +353,23 @@ def clipping_what_was_replaced() -> None:
     te_fsdp.clip_grad_norm_(before, 1.0)
 
 
+def an_average_assigned_to_data() -> None:
+    """Through which nothing reaches a DTensor."""
+    model = make_sharded()
+    take_step(model, make_sgd(model))
+    model.to(harness.device_type()).float()  # which moves memory too
+    model.eval()(draw_batch())
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+    model(draw_batch())
+
+
+def one_weight_assigned_to_data() -> None:
+    model = make_sharded()
+    model.head.bias.data = torch.ones_like(model.head.bias)
+    model(draw_batch())
+
+
 MISTAKES: list[Callable[..., None]] = [
     a_new_head_after_sharding,
     adapters_after_the_first_step,
@@ -383,6 +400,8 @@ MISTAKES: list[Callable[..., None]] = [
     other_data_after_a_trial,
     clearing_a_part_of_what_waits,
     clipping_what_was_replaced,
+    an_average_assigned_to_data,
+    one_weight_assigned_to_data,
     dropout_that_begins_later,
 ]
 

@@ -55,7 +55,7 @@ def options(told: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> No
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         fresh(meshes)
     patch.delenv("ACCELERATE_USE_FSDP")
-    with forgetting_accelerate(), told.refused("precision"):
+    with told.refused("precision"):  # and accelerate is not told of it
         fresh(meshes, mixed_precision="bf16")
     with told.refused("dispatch"):
         fresh(meshes, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(data)

@@ -125,6 +125,7 @@ def test_one_rank_with_a_narrow_wire(pool, strategy):
         corners.closures,
         corners.graph_kept,
         corners.cleared_after_norm,
+        corners.clipped_and_kept,
         corners.disagreeing,
         corners.double_precision,
     ],

@@ -170,6 +170,7 @@ def refusals() -> dict[str, str]:
 
     model = layer(meshes)
     refused("mlp", add_adapters, model, config(target_modules=["proj", "layernorm_mlp"]))
+    refused("no config", add_adapters, model, {"r": 8})
     refused("dora", add_adapters, model, config(use_dora=True, bias="all"))
     refused("dropout", add_adapters, model, config(lora_dropout=0.1))
     refused(
@@ -192,6 +193,7 @@ def refusals() -> dict[str, str]:
 
 SAYS = {
     "mlp": "layernorm_mlp: expected Linear or LayerNormLinear of TransformerEngine, or torch's",
+    "no config": "add_adapters: config: expected a peft.LoraConfig, got dict",
     "dora": "bias='all', use_dora=True",
     "dropout": "lora_dropout=0.1 with tp",
     "split": "got weights query_weight, key_weight, value_weight",

@@ -91,6 +91,8 @@ ERRORS = {
         "parameters that the model had then, got 4 parameter(s) of a module that was left out",
     ),
     "a_weight_written_to_in_forward": ("OrderError", "head.weight: written to in forward"),
+    "an_average_assigned_to_data": ("OrderError", "and 7 more: parameter.data was assigned"),
+    "one_weight_assigned_to_data": ("OrderError", "head.bias: parameter.data was assigned"),
     "dropout_that_begins_later": ("InputError", "the random state that dropout draws from"),
     "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
     "clearing_a_part_of_what_waits": (

@@ -45,6 +45,7 @@ SEVERAL = {
     "clipped": {"clip": True},
     "given up by the loop": {"skip": True},
     "not sharded": {"exempt": True},
+    "not sharded, no_sync": {"exempt": True, "context": "no_sync"},
 }
 
 

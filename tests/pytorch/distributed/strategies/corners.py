@@ -310,6 +310,29 @@ def cleared_after_norm() -> None:
     assert same(*map(shards, models))
 
 
+def clipped_and_kept() -> None:
+    """Gradients that were clipped, scaled and stepped with are not cleared: the next backward adds to clipped ones."""
+    import te_fsdp
+
+    found = []
+    for outer in ("no_shard", "optim"):
+        net = Net()
+        te_fsdp.fsdp_no_shard(net.side)
+        model = shard(net, dp_replicate=2, outer_strategy=outer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if outer == "optim":
+            te_fsdp.shard_optimizer(optimizer)
+        for step in range(3):
+            learn(model, step)
+            te_fsdp.scale_gradients(model, 2.0)
+            te_fsdp.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+        found.append(shards(model))
+    # An average of multiples, and a multiple of the average.
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), (ours - theirs).abs().max()
+
+
 def disagreeing() -> None:
     """Ranks that were given other units or strategies would wait for each other: all raise instead."""
     from te_fsdp.errors import MeshError
