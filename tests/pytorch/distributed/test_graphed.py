@@ -7,6 +7,7 @@ from graphed import bodies
 
 CASES = {
     "zero3": {},
+    "zero copy": {"zero_copy": True},
     "optim, shapes": {"strategy": "optim", "shapes": True},
     "optim_grads": {"strategy": "optim_grads"},
     "no_shard": {"strategy": "no_shard"},
@@ -31,7 +32,7 @@ EAGER_STEP = {
 }
 
 
-@pytest.mark.parametrize("names", [list(CASES)[:6], list(CASES)[6:]], ids=["strategies", "optimizers"])
+@pytest.mark.parametrize("names", [list(CASES)[:7], list(CASES)[7:]], ids=["strategies", "optimizers"])
 def test_same_bits(pool, names):
     for facts in pool.run(bodies.same_bits, 2, cases={name: CASES[name] for name in names}, axes={}):
         for name, (why_eager, why_step_eager, recordings, replays) in facts.items():

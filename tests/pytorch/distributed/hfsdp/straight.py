@@ -84,7 +84,7 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
 
 
 @contextlib.contextmanager
-def _small_ones_by_themselves() -> Iterator[None]:
+def small_ones_by_themselves() -> Iterator[None]:
     """Gradients of models as small as these are sent as large ones are."""
     from te_fsdp import _fsdp2_grads
 
@@ -95,7 +95,7 @@ def _small_ones_by_themselves() -> Iterator[None]:
         _fsdp2_grads.LARGE = stock
 
 
-@_small_ones_by_themselves()
+@small_ones_by_themselves()
 def straight(
     axes: dict[str, int],
     dtype: str = "bf16",
@@ -172,7 +172,7 @@ def below_an_empty_root() -> dict[str, Any]:
     return {"compared": checks.require(2), "report": str(te_fsdp.report(models[0]))}
 
 
-@_small_ones_by_themselves()
+@small_ones_by_themselves()
 def left_to_te_fsdp() -> dict[str, Any]:
     """By transport and policy: what the report says of gradients, elements reduced in parts, those copied."""
     import te_fsdp

@@ -44,6 +44,7 @@ def sharded(
     dtype: torch.dtype = torch.float32,
     precision: Any = None,
     transport: str = "auto",
+    zero_copy: bool | str = "auto",
 ) -> nn.Module:
     """The model on its meshes."""
     import te_fsdp
@@ -51,7 +52,7 @@ def sharded(
     kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
     model = Model("meta", dtype, **kwargs)
     options = {"strategy": strategy, "outer_strategy": outer, "precision": precision, "transport": transport}
-    te_fsdp.fully_shard(model, meshes, units="blocks.*", **options)
+    te_fsdp.fully_shard(model, meshes, units="blocks.*", zero_copy_gradients=zero_copy, **options)
     return te_fsdp.materialize(model, seed=SEED)
 
 
