@@ -209,6 +209,7 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         OrderError: A call from inside of backward.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_model(model, "broadcast_params(model)")
     mesh = mesh_of(model)
     with collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
         _make_equal(model, optimizer)
