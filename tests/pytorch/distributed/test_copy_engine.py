@@ -107,8 +107,17 @@ def test_many_steps(pool, request, recipe, strategy, mesh):
 def test_what_forward_has_gathered_last(pool, recipe, again):
     """It is there when backward begins, and gathered again where backward reads something else, or after a step."""
     for found in pool.run(copied.gathered, 2, recipe=recipe):
-        assert found["first"] == found["settled"] == [*again, "layers.1", "layers.0"]
-        assert found["stepped"] == ["root", "layers.2", "layers.1", "layers.0"]
+        units = {when: [name for name in names if name != "waits"] for when, names in found.items()}
+        assert units["first"] == units["settled"] == [*again, "layers.1", "layers.0"]
+        assert units["stepped"] == ["root", "layers.2", "layers.1", "layers.0"]
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_hooks_give_back(pool):
+    """The next gather waits for what reads it: columns are put together while that is prepared."""
+    for found in pool.run(copied.gathered, 2, recipe="block"):
+        settled = found["settled"]
+        assert settled[settled.index("layers.2") + 1] == settled[settled.index("layers.1") + 1] == "waits"
 
 
 @pytest.mark.ranks(2)

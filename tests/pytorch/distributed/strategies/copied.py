@@ -194,7 +194,7 @@ BREAKS = {"stale": _stale, "early": _early}
 
 
 def gathered(recipe: str) -> dict[str, list[str]]:
-    """Units that are gathered, in order: in a backward, and in one before which an optimizer has stepped."""
+    """Units that are gathered in a backward, also after a step, and when gathers wait for computation ("waits")."""
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
@@ -203,13 +203,18 @@ def gathered(recipe: str) -> dict[str, list[str]]:
     made = None if recipe == "none" else recipe_of(recipe)
     model, optimizer = _build(made, DP2, *_PLAIN, "copy_engine")
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
-    stock, names = _fsdp2_copies.CopiedGathers._lay_out, list[str]()
+    kind, names = _fsdp2_copies.CopiedGathers, list[str]()
+    stock, release = kind._lay_out, kind._release
 
     def lay_out(self: Any, group: Any) -> Any:
         names.append(group._module_fqn or "root")
         return stock(self, group)
 
-    _fsdp2_copies.CopiedGathers._lay_out = lay_out
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        names.append("waits")
+        release(self, *arguments, **options)
+
+    kind._lay_out, kind._release = lay_out, noted
     found = {}
     try:
         for when in ("first", "settled", "stepped"):
@@ -222,7 +227,7 @@ def gathered(recipe: str) -> dict[str, list[str]]:
             found[when] = list(names)
             optimizer.zero_grad()
     finally:
-        _fsdp2_copies.CopiedGathers._lay_out = stock
+        kind._lay_out, kind._release = stock, release
     return found
 
 
