@@ -24,7 +24,7 @@ from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
-from te_fsdp.modules.rank_checks import checksum
+from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of
 from te_fsdp.sharding.main_weights import refuse_unfit
 from te_fsdp.sharding.materialize import differing_copies
@@ -33,6 +33,7 @@ from te_fsdp.sharding.units import refuse_hooks
 from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import nn
 
     from te_fsdp.sharding.state import ShardingState
@@ -73,6 +74,8 @@ def before_first_step(step: Step) -> None:
             _refuse_beside_the_model(state, step)
             if not state.optimizers:
                 _refuse_differing_copies(state, step.where)
+                with raised_on_all_ranks(state.meshes.device_mesh, step.where):
+                    refuse_equal_shards(_equal_shards(state))
         state.optimizers[step.optimizer] = held, id(step.optimizer.state)
 
 
@@ -407,3 +410,33 @@ def _refuse_differing_copies(state: ShardingState, where: str) -> None:
                 why="Something was written to them rank by rank, such as nn.init with a seed for each rank",
                 fix="equal seeds on all ranks when weights are written; or te_fsdp.materialize(model, seed=...)",
             )
+
+
+# Elements of a part that chance does not make equal to another.
+_TELLING = 16
+
+
+def _equal_shards(state: ShardingState) -> list[str]:
+    """Parameters of which all ranks of an axis hold the same part, of values that are not all the same.
+
+    So does ``parameter.to_local().normal_()`` with equal seeds leave them. Experts, which may begin as copies of one,
+    are left out. Collective over every axis that cuts a parameter: one max all-reduce of two integers for each.
+    """
+    cut: dict[dist.ProcessGroup, list[tuple[str, str, torch.Tensor]]] = {}
+    for name, p in state.parameters().items():
+        local = _torch.local_of(p)
+        if not isinstance(p, DTensor) or p.ndim > 2 or _is_expert(state, name) or _te.is_quantized(local):
+            continue
+        if p.numel() < _TELLING * p.device_mesh.size() or getattr(p, MEANT, False):
+            continue
+        names = p.device_mesh.mesh_dim_names or ()
+        for axis, placement in enumerate(p.placements):
+            if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
+                cut.setdefault(p.device_mesh.get_group(axis), []).append((name, names[axis], local))
+    found: dict[str, str] = {}
+    for group, parts in cut.items():
+        same = are_equal(torch.stack([checksum(local) for _, _, local in parts]), group).tolist()
+        for (name, axis, local), is_same in zip(parts, same, strict=True):
+            if is_same and not bool(is_constant(local)):
+                found.setdefault(name, f"{name} (all ranks of {axis})")
+    return list(found.values())

@@ -370,6 +370,14 @@ def one_weight_assigned_to_data() -> None:
     model(draw_batch())
 
 
+def parts_drawn_with_equal_seeds() -> None:
+    model = make_sharded()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.head.weight.to_local().normal_()
+    take_step(model, make_sgd(model))
+
+
 MISTAKES: list[Callable[..., None]] = [
     a_new_head_after_sharding,
     adapters_after_the_first_step,
@@ -402,6 +410,7 @@ MISTAKES: list[Callable[..., None]] = [
     clipping_what_was_replaced,
     an_average_assigned_to_data,
     one_weight_assigned_to_data,
+    parts_drawn_with_equal_seeds,
     dropout_that_begins_later,
 ]
 

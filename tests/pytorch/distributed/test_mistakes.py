@@ -93,6 +93,10 @@ ERRORS = {
     "a_weight_written_to_in_forward": ("OrderError", "head.weight: written to in forward"),
     "an_average_assigned_to_data": ("OrderError", "and 7 more: parameter.data was assigned"),
     "one_weight_assigned_to_data": ("OrderError", "head.bias: parameter.data was assigned"),
+    "parts_drawn_with_equal_seeds": (
+        "InitError",
+        "head.weight (all ranks of dp_shard): equal values where each rank",
+    ),
     "dropout_that_begins_later": ("InputError", "the random state that dropout draws from"),
     "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
     "clearing_a_part_of_what_waits": (

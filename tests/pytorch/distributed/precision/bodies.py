@@ -264,7 +264,8 @@ def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     subject = _one_linear(recipe)
-    te_fsdp.fully_shard(subject, meshes, precision=te_fsdp.MixedPrecisionPolicy(**dtypes(policy)))
+    options = {"precision": te_fsdp.MixedPrecisionPolicy(**dtypes(policy)), "check_inputs": False}
+    te_fsdp.fully_shard(subject, meshes, **options)
     x = torch.ones((32, subject.weight.shape[1]), dtype=BF16, device=harness.device())
     with recorded() as calls, _autocast(recipe):
         y = subject(x)
