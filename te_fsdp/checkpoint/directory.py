@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from te_fsdp.checkpoint import object_store
@@ -34,6 +34,7 @@ from te_fsdp.checkpoint.manifest import (
     MARK,
     Manifest,
     check_files,
+    has_manifest,
     read_manifest,
     save_number,
 )
@@ -384,19 +385,13 @@ def in_use(path: Path) -> Iterator[None]:
     Best effort: a file system without locks, object storage, or a manifest that we may not open gives none. Where
     there is no checkpoint, nothing is done.
     """
-    try:
-        # A pipe in its place would be waited for.
-        manifest = None if is_remote(path) or not has_manifest(path) else (path / FILE_NAME).open("rb")
-    except OSError:
-        manifest = None
-    if manifest is None:
-        yield
-        return
-    with manifest:
+    with ExitStack() as opened:
         try:
-            fcntl.flock(manifest, fcntl.LOCK_SH)
-        except OSError:
-            _log.debug("%s: this file system has no locks", path)
+            if not is_remote(path) and (path / FILE_NAME).is_file():  # a pipe would be waited for
+                manifest = opened.enter_context((path / FILE_NAME).open("rb"))
+                fcntl.flock(manifest, fcntl.LOCK_SH)
+        except OSError as error:
+            _log.debug("%s: no lock of this file system: %s", path, error)
         yield
 
 
@@ -426,21 +421,18 @@ def _problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def visible(directory: Path) -> list[Path]:
-    """Visible directories with a manifest."""
+    """Visible directories with a manifest; those that this user may not enter are told. Local operation."""
     if not directory.is_dir():
         return []
-    return [p for p in sorted(directory.iterdir()) if not p.name.startswith(".") and has_manifest(p)]
-
-
-def has_manifest(path: Path) -> bool:
-    """Whether a manifest lies in a directory; not where this user may not look, which is told. Local operation."""
-    try:
-        return (path / FILE_NAME).is_file()
-    except OSError as error:
-        # Root's, in each mount of an ext file system: nothing to speak of.
-        level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
-        _log.log(level, "%s is passed over: %s", path, error.strerror or error)
-        return False
+    found = []
+    for path in (path for path in sorted(directory.iterdir()) if not path.name.startswith(".")):
+        try:
+            found += [path] if has_manifest(path) else []
+        except CheckpointError as error:
+            # Root's, in each mount of an ext file system: nothing to speak of.
+            level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
+            _log.log(level, "%s is passed over: %s", path, error)
+    return found
 
 
 def open_checkpoint(path: Path) -> Manifest:

@@ -402,6 +402,19 @@ def _unreadable(path: Path, fix: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: unreadable manifest ({kind}{error})", fix=fix) from error
 
 
+def has_manifest(path: Path) -> bool:
+    """Whether a manifest lies in a directory. Local operation.
+
+    Raises:
+        CheckpointError: This user may not look.
+    """
+    try:
+        return (path / FILE_NAME).is_file()
+    except OSError as error:
+        text = f"{path}: cannot be read ({error.strerror or error})"
+        raise CheckpointError(text, fix="check the path and the permissions") from error
+
+
 def save_number(directory: Path) -> int:
     """The number of the save, from the first lines of its manifest; 0 where there is none. Local operation."""
     try:

@@ -43,6 +43,7 @@ from te_fsdp.checkpoint.manifest import (
     Manifest,
     Tick,
     check_files,
+    has_manifest,
     read_manifest,
 )
 from te_fsdp.checkpoint.model_state import tied_names
@@ -315,12 +316,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
 
 def _lacks_manifest(path: Path) -> bool:
-    try:
-        return (path / DCP_METADATA).is_file() and not (path / FILE_NAME).exists()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or error})", fix="check the path and the permissions"
-        ) from error
+    return not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
 
 
 def _open_foreign(path: Path) -> dcp.Opened:

@@ -368,13 +368,15 @@ def test_what_this_user_may_not_enter_is_passed_over(
     monkeypatch.setattr(locks, "_holder", holder_here)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
-    assert ["step-2 is passed over: Permission denied" in text for text in caplog.messages] == [True]
+    assert ["step-2: cannot be read (Permission denied)" in text for text in caplog.messages] == [True]
     checkpoint.save(tmp_path / "step-3", model(), keep_last=1)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-3" and not (tmp_path / "step-1").exists()
     with pytest.raises(
         CheckpointError, match=r"step-2: cannot be read \(Permission denied\)\. Fix: check the path"
     ):
         checkpoint.load(tmp_path / "step-2", model())
+    with pytest.raises(CheckpointError, match=r"step-2: cannot be read"):
+        checkpoint.verify(tmp_path / "step-2")
     closed.clear()
     assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
 

@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.entries import (
     stacked_name,
 )
 from te_fsdp.checkpoint.index import check_index, stored_tensors
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, Manifest, dtype_name, parse_manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name, has_manifest, parse_manifest
 from te_fsdp.checkpoint.portable.dcp import tensors_of
 from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Stack, with_remainders
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
@@ -152,7 +152,7 @@ def resolve(path: Path) -> tuple[Path, str]:
             f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
         )
     if path.is_dir():
-        if (path / FILE_NAME).is_file():
+        if has_manifest(path):
             return path, CHECKPOINT
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
