@@ -90,6 +90,8 @@ def test_tensors_that_the_ranks_do_not_hold_once():
         plan_exchange(seen[:3], [[["a"]], [], []])
     with pytest.raises(CheckpointError, match=r"every element once: a \(40 of 32\)"):
         plan_exchange([*seen, {"a": told((8, 4), ((1, 0), (2, 4)))}], [[["a"]], [], [], [], []])
+    with pytest.raises(CheckpointError, match=r"every element once: a \(some twice\)"):
+        plan_exchange([*seen[:3], {"a": told((8, 4), ((5, 0), (2, 4)))}], [[["a"]], [], [], []])
     other = {"a": told((8, 4), ((6, 0), (2, 4)), dtype=torch.bfloat16)}
     with pytest.raises(CheckpointError, match=r"a: of another kind on rank 3"):
         plan_exchange([*seen[:3], other], [[["a"]], [], [], []])

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,15 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
 from te_fsdp.checkpoint.portable.huggingface_layers import TeBlocks, TeNames, check_fits, parameter_names
 from te_fsdp.checkpoint.portable.huggingface_map import WeightMap
-from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy, slices, total_bytes, with_remainders
+from te_fsdp.checkpoint.portable.lazy import (
+    Computed,
+    InMemory,
+    Lazy,
+    is_tiling,
+    slices,
+    total_bytes,
+    with_remainders,
+)
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
 from te_fsdp.checkpoint.stages import check_whole_job
 from te_fsdp.checkpoint.sums import silent
@@ -204,8 +213,12 @@ def plan_exchange(
 def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[str, Description]) -> None:
     wrong = []
     for name, one in described.items():
-        have, whole = sum(math.prod(size) for _, size in holders[name]), math.prod(one.shape)
-        wrong += [f"{name} ({have} of {whole})"] if have != whole else []
+        boxes = [place for place in holders[name] if math.prod(place[1])]
+        have, whole = sum(math.prod(size) for _, size in boxes), math.prod(one.shape)
+        if have != whole:
+            wrong.append(f"{name} ({have} of {whole})")
+        elif boxes and not is_tiling(one.shape, np.array(boxes, dtype=np.int64)):
+            wrong.append(f"{name} (some twice)")
     if wrong:
         raise CheckpointError(
             f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
