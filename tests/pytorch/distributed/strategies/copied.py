@@ -18,14 +18,15 @@ OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode"
 class Model(torch.nn.Module):
     """Two units, and a root whose own parameters do not divide: five rows, and one that most ranks have nothing of."""
 
-    def __init__(self, te_kwargs: dict[str, Any]) -> None:
+    def __init__(self, te_kwargs: dict[str, Any], hidden: int = HIDDEN) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
+        self.hidden = hidden
         self.layers = torch.nn.ModuleList(
-            te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS, **te_kwargs) for _ in range(3)
+            te.LayerNormMLP(hidden, 2 * hidden, **OPTIONS, **te_kwargs) for _ in range(3)
         )
-        self.head = torch.nn.Linear(HIDDEN, 5, dtype=torch.bfloat16, device="meta")
+        self.head = torch.nn.Linear(hidden, 5, dtype=torch.bfloat16, device="meta")
         self.last = torch.nn.Linear(5, 1, dtype=torch.bfloat16, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,12 +43,13 @@ def _build(
     prefetch: int,
     transport: str,
     outer: str = "no_shard",
+    hidden: int = HIDDEN,
 ) -> tuple[Any, Any]:
     import transformer_engine.pytorch as te
 
     meshes = te_fsdp.Meshes.build(**axes)
     with te.quantized_model_init(enabled=made is not None, recipe=made):
-        model = Model(meshes.te_kwargs())
+        model = Model(meshes.te_kwargs(), hidden)
     te_fsdp.fully_shard(
         model,
         meshes,
@@ -83,7 +85,7 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
 
     def loss_of() -> torch.Tensor:
         with te.autocast(enabled=made is not None, recipe=made):
-            x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+            x = torch.randn(TOKENS, model.hidden, dtype=torch.bfloat16, device=harness.device())
             return model(x).float().square().mean()
 
     first = {name: value.clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
@@ -136,6 +138,7 @@ def training(
     steps: int = 3,
     by_hand: bool = True,
     outer: str = "no_shard",
+    hidden: int = HIDDEN,
     **precision: Any,
 ) -> dict[str, Any]:
     """Steps by both transports, of ``models`` models in turn.
@@ -151,7 +154,8 @@ def training(
     stock = _fsdp2_copies.CopiedGathers._stage
     found: dict[str, Any] = {}
     for transport in ("nccl", "copy_engine"):
-        built = [_build(made, axes, strategy, precision, prefetch, transport, outer) for _ in range(models)]
+        how = (made, axes, strategy, precision, prefetch, transport, outer, hidden)
+        built = [_build(*how) for _ in range(models)]
         if breaks and transport == "copy_engine":
             BREAKS[breaks](built[0][0])
         seen: dict[str, Any] = {"losses": [], "staged": [], "values": []}
