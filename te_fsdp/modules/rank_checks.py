@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 #: Attribute that a user sets on a parameter whose parts are meant to be equal.
 MEANT = "equal_shards"
-# Odd multiplier of a linear congruential generator (Knuth): makes the checksum depend on positions.
+# Odd multiplier of a linear congruential generator (Knuth): mixes positions for the checksum.
 _MULTIPLIER = 6364136223846793005
-# Words at a time: each takes 8 bytes while its checksum is computed, and embeddings have a thousand million.
-_PIECE = 1 << 24
+# Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
+_PIECE = 1 << 23
 
 
 def on_device(planned: Iterable[ModulePlan]) -> bool:
@@ -175,7 +175,11 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE]
         places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
-        total += places.mul_(_MULTIPLIER).mul_(piece).sum()
+        # Weights that are no linear function of the position: biases after Adam's first step are patterns of two values,
+        # and many such patterns have equal sums of positions.
+        places.mul_(_MULTIPLIER)
+        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
+        total += places.mul_(piece).sum()
     return total // 2
 
 

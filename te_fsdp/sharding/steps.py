@@ -210,10 +210,13 @@ def _is_marked(state: ShardingState) -> bool:
     Raises:
         OrderError: ``.data`` of one was assigned. Of each unit one is looked at: whoever does that does it to all.
     """
-    firsts = [next(iter(_fsdp2.sharded_parameters(unit)), None) for unit in state.modules.values()]
-    if any(is_assigned(parameter) for parameter in firsts if parameter is not None):
-        refuse_assigned(state)
-    return all(state_of(parameter) is not None for parameter in firsts if parameter is not None)
+    for unit in state.modules.values():
+        first = next(iter(_fsdp2.sharded_parameters(unit)), None)
+        if first is not None and is_assigned(first):
+            refuse_assigned(state)
+        if first is not None and state_of(first) is None:
+            return False
+    return True
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import InitError
+from te_fsdp.modules import rank_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)
@@ -166,3 +168,11 @@ except ImportError as error:
         "Fix: pip install 'te-fsdp[gpu]' on a machine with an NVIDIA GPU, or pip install 'te-fsdp[emulation]' and "
         "call te_fsdp.emulation.install() before anything imports transformer_engine."
     )
+
+
+def test_checksums_tell_patterns_of_two_values_apart():
+    """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
+    patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
+    sums = {int(rank_checks.checksum(pattern)) for pattern in patterns}
+    assert len(sums) == len(patterns)
+    assert int(rank_checks.checksum(patterns[5])) == int(rank_checks.checksum(patterns[5].clone()))
