@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import math
 import pickle
@@ -32,8 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from te_fsdp import _torch
+from te_fsdp.checkpoint.dcp_metadata import unpickle_metadata
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name
 from te_fsdp.checkpoint.sums import (
@@ -383,101 +382,6 @@ def stored_tensors(
     for described in references(manifest.extra):
         plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
     yield from (one for one in plain if empty != bool(math.prod(one[1])))
-
-
-# ----------------------------------------------------------------------------------------------- DCP's metadata
-
-
-#: All that DCP's metadata is made of, besides dtypes.
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
-
-
-class _Properties(TensorProperties):
-    """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        made: Any = self
-        made.__class__ = TensorProperties  # dataclasses of two classes are never equal
-        made.__setstate__(state[: _fields_of_properties()])
-
-
-@functools.cache
-def _fields_of_properties() -> int:
-    return len(TensorProperties().__getstate__())
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
-        self._named: dict[type, dict[str, Any]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = name in _KNOWN.get(module, ())
-        if not known and module == "torch":
-            known = isinstance(getattr(torch, name, None), torch.dtype)
-        if not known:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-        found = _Properties if name == "TensorProperties" else super().find_class(module, name)
-        if isinstance(found, type):
-            self._named.setdefault(found, dict(vars(found)))
-        elif isinstance(found, FunctionType):
-            found = functools.partial(found)  # attributes are set on this one, then
-        return found
-
-    def restore(self) -> list[str]:
-        """Put back what the pickle has set on classes; which attributes of which."""
-        changed = []
-        for one, before in self._named.items():
-            for name in [n for n, value in vars(one).items() if before.get(n, _NOTHING) is not value]:
-                changed.append(f"{one.__name__}.{name}")
-                if name in before:
-                    setattr(one, name, before[name])
-                else:
-                    delattr(one, name)
-        return changed
-
-
-_NOTHING = object()
-
-
-def unpickle_metadata(data: bytes) -> Metadata:
-    """DCP's ``.metadata``, a pickle, read with its own classes alone.
-
-    Raises:
-        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged. Damaged ones may
-            raise anything.
-    """
-    unpickler = _Unpickler(io.BytesIO(data))
-    try:
-        with without_collector():
-            metadata = unpickler.load()
-    finally:
-        changed = unpickler.restore()
-    if changed:
-        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
-    if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():
-        raise pickle.UnpicklingError(f"no {', '.join(sorted(absent))} in it")
-    return metadata
 
 
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:

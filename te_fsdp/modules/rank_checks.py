@@ -175,7 +175,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE]
         places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
-        # Weights that are no linear function of the position: biases after Adam's first step are patterns of two values,
+        # No linear function of the position: biases after Adam's first step are patterns of two values,
         # and many such patterns have equal sums of positions.
         places.mul_(_MULTIPLIER)
         places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)

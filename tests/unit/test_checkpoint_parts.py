@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import background, sums, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
+from te_fsdp.checkpoint.dcp_metadata import unpickle_metadata
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
-from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
+from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.portable import dcp as dcp_files
 from te_fsdp.checkpoint.sums import _ELEMENTS, _weighted, checksums
 from te_fsdp.errors import CheckpointError
@@ -316,6 +317,21 @@ def test_metadata_cannot_execute_anything(tmp_path: Path, monkeypatch: pytest.Mo
     assert not Path("executed").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert Path("executed").exists(), "a plain pickle would have"
+
+
+@pytest.mark.parametrize(
+    ("put", "number"),
+    [(b"r\xff\xff\xff\x0f", "268,435,455"), (b"p268435455\n", "268,435,455")],
+    ids=["long", "written"],
+)
+def test_metadata_that_would_fill_the_memory(put: bytes, number: str) -> None:
+    """Python's unpickler makes a table as long as the number under which an object is kept, here of 4 GiB."""
+    good = pickle.dumps({"name": ["r" * 300, (1, 2.5, b"x" * 300)], "other": 1 << 70})
+    for data in (good[:-1], b"\x80\x02}q\x00r\x01\x00\x00\x00p2\ncbuiltins\nint\nU\x03abc"):
+        with pytest.raises(pickle.UnpicklingError, match=f"object number {number} in a pickle of"):
+            unpickle_metadata(data + put + b".")
+        with pytest.raises(pickle.UnpicklingError, match="a dict instead|has no place"):
+            unpickle_metadata(data + b".")
 
 
 @pytest.mark.parametrize(

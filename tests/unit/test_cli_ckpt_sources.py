@@ -146,8 +146,6 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
     for at in range(len(good)):
         data = bytearray(good)
         data[at] ^= 1 << (3 if at % 3 else 1)
-        if data[at] == ord("r"):  # an instruction of pickle that fills as many GiB as the next bytes say
-            continue
         file.write_bytes(data)
         try:
             found = read()
