@@ -13,6 +13,7 @@ a file may be read where there is no TE and no GPU.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,7 +221,7 @@ def _view(
     sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
     view = tensor.detach()
     view = view.t() if buffer.is_transposed else view
-    if view.ndim != len(sizes) or any(have < want for have, want in zip(view.shape, sizes, strict=True)):
+    if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
         raise PlacementError(
             f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
         )
