@@ -2,13 +2,16 @@
 
     python benchmarks/step.py --out benchmarks/results/step-MACHINE.json --plot step.png
     python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4
+    python benchmarks/step.py --model experts8 --settings zero3 ep "ep copy_engine" --ranks 4
     python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8-compute --seconds 600
 
 The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
 scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three
 rows differ: recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, which takes 3 ms less there than
 FusedAdam; megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
-"limit" is the same compute and the update of one rank's share of the parameters, with nothing sent.
+"limit" is the same compute and the update of one rank's share of the parameters, with nothing sent but what tp and ep
+send. Of layers that are cut over tp, plain FSDP2 and megatron-fsdp leave the gradients of norms unequal over tp, which
+te_fsdp adds up.
 
 Rows are measured in one set of processes, one after the other, each built, warmed up, timed and freed; every other
 round goes backwards, since a machine's speed drifts. megatron-fsdp has processes of its own: it does not free all of
@@ -19,7 +22,8 @@ and the others go on. After --seconds no row begins; the file is written after e
 
 On two ranks hsdp is 2 x 1, where FSDP2 copies each weight at every gather: it says something from four ranks on.
 
-Model FLOPs of a token: 6 for each weight of a product, and 6 * sequence * hidden a layer for causal attention.
+Model FLOPs of a token: 6 for each weight of a product that it meets, and 6 * sequence * hidden a layer for causal
+attention.
 Under emulation the script runs as a check of itself: its times then say nothing.
 """
 
@@ -32,10 +36,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from machine import machine
@@ -44,24 +48,55 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 REPLICAS = 2
-#: Settings: te_fsdp's strategy, its outer strategy (None: one data-parallel axis). tp cuts weights over two ranks.
-#: Weights are gathered by NCCL, or by the copy engines where the name says so; "zero_copy": gradients are reduced
-#: from where they lie.
-SETTINGS: dict[str, tuple[str, str | None]] = {
-    "zero3": ("optim_grads_params", None),
-    "zero3 copy_engine": ("optim_grads_params", None),
-    "zero3 zero_copy": ("optim_grads_params", None),
-    "zero3 copy_engine zero_copy": ("optim_grads_params", None),
-    "no_shard": ("no_shard", None),
-    "optim": ("optim", None),
-    "optim_grads": ("optim_grads", None),
-    "hsdp": ("optim_grads_params", "no_shard"),
-    "hfsdp": ("optim_grads_params", "optim"),
-    "hfsdp reduce": ("optim_grads_params", "optim"),
-    "hfsdp gather": ("optim_grads_params", "optim"),
-    "hfsdp no overlap": ("optim_grads_params", "optim"),
-    "tp": ("optim_grads_params", None),
-}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How weights are sharded, and gathered by te_fsdp.
+
+    Attributes:
+        strategy: te_fsdp's.
+        outer: Its outer strategy; ``None``: one data-parallel axis.
+        tp: Ranks that weights are cut over.
+        ep: Ranks that experts are dealt out over.
+        transport: Of gathers.
+        zero_copy: Whether gradients are reduced from where they lie.
+        overlaps: What HFSDP hides: "reduce", "gather".
+    """
+
+    strategy: str = "optim_grads_params"
+    outer: str | None = None
+    tp: int = 1
+    ep: int = 1
+    transport: Literal["nccl", "copy_engine"] = "nccl"
+    zero_copy: bool = False
+    overlaps: tuple[str, ...] = ("reduce", "gather")
+
+
+def _settings() -> dict[str, Setting]:
+    """By name: what all libraries have, then in te_fsdp's own ways."""
+    plain = {
+        "zero3": Setting(),
+        "no_shard": Setting("no_shard"),
+        "optim": Setting("optim"),
+        "optim_grads": Setting("optim_grads"),
+        "hsdp": Setting(outer="no_shard"),
+        "hfsdp": Setting(outer="optim"),
+        "tp": Setting(tp=2),
+        "ep": Setting(ep=2),
+    }
+    found = dict(plain)
+    for name in ("zero3", "hsdp", "hfsdp", "tp", "ep"):
+        for words in ("copy_engine", "zero_copy", "copy_engine zero_copy"):
+            transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
+            zero_copy = "zero_copy" in words
+            found[f"{name} {words}"] = replace(plain[name], transport=transport, zero_copy=zero_copy)
+    for words, overlaps in {"reduce": ("reduce",), "gather": ("gather",), "no overlap": ()}.items():
+        found[f"hfsdp {words}"] = replace(plain["hfsdp"], overlaps=overlaps)
+    return found
+
+
+SETTINGS = _settings()
 LIBRARIES = ("te_fsdp", "te_fsdp graph", "FSDP2", "megatron-fsdp", "limit")
 WEIGHTS = ("bf16", "fp8-compute", "fp8")
 MODELS = {
@@ -75,9 +110,29 @@ MODELS = {
         "sequence": 8192,
         "vocabulary": 128256,
     },
+    "experts8": {
+        "layers": 8,
+        "hidden": 2048,
+        "ffn": 5632,
+        "heads": 16,
+        "groups": 4,
+        "sequence": 4096,
+        "experts": 8,
+    },
     "tiny": {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "sequence": 32},
+    "tiny-experts": {
+        "layers": 2,
+        "hidden": 128,
+        "ffn": 128,
+        "heads": 4,
+        "groups": 2,
+        "sequence": 64,
+        "experts": 4,
+    },
 }
-SHAPE = ("layers", "hidden", "ffn", "heads", "groups", "sequence", "vocabulary")
+SHAPE = ("layers", "hidden", "ffn", "heads", "groups", "sequence", "vocabulary", "experts")
+#: Experts that a token is sent to.
+TOP_K = 2
 #: Rows of a group share processes.
 GROUPS = (("te_fsdp", "te_fsdp graph", "FSDP2", "limit"), ("megatron-fsdp",))
 
@@ -96,6 +151,11 @@ class Variant:
     weights: str
     setting: str
 
+    @property
+    def asked(self) -> Setting:
+        """What the setting's name stands for."""
+        return SETTINGS[self.setting]
+
     def row(self) -> dict[str, str]:
         """What the results call it."""
         library, _, graph = self.library.partition(" ")
@@ -104,13 +164,8 @@ class Variant:
 
 def variants(libraries: list[str], weights: list[str], settings: list[str]) -> list[Variant]:
     """Rows, those to be compared one after the other; without what a library does not have."""
-    ends = (" copy_engine", " zero_copy", " reduce", " gather", " no overlap")
-    ours = {name for name in SETTINGS if name.endswith(ends)}
-    missing = {
-        "FSDP2": {"optim", "tp", "hfsdp", *ours},
-        "megatron-fsdp": {"tp", *ours},
-        "limit": {"tp", *ours},
-    }
+    ours = {name for name in SETTINGS if " " in name}
+    missing = {"FSDP2": {"optim", "hfsdp", *ours}, "megatron-fsdp": ours, "limit": ours}
     return [
         Variant(library, kind, setting)
         for kind in weights
@@ -147,8 +202,15 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     for name in SHAPE:
         if getattr(options, name) is None:
             setattr(options, name, sizes.get(name, 0))
-    if options.vocabulary and "tp" in options.settings:
-        parser.error("embedding and head are not cut over tp: leave --vocabulary and llama3-8b out")
+    asked = [SETTINGS[name] for name in options.settings]
+    if any(one.tp > 1 for one in asked) and (options.vocabulary or options.experts):
+        parser.error(
+            "embedding, head and experts are not cut over tp: leave --vocabulary, llama3-8b and experts8 out"
+        )
+    if any(options.experts % one.ep or (one.ep > 1 and not options.experts) for one in asked):
+        parser.error(
+            "ep deals out experts: take --model experts8, or a number of --experts that ep=2 divides"
+        )
     return options
 
 
@@ -156,7 +218,8 @@ def flops_per_token(options: argparse.Namespace) -> float:
     """Of forward and backward: products with weights, causal attention."""
     narrow = options.hidden // options.heads * options.groups
     attention = 2 * options.hidden**2 + 2 * options.hidden * narrow
-    products = options.layers * (attention + 3 * options.hidden * options.ffn)
+    mlps = TOP_K if options.experts else 1
+    products = options.layers * (attention + mlps * 3 * options.hidden * options.ffn)
     products += options.vocabulary * options.hidden
     return 6.0 * products + 6.0 * options.layers * options.sequence * options.hidden
 
@@ -170,9 +233,8 @@ def summary(
         return {**row, "reason": found[0]["reason"]} if found else None
     times = [ms for one in measured for ms in one["times_ms"]]
     median = statistics.median(times)
-    tokens = (
-        options.sequence * options.batch * options.microbatches / (2 if row["setting"][:2] == "tp" else 1)
-    )
+    tp = SETTINGS[row["setting"].removesuffix(" graph")].tp
+    tokens = options.sequence * options.batch * options.microbatches / tp
     speed = tokens / median * 1e3
     whole = {
         **row,
@@ -325,9 +387,7 @@ def table(rows: list[dict[str, Any]], kind: str) -> Table:
         if "reason" in row:
             shown.add_row(row["setting"], row["library"], "-")
             continue
-        setting = (
-            row["setting"].removesuffix(" graph").removesuffix(" zero_copy").removesuffix(" copy_engine")
-        )
+        setting = row["setting"].split()[0]
         ratios = []
         for other in ("FSDP2", "limit"):
             base = times.get((other, setting))

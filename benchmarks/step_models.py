@@ -1,4 +1,4 @@
-"""What benchmarks/step.py measures: the same decoder layers, sharded by each library."""
+"""What benchmarks/step.py measures: the same decoder layers, with MLPs or experts, sharded by each library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
-from step import REPLICAS, SETTINGS, Variant
+from step import REPLICAS, Variant
+from step_experts import Layer
 from torch import nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
@@ -22,23 +23,15 @@ import te_fsdp
 class Model(nn.Module):
     """Decoder layers; with a vocabulary also an embedding, a norm and a head, as Llama has them, without rotation."""
 
-    def __init__(self, options: argparse.Namespace, device: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, options: argparse.Namespace, device: Any, ep: dist.ProcessGroup | None = None, **kwargs: Any
+    ) -> None:
         super().__init__()
-        common = {
-            "num_gqa_groups": options.groups,
-            "normalization": "RMSNorm",
-            "activation": "swiglu",
-            "bias": False,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "attn_input_format": "sbhd",
-            "params_dtype": torch.bfloat16,
-            "device": device,
-            "fuse_qkv_params": True,
-            **kwargs,
-        }
-        size = (options.hidden, options.ffn, options.heads)
-        self.layers = nn.ModuleList(te.TransformerLayer(*size, **common) for _ in range(options.layers))
+        if options.experts:
+            layers = (Layer(options, ep, device=device, **kwargs) for _ in range(options.layers))
+        else:
+            layers = (_dense_layer(options, device=device, **kwargs) for _ in range(options.layers))
+        self.layers = nn.ModuleList(layers)
         dtype = {"device": device, "dtype": torch.bfloat16}
         self.embedding = self.norm = self.head = None
         if options.vocabulary:
@@ -65,6 +58,21 @@ class Model(nn.Module):
             yield self.head
 
 
+def _dense_layer(options: argparse.Namespace, **kwargs: Any) -> nn.Module:
+    common = {
+        "num_gqa_groups": options.groups,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "bias": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attn_input_format": "sbhd",
+        "params_dtype": torch.bfloat16,
+        "fuse_qkv_params": True,
+    }
+    return te.TransformerLayer(options.hidden, options.ffn, options.heads, **common, **kwargs)
+
+
 @dataclass
 class Trained:
     """A model, its optimizer, the context of a microbatch (is it the last one?), and the optimizer's name."""
@@ -85,22 +93,24 @@ def _model(variant: Variant, options: argparse.Namespace, device: Any, **kwargs:
 
 def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
     """te_fsdp's."""
-    strategy, outer = SETTINGS[variant.setting]
-    tp = 2 if variant.setting == "tp" else 1
-    meshes = te_fsdp.Meshes.build(dp_replicate=REPLICAS if outer else 1, tp=tp, device_type=device.type)
-    cut = {**meshes.te_kwargs(), "set_parallel_mode": True, "sequence_parallel": True} if tp > 1 else {}
-    model = _model(variant, options, "meta", **cut)
+    asked = variant.asked
+    outer = asked.outer
+    sizes = {"dp_replicate": REPLICAS if outer else 1, "tp": asked.tp, "ep": asked.ep}
+    meshes = te_fsdp.Meshes.build(**sizes, device_type=device.type)
+    cut = _cut(meshes.te_kwargs()) if asked.tp > 1 else {}
+    ep = meshes.ep.get_group() if meshes.ep is not None else None
+    model = _model(variant, options, "meta", ep=ep, **cut)
     precision = te_fsdp.MixedPrecisionPolicy() if options.gradients == "fp32" else None
     units = [f"layers.{n}" for n in range(options.layers)] + (["head"] if options.vocabulary else [])
     te_fsdp.fully_shard(
         model,
         meshes,
         units=units,
-        strategy=strategy,
+        strategy=asked.strategy,
         outer_strategy=outer or "no_shard",
         precision=precision,
-        transport="copy_engine" if " copy_engine" in variant.setting else "nccl",
-        zero_copy_gradients=variant.setting.endswith(" zero_copy"),
+        transport=asked.transport,
+        zero_copy_gradients=asked.zero_copy,
     )
     te_fsdp.materialize(model, seed=0)
     recorded = variant.library == "te_fsdp graph"
@@ -111,17 +121,28 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=recorded)
     te_fsdp.main_weights(model, optimizer)
     if outer == "optim":
-        te_fsdp.shard_optimizer(optimizer, overlap_gather=_overlaps(variant, "gather"))
-    if outer == "optim" and not _overlaps(variant, "reduce"):
+        # A recorded step cannot hide the gathers.
+        te_fsdp.shard_optimizer(optimizer, overlap_gather="gather" in asked.overlaps and not recorded)
+    if outer == "optim" and "reduce" not in asked.overlaps:
         return Trained(model, optimizer, lambda is_last: nullcontext())
     return Trained(model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last))
 
 
-def _overlaps(variant: Variant, which: str) -> bool:
-    """Whether HFSDP hides its reductions, or gathers; a recorded step cannot hide the gathers."""
-    if which == "gather" and variant.library == "te_fsdp graph":
-        return False
-    return variant.setting in ("hfsdp", f"hfsdp {which}")
+def _cut(tp: dict[str, Any]) -> dict[str, Any]:
+    """What TE's layers are told of tp."""
+    return {**tp, "set_parallel_mode": True, "sequence_parallel": True}
+
+
+def _plain_mesh(variant: Variant, device: torch.device) -> Any:
+    """Data parallelism and tp of libraries that are not te_fsdp: a mesh with the axes "dp" and "tp"."""
+    tp = variant.asked.tp
+    return dist.init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def _with_tp(variant: Variant, mesh: Any) -> dict[str, Any]:
+    """Options of TE's layers that are cut over the mesh's tp."""
+    tp = variant.asked.tp
+    return _cut({"tp_group": mesh["tp"].get_group(), "tp_size": tp}) if tp > 1 else {}
 
 
 def build_fsdp2(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
@@ -129,18 +150,23 @@ def build_fsdp2(variant: Variant, options: argparse.Namespace, device: torch.dev
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    strategy, outer = SETTINGS[variant.setting]
-    model = _model(variant, options, device)
+    strategy, outer, ep = variant.asked.strategy, variant.asked.outer, variant.asked.ep
+    ranks, plain = dist.get_world_size(), _plain_mesh(variant, device)
+    experts = dist.init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("shard", "ep"))
+    group = experts["ep"].get_group() if ep > 1 else None
+    model = _model(variant, options, device, ep=group, **_with_tp(variant, plain))
     if strategy == "no_shard":
         ddp = DistributedDataParallel(model)
         optimizer = FusedAdam(ddp.parameters(), lr=1e-4, master_weights=True)
         return Trained(ddp, optimizer, lambda is_last: nullcontext() if is_last else ddp.no_sync())
-    shape, names = ((REPLICAS, dist.get_world_size() // REPLICAS), ("replicate", "shard"))
-    if outer is None:
-        shape, names = (dist.get_world_size(),), ("shard",)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = plain["dp"]
+    if outer is not None:
+        shape, names = (REPLICAS, ranks // REPLICAS), ("replicate", "shard")
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if options.gradients == "fp32" else None)
     whole = strategy == "optim_grads_params"
+    for layer in model.layers if ep > 1 else ():
+        fully_shard(layer.experts, mesh=experts["shard"], mp_policy=policy, reshard_after_forward=whole)
     for unit in [*model.units(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=whole)
 
@@ -158,10 +184,9 @@ def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.
     """megatron-fsdp's, which keeps the main weights itself."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
-    strategy, outer = SETTINGS[variant.setting]
-    model = _model(variant, options, device, keeps_values=variant.weights == "fp8")
-    replicas = REPLICAS if outer else 1
-    shape = (replicas, dist.get_world_size() // replicas, 1)
+    asked, ranks = variant.asked, dist.get_world_size()
+    outer, ep = asked.outer, asked.ep
+    shape = (REPLICAS if outer else 1, ranks // (REPLICAS if outer else 1) // asked.tp, asked.tp)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("outer", "shard", "tp"))
     extra: dict[str, Any] = {}
     if outer:
@@ -170,14 +195,22 @@ def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.
             "hybrid_fsdp_group": mesh["outer", "shard"]._flatten("hybrid").get_group(),
             "outer_dp_sharding_strategy": outer,
         }
+    experts = dist.init_device_mesh(device.type, (ranks // ep, ep, 1), mesh_dim_names=("shard", "ep", "tp"))
+    group = experts["ep"].get_group() if ep > 1 else None
+    keeps = variant.weights == "fp8"
+    model = _model(variant, options, device, keeps_values=keeps, ep=group, **_with_tp(variant, mesh))
+    if ep > 1:
+        extra["expt_device_mesh"] = experts
+        for parameter in (p for layer in model.layers for p in layer.experts.parameters()):
+            parameter.allreduce = False  # by which it knows them
     model, optimizer = fully_shard(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
         device_mesh=mesh,
         dp_shard_dim="shard",
         tp_dim="tp",
-        fsdp_unit_modules=[te.TransformerLayer],
-        zero_dp_strategy=strategy,
+        fsdp_unit_modules=[Layer if options.experts else te.TransformerLayer],
+        zero_dp_strategy=asked.strategy,
         mixed_precision_policy=MixedPrecisionPolicy(
             torch.float32, torch.float32 if options.gradients == "fp32" else None
         ),
@@ -193,13 +226,21 @@ def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.
 
 
 def build_limit(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """The same compute, and the update of one rank's share of the parameters, with nothing sent."""
-    strategy, outer = SETTINGS[variant.setting]
-    ranks = dist.get_world_size()
-    shards = 1 if strategy == "no_shard" else ranks // REPLICAS if outer == "no_shard" else ranks
-    model = _model(variant, options, device)
-    every = list(model.parameters())
-    share, chosen = sum(p.numel() for p in every) / shards, []
+    """The same compute, and the update of one rank's share of the parameters; tp and ep send what they send."""
+    asked, ranks = variant.asked, dist.get_world_size()
+    shards = 1 if asked.strategy == "no_shard" else ranks // asked.tp
+    if asked.outer == "no_shard":
+        shards //= REPLICAS
+    experts = dist.init_device_mesh(
+        device.type, (ranks // asked.ep, asked.ep), mesh_dim_names=("shard", "ep")
+    )
+    group = experts["ep"].get_group() if asked.ep > 1 else None
+    model = _model(variant, options, device, ep=group, **_with_tp(variant, _plain_mesh(variant, device)))
+    every, chosen = list(model.parameters()), list[nn.Parameter]()
+    owners = {
+        name: shards // (asked.ep if ".experts." in name else 1) for name, _ in model.named_parameters()
+    }
+    share = sum(p.numel() / owners[name] for name, p in model.named_parameters())
     for parameter in every:
         if sum(p.numel() for p in chosen) < share:
             chosen.append(parameter)

@@ -52,7 +52,7 @@ def loop_of(variant: Variant, trained: Trained) -> Callable[..., torch.Tensor]:
 
 def batches_of(variant: Variant, options: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
     """Microbatches of this rank: tokens where there is a vocabulary, else activations (sequence first)."""
-    tp = 2 if variant.setting == "tp" else 1
+    tp = variant.asked.tp
     torch.manual_seed(dist.get_rank())  # over tp, too, each has its part of the tokens
     length = options.sequence // tp  # sequence parallel
     shape = (length, options.batch)
