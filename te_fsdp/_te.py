@@ -383,6 +383,11 @@ def is_fused_adam(optimizer: object) -> bool:
     return is_loaded() and isinstance(optimizer, te().optimizers.FusedAdam)
 
 
+def is_fused_sgd(optimizer: object) -> bool:
+    """Whether an optimizer is TE's FusedSGD."""
+    return is_loaded() and isinstance(optimizer, te().optimizers.FusedSGD)
+
+
 def forget_transpose(tensor: torch.Tensor) -> None:
     """Drop a float8 tensor's cached transpose (``_transpose``); TE remakes it from the bytes."""
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:

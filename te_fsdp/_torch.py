@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -467,34 +466,3 @@ def is_absent_extra_state(value: object) -> bool:
     ``torch.distributed.checkpoint.state_dict``).
     """
     return type(value).__name__ == "_EXTRA_STATE"
-
-
-# ----------------------------------------------------------------------------------------------------------- optimizers
-
-
-def has_fused_sgd_rule() -> bool:
-    """Whether DTensor can run ``torch._fused_sgd_`` with a learning rate on the device (``ShardingPropagator``)."""
-    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one for each kind of rule
-    operator = torch.ops.aten._fused_sgd_.tensor_lr
-    return any(operator in table for table in tables if isinstance(table, dict))
-
-
-def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
-    """Muon's orthogonalisation of one matrix, and its learning rate for a shape (of ``torch.optim._muon``, torch 2.11).
-
-    ``torch.optim.Muon`` offers them for whole parameters alone.
-    """
-    from torch.optim import _muon
-
-    return _muon._zeropower_via_newtonschulz, _muon._adjust_lr
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
-    tables: list[dict[Any, Callable[..., Any]]] = [
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    ]
-    return [hook for table in tables for hook in table.values()]

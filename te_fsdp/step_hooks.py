@@ -71,13 +71,14 @@ class Step:
     Attributes:
         optimizer: Whose step it is.
         where: ``"AdamW.step"``, for messages.
-        has_closure: Whether it was given one, whose forward and backward run within the step.
+        closure: What it was given to run forward and backward within the step, or ``None``. Before a step another may
+            be put in its place.
     """
 
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizer = optimizer
         self.where = f"{type(optimizer).__name__}.step"
-        self.has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+        self.closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
 
     @functools.cached_property
     def held(self) -> list[tuple[torch.Tensor, Facts]]:
@@ -109,11 +110,17 @@ class _Lists:
     before: StepFunctions = ()
     after: StepFunctions = ()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The hook before every step."""
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The hook before every step; gives torch the arguments if a closure has another one in its place."""
         step = Step(optimizer, args, kwargs)
+        given = step.closure
         for function in self.before:
             function(step)
+        if step.closure is given:
+            return None
+        exchanged = {id(given): step.closure}
+        args = tuple(exchanged.get(id(value), value) for value in args)
+        return args, {key: exchanged.get(id(value), value) for key, value in kwargs.items()}
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The hook after every step."""

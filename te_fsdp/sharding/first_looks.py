@@ -26,9 +26,9 @@ from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of
-from te_fsdp.sharding.main_weights import refuse_unfit
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered, refuse_assigned
+from te_fsdp.sharding.unfit_optimizers import refuse_unfit
 from te_fsdp.sharding.units import refuse_hooks
 from te_fsdp.step_hooks import registered_at
 

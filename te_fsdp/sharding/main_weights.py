@@ -23,18 +23,18 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_capturing
-from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.errors import OrderError, shorten
 from te_fsdp.parameters import require_model, require_optimizer
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
 from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
 from te_fsdp.sharding.state import settle
+from te_fsdp.sharding.unfit_optimizers import refuse_unfit
 from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
@@ -86,46 +86,6 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
     refuse_unfit(optimizer, held)
-
-
-#: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).
-_UNFIT = ("Adafactor", "Rprop")
-
-
-def refuse_unfit(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
-    """Raise for an optimizer whose step would fail half way on sharded parameters. Local operation.
-
-    Raises:
-        PlacementError: It is one of those.
-    """
-    sharded = [p for p in held if isinstance(p, DTensor)]
-    name = type(optimizer).__name__
-    muon = getattr(torch.optim, "Muon", None)
-    if type(optimizer) in [getattr(torch.optim, unfit) for unfit in _UNFIT] and sharded:
-        why, got = "It uses operations that torch's DTensor refuses", f"{len(sharded)} sharded ones"
-        fix = "an optimizer that works element by element, such as torch.optim.AdamW"
-    elif muon is not None and type(optimizer) is muon and any(map(_has_empty_shards, sharded)):
-        why, got = "torch's DTensor cannot update them", "some of which a rank has no rows"
-        fix = "te_fsdp.Muon(model, params, ...), which takes any shards"
-    else:
-        return
-    raise PlacementError(
-        f"{name} of sharded parameters", expected="parameters that it can update", got=got, why=why, fix=fix
-    )
-
-
-def _has_empty_shards(parameter: DTensor) -> bool:
-    """Whether some rank holds nothing of it: the same on all ranks."""
-    lengths = list(parameter.shape)
-    # Later axes cut first.
-    for axis in reversed(range(parameter.device_mesh.ndim)):
-        dim = _torch.shard_dim_of(parameter.placements[axis])
-        if dim is not None:
-            ranks = parameter.device_mesh.size(axis)
-            lengths[dim], whole = -(-lengths[dim] // ranks), lengths[dim]
-            if lengths[dim] * (ranks - 1) >= whole and ranks > 1:
-                return True
-    return False
 
 
 @contextlib.contextmanager

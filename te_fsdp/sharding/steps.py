@@ -25,6 +25,7 @@ from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.rank_checks import require_equal_gradients
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.sharding.closures import look_after_closure
 from te_fsdp.sharding.comm_units import gather_anew
 from te_fsdp.sharding.first_looks import (
     before_first_forward,
@@ -332,7 +333,7 @@ def wait_for_new_weights(step: Step) -> None:
 
 def refuse_closure(step: Step) -> None:
     """Raise if a closure's forward and backward would meet what is done for the step alone."""
-    if not step.models or not step.has_closure:
+    if not step.models or step.closure is None:
         return
     held = [facts_of(parameter) for _, parameters in step.models for parameter in parameters]
     if _mixes(step.optimizer) or any(
@@ -443,6 +444,7 @@ BEFORE_STEP: StepFunctions = (
     refuse_edited,
     wait_for_gradients,
     look_for_nan,
+    look_after_closure,
     require_outer_averages,
     require_equal_gradients,
     sync_tp_replicas,

@@ -28,6 +28,7 @@ TORCH_DOORS = tuple(
     for name in (
         "_patches",
         "_torch",
+        "_torch_optim",
         "_torch_symm",
         "_fsdp2",
         "_fsdp2_copies",

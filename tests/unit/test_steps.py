@@ -36,6 +36,7 @@ def test_the_order():
             "refuse_edited",  # of what has arrived, and before anything is done to gradients
             "wait_for_gradients",
             "look_for_nan",
+            "look_after_closure",  # which does both again after the closure's backward
             "require_outer_averages",
             "require_equal_gradients",  # what each rank has computed, before the next makes it equal
             "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up

@@ -1,0 +1,46 @@
+"""Optimizers that look at more than each element, closures, fused kernels; copies of optimizers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from parity import optimizers
+
+MESHES = {"dp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}}
+SPARE = "LBFGS of sharded parameters: expected parameters that it can update, got a parameter of shape "
+REFUSED = {
+    "uneven rows": f"PlacementError: {SPARE}(7, 32), which ranks do not hold equal parts of rows of",
+    "not trained": f"PlacementError: {SPARE}(16,), which is not trained",
+    "own losses": "MeshError: LBFGS.step(closure): losses that differ between ranks",
+    "own losses, searched": "MeshError: LBFGS.step(closure): losses that differ between ranks",
+    "no_sync": "OrderError: SGD.step(closure): gradients of 4 parameter(s) were not reduced",
+    "fused SGD": "PlacementError: SGD of sharded parameters: expected parameters that it can update, got 4 sharded "
+    "ones, and fused=True. This torch's DTensor has no rule for _fused_sgd_. Fix: SGD(..., foreach=True)",
+    "fused SGD, rate on the device": "has no rule for _fused_sgd_",
+    "fused Adagrad": "has no rule for _fused_adagrad_. Fix: Adagrad(..., foreach=True)",
+    "FusedSGD": "PlacementError: FusedSGD of sharded parameters",
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=pytest.mark.ranks(math.prod(MESHES[m].values()))) for m in MESHES]
+)
+def test_lbfgs(pool, mesh):
+    pool.run(optimizers.lbfgs, math.prod(MESHES[mesh].values()), axes=MESHES[mesh])
+
+
+@pytest.mark.ranks(2)
+def test_lbfgs_of_kept_weights(pool):
+    """Which a closure reads several times while they change; with a negative control."""
+    pool.run(optimizers.lbfgs, 2, axes={}, strategy="optim")
+    for error in pool.run_expect_error(optimizers.lbfgs, 2, axes={}, spoil=True):
+        assert "None 1 first.weight: relative error" in error.message
+
+
+@pytest.mark.ranks(2)
+def test_refused(pool):
+    for found in pool.run(optimizers.refused, 2):
+        assert set(found) == set(REFUSED)
+        for case, text in REFUSED.items():
+            assert text in found[case] and "Fix: " in found[case], (case, found[case])
