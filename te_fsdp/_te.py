@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -294,6 +295,14 @@ def active_recipe() -> Any | None:
     loaded = sys.modules.get("transformer_engine.pytorch.quantization")
     state = getattr(loaded, "FP8GlobalStateManager", None)
     return state.get_fp8_recipe() if state is not None and state.is_fp8_enabled() else None
+
+
+def recipe_in_words(recipe: Any | None) -> str:
+    """A recipe with its options, between commas, the same in all processes: addresses of functions are left out."""
+    if recipe is None:
+        return "no te.autocast"
+    options = re.sub(" at 0x[0-9a-f]+", "", " ".join(repr(recipe).split()))
+    return f"te.autocast of {type(recipe).__name__}, {options}"
 
 
 def needs_shared_amax(quantizer: Any) -> bool:

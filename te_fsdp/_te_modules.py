@@ -9,8 +9,10 @@ attention          which backend TE would pick; a stream of the device that it c
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +146,27 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
         yield
     finally:
         setattr(state, attribute, before)
+
+
+@contextlib.contextmanager
+def reducing_no_amax_after_errors() -> Iterator[None]:
+    """An error in the context leaves ``te.autocast`` without delayed scaling's all-reduce, which TE issues even then.
+
+    Ranks that have not raised, or run under another recipe, would not come to it. The next ``te.autocast`` reduces
+    again: entering one writes what is changed here anew.
+    """
+    try:
+        yield
+    except Exception:
+        loaded = sys.modules.get("transformer_engine.pytorch.quantization")
+        manager = getattr(loaded, "FP8GlobalStateManager", None)
+        known = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
+        for key, (recipe, group) in list(known.items()):
+            if getattr(recipe, "reduce_amax", False):
+                alone = copy.copy(recipe)
+                alone.reduce_amax = False
+                known[key] = alone, group
+        raise
 
 
 #: cuBLASLt that TE asks for (2.20.2 ``is_module_grouped_tensor_path_supported``).

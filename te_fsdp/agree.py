@@ -69,6 +69,15 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
     return values
 
 
+def by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
+    """Global rank -> its value, of all ranks of a mesh. Collective: :func:`gather` over each axis, for errors."""
+    told = {rank(): value}
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            told = {key: own for part in gather(told, mesh.get_group(axis)) for key, own in part.items()}
+    return told
+
+
 def gather_if_any(value: T) -> list[T]:
     """As :func:`gather` over the world, or an empty list where no rank's value is true, as after most checks.
 

@@ -245,7 +245,7 @@ class _Meeting:
         for rank in self.ranks:
             if self.store.check([f"{self.number}/{rank}"]):
                 named.setdefault(self.store.get(f"{self.number}/{rank}").decode(), []).append(rank)
-        calls = "; ".join(f"{_numbers(ranks)} in te_fsdp.{call}" for call, ranks in named.items())
+        calls = "; ".join(f"{ranks_in_words(ranks)} in te_fsdp.{call}" for call, ranks in named.items())
         return message(
             f"te_fsdp.{self.call}: the ranks are in different calls",
             expected=f"the same call on all {len(self.ranks)} ranks",
@@ -259,7 +259,7 @@ class _Meeting:
         missing = len(self.ranks) - came
         found = self._without_key(self.ranks, min(missing, _NAMED))
         more = f" and {missing - len(found)} more" if missing > len(found) else ""
-        return f"{_numbers(found)}{more} {'has' if missing == 1 else 'have'}"
+        return f"{ranks_in_words(found)}{more} {'has' if missing == 1 else 'have'}"
 
     def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
         """The first so many ranks that have not come, by halving: few requests where few are missing."""
@@ -272,7 +272,7 @@ class _Meeting:
         return first + self._without_key(ranks[half:], most - len(first))
 
 
-def _numbers(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
     """Ranks for a message, neighbours joined: 'ranks 0-2, 5'."""
     parts: list[list[int]] = []
     for rank in ranks:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import are_equal, digest, gather, rank
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, message, shorten
@@ -195,7 +195,8 @@ def check_inputs(
     found = found if check.cp_mesh is not None else over_tp
     # A rate may be raised at any time.
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
-    modes = module.training, torch.is_grad_enabled(), drops
+    recipe = _te.recipe_in_words(_te.active_recipe())
+    modes = module.training, torch.is_grad_enabled(), drops, recipe
     key = method, modes, tuple((path, t.shape, t.dtype) for path, t in found)
     if not found or key in check.seen or len(check.seen) >= _MOST:
         return
@@ -208,10 +209,11 @@ def check_inputs(
         names = _names(module, method, [path for path, _ in tensors])
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
-        with collective_call("forward with inputs of new shapes", mesh), _torch.without_modes():
+        meeting = collective_call("forward with inputs of new shapes", mesh)
+        with _te_modules.reducing_no_amax_after_errors(), meeting, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
-            elif different := _differences(named, module.training, drops, mesh):
+            elif different := _differences(named, module.training, recipe, drops, mesh):
                 raise InputError(_text(where, different))
     check.seen.add(key)
 
@@ -424,10 +426,10 @@ def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[s
 
 
 def _differences(
-    tensors: dict[str, torch.Tensor], training: bool, drops: bool, mesh: DeviceMesh
+    tensors: dict[str, torch.Tensor], training: bool, recipe: str, drops: bool, mesh: DeviceMesh
 ) -> list[str]:
     """One entry per input that differs over tp, the same on all ranks. Collective over ``mesh``."""
-    mine: Seen = {"training": (str(training), 0)}
+    mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state that dropout draws from"] = mesh.device_type, int(checksum(state))

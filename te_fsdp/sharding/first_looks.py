@@ -3,7 +3,6 @@
     first forward         parameters that came after ``fully_shard``, gradient hooks that never run, memory that
                           ``to_empty`` left as it was
     first backward        of a pipeline's stage: it is not split into one for inputs and one for weights
-    first in each mode    all ranks that gather weights together have come (``if rank == 0: model(x)``)
     first trained one     no weight is written to, which would change its gathered copy alone
     first step            the same parameters and hooks once more; others beside the model; optimizers that differ
                           between ranks; state of another rank; copies of a weight that differ between ranks
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
-from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
+from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of
@@ -150,7 +149,7 @@ def _refuse_other_optimizers(state: ShardingState, step: Step, parameters: list[
     for group in step.optimizer.param_groups:
         held = [names[id(p)] for p in group["params"] if id(p) in names]
         # Each rank of ep has other experts, perhaps more.
-        known = (name.rstrip("0123456789") if _is_expert(state, name) else name for name in held)
+        known = (name.rstrip("0123456789") if state.is_expert(name) else name for name in held)
         groups.append(list(dict.fromkeys(known)) if ordered else sorted(set(known)))
         options.append({key: _in_words(value) for key, value in group.items() if key != "params"})
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
@@ -163,11 +162,6 @@ def _refuse_other_optimizers(state: ShardingState, step: Step, parameters: list[
             fix="build groups in the order of model.named_parameters(), not from a set; drive learning rates by "
             "numbers that all ranks have alike, such as a loss that was all-reduced",
         )
-
-
-def _is_expert(state: ShardingState, name: str) -> bool:
-    plan = state.plans.get(name)
-    return plan is not None and plan.experts
 
 
 def _in_words(value: Any) -> str:
@@ -317,28 +311,7 @@ def _refuse_unset(state: ShardingState) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------- modes and conversions
-
-
-def meet_in_new_mode(state: ShardingState) -> None:
-    """Wait for the ranks that gather with this one, in its first forward of a mode: training, evaluation, no gradients.
-
-    A forward of one rank alone (``if rank == 0: model.eval(); model(x)``) would pair its gathers with others of the
-    other ranks, and end in a hang. Collective over ``dp_shard`` then, through the store.
-
-    Raises:
-        CollectiveError: Some ranks do not come.
-    """
-    mode = state.model.training, torch.is_grad_enabled()
-    if mode in state.modes:
-        return
-    mesh = state.meshes.fsdp_with_size_one["dp_shard"]
-    gathers = [name for name in state.modules if state.units[name].gather == "pass"]
-    if gathers and mesh.size() > 1 and not is_simulated() and not is_capturing():
-        kind = "training" if mode[0] else "evaluation"
-        with collective_call(f"first forward in {kind}{'' if mode[1] else ' without gradients'}", mesh):
-            pass
-    state.modes.add(mode)
+# --------------------------------------------------------------------------------------------------------- conversions
 
 
 def refuse_inference_mode(state: ShardingState) -> None:
@@ -425,7 +398,7 @@ def _equal_shards(state: ShardingState) -> list[str]:
     cut: dict[dist.ProcessGroup, list[tuple[str, str, torch.Tensor]]] = {}
     for name, p in state.parameters().items():
         local = _torch.local_of(p)
-        if not isinstance(p, DTensor) or p.ndim > 2 or _is_expert(state, name) or _te.is_quantized(local):
+        if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
             continue
         if p.numel() < _TELLING * p.device_mesh.size() or getattr(p, MEANT, False):
             continue

@@ -36,6 +36,41 @@ _log = logging.getLogger("te_fsdp")
 KEY = "_te_fsdp_sharding"
 
 
+# How often ranks meet for a new mode, and for a recipe: scripts that alternate in every step shall not for ever.
+_MEETINGS = 64
+
+
+@dataclass
+class Computed:
+    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.computed_alike`).
+
+    Attributes:
+        mode: Training, and with gradients.
+        modes: Those that there were.
+        under: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
+        names: Of the parameters.
+        places: Where each is registered.
+        trained: Which of them were trained in that forward.
+        units: Name of a unit -> its last recipe in training.
+        kinds: Classes of units that have run in training.
+        pairs: Recipes before and now of what this forward has met for.
+        meetings: How many there may still be for modes.
+        comparisons: And for recipes.
+    """
+
+    mode: tuple[bool, bool] | None = None
+    modes: set[tuple[bool, bool]] = field(default_factory=set)
+    under: tuple[Any, Any] | None = None
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    trained: list[bool] | None = None
+    units: dict[str, Any] = field(default_factory=dict)
+    kinds: set[type] = field(default_factory=set)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    meetings: int = _MEETINGS
+    comparisons: int = _MEETINGS
+
+
 @dataclass(eq=False)
 class ShardingState:
     """What training needs to know about a sharded model.
@@ -71,7 +106,7 @@ class ShardingState:
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
-        modes: Training or evaluation, with gradients or without, of the forwards that have run.
+        computed: How the last forwards were computed, which ranks must do alike.
         optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
         emptied: Whether ``to_empty`` may have left memory that nothing was written to.
         inferred: Whether the first forward ran under ``torch.inference_mode``.
@@ -110,7 +145,7 @@ class ShardingState:
     recognised: set[str] = field(default_factory=set)
     transports: dict[str, Any] = field(default_factory=dict)
     copied: dict[str, str] = field(default_factory=dict)
-    modes: set[tuple[bool, bool]] = field(default_factory=set)
+    computed: Computed = field(default_factory=Computed)
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -127,6 +162,11 @@ class ShardingState:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
         return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is one of experts, of which each rank of ``ep`` has others."""
+        plan = self.plans.get(name)
+        return plan is not None and plan.experts
 
     def pending(self) -> dict[int, str]:
         """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
@@ -282,6 +322,7 @@ def mark(state: ShardingState, *, moved: bool = False) -> None:
         moved: Whether parameters have other memory than before, by a conversion.
     """
     reference = weakref.ref(state)
+    state.computed.places.clear()
     for name, parameter in state.parameters().items():
         facts = parameters.noted(parameter)
         # A parameter that was renamed since, as torch.compile renames those in a module, knows its plan.

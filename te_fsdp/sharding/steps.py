@@ -27,11 +27,11 @@ from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicate
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.closures import look_after_closure
 from te_fsdp.sharding.comm_units import gather_anew
+from te_fsdp.sharding.computed_alike import require_computed_alike, require_same_recipe
 from te_fsdp.sharding.first_looks import (
     before_first_forward,
     before_first_step,
     leave_unset,
-    meet_in_new_mode,
     refuse_conversion,
     refuse_inference_mode,
 )
@@ -185,7 +185,6 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
         _check_initialised(state)
     if not _torch.in_backward() and not state.methods:
         refuse_inference_mode(state)
-        meet_in_new_mode(state)
         recover(state)
         has_failed(state)  # gradients that were cleared since are forgotten before there are new ones
         if state.replicated is not None and state.replicated.settle():
@@ -196,6 +195,7 @@ def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
             _fsdp2.forget_forward_order(root)
         if not _is_marked(state):
             mark(state)
+        require_computed_alike(state)
         if state.waiting and not state.cleared:
             # Optimizers are met at their first step: those of a first microbatch that is given up are looked for.
             for optimizer in optimizers_of(state.parameters().values()):
@@ -228,6 +228,7 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     if _torch.in_backward():  # recomputed activations
         _fsdp2.begin_again(unit)
         return
+    require_same_recipe(state, name)
     started = state.gathers.pop(name, None) is not None  # this forward waits for it
     if not started and not _fsdp2.is_gathered(unit):
         # Released again in each forward and backward: only start_param_gather can make these stale.

@@ -232,7 +232,7 @@ def one_rank_alone() -> tuple[str, str]:
 def modes_differ() -> tuple[str, str]:
     """One rank in evaluation, the other in training."""
     meshes = _meshes(1)
-    model = _bound(Model(meshes), meshes, "fully_shard")
+    model = _bound(Model(meshes), meshes, "set_device_mesh")
     return _error(model.train(dist.get_rank() == 0), _draw(0, ROWS, integer=True))
 
 

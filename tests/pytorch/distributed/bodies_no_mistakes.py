@@ -45,6 +45,30 @@ def frozen_and_freed_later() -> bool:
     return seen == [{"inp", "layer", "head"}, {"inp", "head"}, {"inp", "layer", "head"}]
 
 
+def recipes_that_alternate() -> bool:
+    """On all ranks, by objects that are new in each step; rank 0 alone evaluates a model whose weights are whole."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    for strategy in ("optim_grads_params", "no_shard"):
+        model, losses = make_sharded(strategy), []
+        optimizer = make_sgd(model)
+        for step in range(4):
+            with te.autocast(enabled=step % 2 == 0, recipe=DelayedScaling()):
+                loss = model(draw_batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if strategy != "no_shard" or dist.get_rank() == 0:
+                with torch.no_grad():
+                    model.eval()(draw_batch())
+                model.train()
+        if losses != sorted(losses, reverse=True):
+            return False
+    return True
+
+
 def gradients_filled_with_zeros() -> bool:
     one, other = make_sharded(), make_sharded()
     for model, to_none in ((one, True), (other, False)):
@@ -224,6 +248,7 @@ MEANT: list[Callable[[], bool]] = [
     microbatches_that_are_given_up,
     optimizers_that_step_in_backward,
     frozen_and_freed_later,
+    recipes_that_alternate,
     gradients_filled_with_zeros,
     a_scaler_that_skips,
     a_scheduler_before_main_weights,

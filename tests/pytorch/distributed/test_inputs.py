@@ -119,4 +119,5 @@ def test_one_rank_alone_with_new_shapes(pool):
 
 @pytest.mark.ranks(2)
 def test_evaluation_on_one_rank(pool):
+    """Of a model that is only bound; others meet in a new mode."""
     _refused(pool.run(bodies.modes_differ, 2), "training (True on tp rank 0, False on tp rank 1)")

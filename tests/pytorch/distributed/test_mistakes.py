@@ -8,6 +8,7 @@ from __future__ import annotations
 import bodies_arguments as arguments
 import bodies_mistakes as bodies
 import bodies_no_mistakes as no_mistakes
+import bodies_ranks as ranks
 import pytest
 
 # mistake -> class, what its text must say
@@ -152,6 +153,48 @@ ARGUMENTS = {
     "a_name_of_the_hub": ("CheckpointError", "hf download NAME --local-dir FOLDER"),
 }
 
+# The same, of ranks that do different things.
+RANKS = {
+    "a_recipe_on_some_ranks_of_tp": (
+        "PrecisionError",
+        "recipes that differ between ranks: expected the same te.autocast, and torch.autocast, on all ranks of the "
+        "model, got te.autocast of DelayedScaling on rank 0; no te.autocast on rank 1",
+    ),
+    "options_of_a_recipe_by_rank": (
+        "PrecisionError",
+        "got te.autocast of DelayedScaling, margin=0 on rank 0; te.autocast of DelayedScaling, margin=1 on rank 1",
+    ),
+    "a_recipe_within_the_forward_of_some": (
+        "PrecisionError",
+        "forward of layer: recipes that differ between ranks",
+    ),
+    "another_recipe_later": (
+        "PrecisionError",
+        "no te.autocast on rank 0; te.autocast of DelayedScaling on rank 1",
+    ),
+    "torchs_autocast_on_some_ranks": (
+        "PrecisionError",
+        "got no te.autocast, torch.autocast(torch.bfloat16) on rank 0; no te.autocast on rank 1",
+    ),
+    "a_recipe_on_some_ranks_of_a_bound_model": (
+        "InputError",
+        "the recipe (te.autocast of DelayedScaling, ",
+    ),
+    "frozen_on_one_rank": (
+        "MeshError",
+        "other parameters are trained on some ranks: expected the same requires_grad on all ranks of the model, got "
+        "head.weight trained on rank 1, frozen on rank 0",
+    ),
+    "other_parameters_frozen_on_each_rank": (
+        "MeshError",
+        "got inp.weight trained on rank 1, frozen on rank 0; head.weight trained on rank 0, frozen on rank 1",
+    ),
+    "evaluation_on_some_ranks_of_tp": (
+        "CollectiveError",
+        "got rank 0 in te_fsdp.first forward in training; rank 1 in te_fsdp.first forward in evaluation",
+    ),
+}
+
 
 def compare(errors, module, results):
     """What each rank has found with what is expected, of a module's mistakes."""
@@ -170,6 +213,25 @@ def test_errors(pool, tmp_path):
 @pytest.mark.ranks(2)
 def test_arguments(pool, tmp_path):
     compare(ARGUMENTS, arguments, pool.run(arguments.all_arguments, 2, directory=str(tmp_path)))
+
+
+@pytest.mark.ranks(2)
+def test_ranks(pool, tmp_path):
+    compare(RANKS, ranks, pool.run(ranks.all_ranks, 2, directory=str(tmp_path)))
+
+
+@pytest.mark.ranks(2)
+def test_a_change_on_one_rank(pool):
+    """The rank that has changed says what; the other one is in a gather by then, as in no call of te_fsdp."""
+    found, other = pool.run(ranks.changes_alone, 2, timeout=60)
+    assert other == {}
+    words = {
+        "recipe": "te_fsdp.forward under another recipe than before: rank 1 has not called it",
+        "frozen": "On this rank: head.weight was frozen.",
+        "evaluation": "te_fsdp.forward in evaluation: rank 1 has not called it",
+    }
+    assert set(found) == set(words) and all(words[what] in found[what] for what in words), found
+    assert "On this rank: te.autocast of Float8CurrentScaling in place of no te.autocast." in found["recipe"]
 
 
 @pytest.mark.ranks(2)

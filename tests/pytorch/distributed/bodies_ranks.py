@@ -1,0 +1,147 @@
+"""Ranks that do different things in training: errors on all ranks, and what all may change together."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sharded
+from torch import nn
+
+
+def _with_tp(strategy: str = "optim_grads_params") -> nn.Module:
+    return make_sharded(strategy, model=Model(make_meshes(tp=2)), tp=2)
+
+
+def _delayed(enabled: bool = True, **options: Any) -> AbstractContextManager[Any]:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling
+
+    return te.autocast(enabled=enabled, recipe=DelayedScaling(**options))
+
+
+def _train(
+    model: nn.Module, context: AbstractContextManager[Any] | None = None, seed: int | None = 0
+) -> None:
+    with context or contextlib.nullcontext():
+        loss = model(draw_batch(seed)).square().mean()
+    loss.backward()
+
+
+def a_recipe_on_some_ranks_of_tp() -> None:
+    _train(_with_tp(), _delayed(dist.get_rank() == 0))
+
+
+def options_of_a_recipe_by_rank() -> None:
+    _train(make_sharded(), _delayed(margin=dist.get_rank()))
+
+
+class Inner(Model):
+    """Enters the recipe in its own forward."""
+
+    enabled = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        with _delayed(self.enabled):
+            x = self.layer(x)
+        return self.head(x)
+
+
+def a_recipe_within_the_forward_of_some() -> None:
+    model = make_sharded(model=Inner(make_meshes()))
+    model.enabled = dist.get_rank() == 0
+    _train(model)
+
+
+def another_recipe_later() -> None:
+    """Both ranks change: one to none, the other to another; objects are new ones in each step."""
+    model = make_sharded()
+    for _ in range(2):
+        _train(model, _delayed(margin=1))
+    _train(model, _delayed(dist.get_rank() == 1))
+
+
+def torchs_autocast_on_some_ranks() -> None:
+    _train(
+        make_sharded(), torch.autocast(harness.device_type(), torch.bfloat16, enabled=dist.get_rank() == 0)
+    )
+
+
+def a_recipe_on_some_ranks_of_a_bound_model() -> None:
+    import te_fsdp
+
+    meshes = make_meshes(tp=2)
+    model = Model(meshes)
+    te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
+    _train(te_fsdp.materialize(model, seed=0), _delayed(dist.get_rank() == 0))
+
+
+def frozen_on_one_rank() -> None:
+    model = make_sharded("no_shard")
+    model.head.weight.requires_grad_(dist.get_rank() == 1)
+    _train(model)
+
+
+def other_parameters_frozen_on_each_rank() -> None:
+    """As many elements on both: the reductions would fit."""
+    model = make_sharded()
+    _train(model)
+    (model.head if dist.get_rank() else model.inp).weight.requires_grad_(False)
+    _train(model)
+
+
+def evaluation_on_some_ranks_of_tp() -> None:
+    _train(_with_tp().train(dist.get_rank() == 0))
+
+
+MISTAKES: list[Callable[..., None]] = [
+    a_recipe_on_some_ranks_of_tp,
+    options_of_a_recipe_by_rank,
+    a_recipe_within_the_forward_of_some,
+    another_recipe_later,
+    torchs_autocast_on_some_ranks,
+    a_recipe_on_some_ranks_of_a_bound_model,
+    frozen_on_one_rank,
+    other_parameters_frozen_on_each_rank,
+    evaluation_on_some_ranks_of_tp,
+]
+
+
+def all_ranks(directory: str) -> dict[str, tuple[str, str]]:
+    """Class and text of the error of each."""
+    return all_mistakes(directory, MISTAKES)
+
+
+def changes_alone() -> dict[str, str]:
+    """What rank 0 says that changes while the other one goes on."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    import te_fsdp
+
+    model, found = make_sharded(), {}
+    model.eval()(draw_batch())
+    model.train()
+    _train(model)
+    te_fsdp.set_collective_timeout(1)
+    changes: dict[str, Callable[[], Any]] = {
+        "recipe": lambda: _train(model, te.autocast(recipe=Float8CurrentScaling())),
+        "frozen": lambda: (model.head.weight.requires_grad_(False), _train(model)),
+        "evaluation": lambda: model.requires_grad_(True).eval()(draw_batch()),
+    }
+    for what, change in changes.items() if dist.get_rank() == 0 else ():
+        try:
+            change()
+        except te_fsdp.CollectiveError as error:
+            found[what] = str(error)
+    te_fsdp.set_collective_timeout(1800)
+    if dist.get_rank():
+        time.sleep(4)  # the store of a rank that is gone would answer nobody
+    return found
