@@ -69,7 +69,7 @@ def job_of(row: tuple[str, str, str, dict[str, Any]], large: bool) -> tuple[Job,
         else {k: v for k, v in other.items() if k not in ("hidden", "ffn", "heads", "layers")}
     )
     options = argparse.Namespace(
-        **{**(LARGE if large else TINY), **{k: v for k, v in other.items() if k in LARGE}}
+        experts=0, **{**(LARGE if large else TINY), **{k: v for k, v in other.items() if k in LARGE}}
     )
     job = Job(
         partial(build, options),

@@ -224,6 +224,12 @@ def passes_on(group: Any) -> bool:
     return group.__dict__.get(_PASSES, False)
 
 
+def whole_shards(unit: torch.nn.Module) -> dict[int, bool]:
+    """Parameters of an FSDP module that one rank alone holds, by ``id``: whether their gradients are passed on."""
+    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
+    return {id(managed.sharded_param): passes_on(group) for group in groups for managed in group.fsdp_params}
+
+
 @torch.no_grad()
 def _pass_on(group: Any) -> None:
     """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""

@@ -12,6 +12,9 @@
     buffer of a reduction               the end of a unit's backward         the end of the next unit's
     reduced gradients                   the end of a unit's backward         the optimizer's step
 
+Whole shards (one rank alone) have no buffers: their memory is that of the gathered weights, unless these are cast, and
+gradients become the reduced ones one after the other.
+
 Looked up in torch 2.11 and 2.13 (``_fsdp_param_group.py``), and compared with an allocator's history on H200s. The
 caching allocator's own losses do not count, as in ``torch.cuda.max_memory_allocated``, nor what NCCL takes outside.
 """
@@ -99,7 +102,11 @@ class _Unit:
     @property
     def gathers(self) -> bool:
         """Whether anything is sent to gather it."""
-        return any(weight.whole > weight.elements and weight.gathered for weight in self.weights)
+        return any(not weight.is_alone and weight.gathered for weight in self.weights)
+
+    def buffer(self, gathered: str) -> int:
+        """Bytes of the buffer of its gather, for forward or backward; what it has alone is sent nowhere."""
+        return sums((weight for weight in self.weights if not weight.is_alone), gathered)
 
 
 @dataclass(frozen=True)
@@ -133,11 +140,11 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
     memory.now["workspaces"] = _WORKSPACES
     if job.microbatches > 1:
         # The last microbatch begins with what the others have added up, and with the buffer of their last reduction.
-        for weight in weights:
-            kind = "reduced gradients" if weight.storage.reduce == "each" else "unreduced gradients"
-            memory.now[kind] += weight.gradient if weight.storage.reduce == "each" else _adding_up(weight)
+        memory.now["reduced gradients"] = sum(w.gradient for w in weights if w.storage.reduce == "each")
+        memory.now["unreduced gradients"] = sum(_adding_up(weight, job) for weight in weights)
         before = next((run.unit for run in runs if run.unit.name), root)
-        memory.now["buffers of reductions"] = _reduction(before) if before.weights else 0
+        each = any(weight.storage.reduce == "each" for weight in before.weights)
+        memory.now["buffers of reductions"] = _reduction(before) if each else 0
     _forward(memory, runs, root, job)
     _backward(memory, runs, root, job)
     memory.now = Counter({**held, "workspaces": _WORKSPACES})
@@ -147,14 +154,20 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
     return Peak(memory.when, parts)
 
 
-def _adding_up(weight: Weight) -> int:
-    """Bytes of a gradient that adds up unreduced: whole, in the dtype of the reduced one."""
-    return weight.gradient * weight.whole // max(weight.elements, 1)
+def _adding_up(weight: Weight, job: Job) -> int:
+    """Bytes of a gradient that microbatches add up unreduced: whole, in the dtype of the reduced one."""
+    adds = job.microbatches > 1 and weight.storage.reduce == "last"
+    return weight.gradient * weight.whole // max(weight.elements, 1) if adds else 0
+
+
+def _new(weights: Iterable[Weight], job: Job) -> int:
+    """Bytes of gradients that a backward leaves until its unit ends; autograd adds to what has their own dtype."""
+    return sum(w.unreduced for w in weights if w.unreduced != _adding_up(w, job))
 
 
 def _reduction(unit: _Unit) -> int:
     """Bytes of the buffer that a unit's gradients are reduced from; that of what stays whole is not FSDP2's."""
-    return sum(weight.reduction for weight in unit.weights if not weight.storage.is_whole)
+    return sum(w.reduction for w in unit.weights if not (w.storage.is_whole or w.is_passed))
 
 
 def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run], _Unit]:
@@ -212,7 +225,7 @@ def _forward(memory: _Memory, runs: Iterable[_Run], root: _Unit, job: Job) -> No
 
 def _gather(memory: _Memory, unit: _Unit) -> None:
     """Gather a unit for its forward: first into a buffer, beside that of the unit before."""
-    buffer = sums(unit.weights, "gathered") if unit.gathers else 0
+    buffer = unit.buffer("gathered")
     memory.look(f"the gather of {unit.label}", the_next_buffer=buffer)
     memory.now["buffers of gathers"] = buffer
     _install(memory, unit, "gathered")
@@ -220,17 +233,15 @@ def _gather(memory: _Memory, unit: _Unit) -> None:
 
 def _install(memory: _Memory, unit: _Unit, gathered: str) -> None:
     """Take gathered weights into memory: ``"gathered"`` for forward, ``"gathered_again"`` for backward."""
-    if unit.gathers:
-        derived = "derived_early" if gathered == "gathered" else "derived"
-        memory.now["gathered weights"] += sums(unit.weights, gathered)
-        memory.now["transposes of gathered weights"] += sums(unit.weights, derived)
+    derived = "derived_early" if gathered == "gathered" else "derived"
+    memory.now["gathered weights"] += sums(unit.weights, gathered)
+    memory.now["transposes of gathered weights"] += sums(unit.weights, derived)
 
 
 def _release(memory: _Memory, unit: _Unit, gathered: str, *, transposes: bool = True) -> None:
     """Release them; in backward transposes have gone already, with their modules."""
-    if unit.gathers:
-        memory.now["gathered weights"] -= sums(unit.weights, gathered)
-        memory.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived_early")
+    memory.now["gathered weights"] -= sums(unit.weights, gathered)
+    memory.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived_early")
 
 
 def _backward(memory: _Memory, runs: Sequence[_Run], root: _Unit, job: Job) -> None:
@@ -246,7 +257,7 @@ def _backward(memory: _Memory, runs: Sequence[_Run], root: _Unit, job: Job) -> N
             _install(memory, unit, "gathered_again")
         # Of modules of which nothing is known, gradients are there from the beginning.
         alone = [weight for weight in unit.weights if weight.module not in staged]
-        memory.now["unreduced gradients"] += sums(alone, "unreduced")
+        memory.now["unreduced gradients"] += _new(alone, job)
 
     begin(root)
     for run in reversed(runs):
@@ -254,17 +265,17 @@ def _backward(memory: _Memory, runs: Sequence[_Run], root: _Unit, job: Job) -> N
         if unit.name and run.last:
             begin(unit)
             ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
-            memory.now["buffers of gathers"] = sum(sums(one.weights, "gathered_again") for one in ahead)
+            memory.now["buffers of gathers"] = sum(one.buffer("gathered_again") for one in ahead)
             if job.recompute and unit.is_outermost:
                 memory.now["activations"] += unit.kept - unit.entering
         for stage in reversed(run.stages):
-            _stage_backward(memory, stage, by_module[stage.module])
+            _stage_backward(memory, stage, by_module[stage.module], job)
         if unit.name and run.first:
             _reduce(memory, unit, job)
     _reduce(memory, root, job)
 
 
-def _stage_backward(memory: _Memory, stage: Stage, weights: Sequence[Weight]) -> None:
+def _stage_backward(memory: _Memory, stage: Stage, weights: Sequence[Weight], job: Job) -> None:
     """The backward of one module."""
     for moment in stage.moments:
         gradients = [w for w in weights if moment.gradients is None or w.name in moment.gradients]
@@ -278,17 +289,28 @@ def _stage_backward(memory: _Memory, stage: Stage, weights: Sequence[Weight]) ->
             transposes_of_gathered_weights=-gone,
         )
     memory.now["activations"] -= stage.kept
-    memory.now["unreduced gradients"] += sums(weights, "unreduced")
+    memory.now["unreduced gradients"] += _new(weights, job)
     memory.now["transposes of gathered weights"] -= sums(weights, "derived")
 
 
 def _reduce(memory: _Memory, unit: _Unit, job: Job) -> None:
     """The end of a unit's backward: its weights are released, its gradients reduced through a buffer."""
-    _release(memory, unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
-    gradient = sums(unit.weights, "gradient")
-    memory.now["buffers of reductions"] = _reduction(unit)
-    memory.look(f"the reduction of {unit.label}", reduced_gradients=gradient)
-    memory.now["unreduced gradients"] -= sums(unit.weights, "unreduced")
     # What other microbatches have left takes it up.
-    if job.microbatches == 1 or not any(weight.storage.reduce == "each" for weight in unit.weights):
-        memory.now["reduced gradients"] += gradient
+    adds = job.microbatches > 1 and any(weight.storage.reduce == "each" for weight in unit.weights)
+    for weight in (weight for weight in unit.weights if weight.is_passed):
+        # One after the other, before anything is released: cast, unless it is there in its dtype already.
+        gone = _new([weight], job) + _adding_up(weight, job)
+        new = 0 if weight.gradient in (weight.unreduced, _adding_up(weight, job)) else weight.gradient
+        memory.look(f"the reduction of {unit.label}", reduced_gradients=new)
+        memory.now["unreduced gradients"] -= gone
+        memory.now["reduced gradients"] += 0 if adds else weight.gradient
+    _release(memory, unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
+    rest = [weight for weight in unit.weights if not weight.is_passed]
+    gradient = sums(rest, "gradient")
+    memory.now["buffers of reductions"] = _reduction(unit)
+    # Gradients are gone when what becomes of them is made; what stays whole is not FSDP2's.
+    whole = sum(weight.gradient for weight in rest if weight.storage.is_whole)
+    memory.look(f"the reduction of {unit.label}", reduced_gradients=whole)
+    memory.now["unreduced gradients"] -= _new(rest, job) + sum(_adding_up(weight, job) for weight in rest)
+    memory.look(f"the reduction of {unit.label}", reduced_gradients=gradient)
+    memory.now["reduced gradients"] += 0 if adds else gradient

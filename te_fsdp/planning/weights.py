@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
+from te_fsdp._fsdp2_grads import whole_shards
 from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.parameters import places_of, plan_of
 from te_fsdp.planning.job import OPTIMIZERS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.layout.storage import Storage
+    from te_fsdp.parameters import Place
     from te_fsdp.planning.job import Job
     from te_fsdp.sharding.state import ShardingState
 
@@ -48,7 +50,10 @@ class Weight:
         elements: Elements of this rank's shard.
         whole: Elements of the gathered parameter: what tp and ep leave of it.
         held: Of the shard.
-        gathered: Of the gathered parameter in forward; 0 where nothing is gathered.
+        is_alone: Whether no other rank has a part of it, though FSDP2 manages it: nothing is sent, and the gathered
+            parameter has the shard's memory, unless its values are cast.
+        is_passed: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp._fsdp2_grads`).
+        gathered: Of the gathered parameter in forward, beside the shard; 0 where nothing is gathered.
         gathered_again: Of the gathered parameter in backward.
         derived: That TransformerEngine makes of a gathered quantized weight for backward, beside what was gathered:
             transposes. Its module's backward frees them.
@@ -73,6 +78,8 @@ class Weight:
     elements: int
     whole: int
     held: int
+    is_alone: bool
+    is_passed: bool
     gathered: int
     gathered_again: int
     derived: int
@@ -102,17 +109,18 @@ def weights_of(model: nn.Module, job: Job) -> list[Weight]:
         job: What was planned.
     """
     state = required_state(model, "plan")
+    whole = {key: passes for unit in state.modules.values() for key, passes in whole_shards(unit).items()}
     found, seen = [], set()
     for place in places_of(model):
         if id(place.parameter) not in seen:
             seen.add(id(place.parameter))
-            found.append(_weight(place.label, place.owner, place.name, place.parameter, state, job))
+            found.append(_weight(place, whole.get(id(place.parameter)), state, job))
     return found
 
 
-def _weight(
-    label: str, module: nn.Module, name: str, parameter: torch.Tensor, state: ShardingState, job: Job
-) -> Weight:
+def _weight(place: Place, passes: bool | None, state: ShardingState, job: Job) -> Weight:
+    """One place's weight; ``passes``: of a whole shard, whether its gradient is passed on."""
+    label, module, name, parameter = place
     plan = plan_of(parameter)
     assert plan is not None  # fully_shard has noted it on each
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
@@ -120,9 +128,8 @@ def _weight(
     if plan.experts:
         logical *= state.meshes.size("ep")
     whole, replicated = math.prod(shape), plan.storage.is_whole
-    compute = _compute_size(parameter, plan.unit, state)
+    compute, derived, early, copied = _compute_size(parameter, plan.unit, state), 0, 0, 0
     kind = None if quantizer is None else _te.format_of_quantizer(quantizer)
-    derived = early = copied = 0
     if quantizer is None:
         gathered = again = whole * compute
         held = bytes_of(local)
@@ -135,14 +142,15 @@ def _weight(
         gathered = again = forward
         if kind is not None and kind.independent_directions:
             kept = plan.storage.gather == "step" or job.recompute
-            gathered = every if kept else forward
-            again = every if kept else every - forward
+            gathered, again = (every, every) if kept else (forward, every - forward)
         elif not replicated and plan.storage.gather == "pass":
             derived = every - forward
         elif not replicated and kind is not None and kind.transpose:
             copied = every - forward
         elif not replicated:
             derived = early = every - forward
+    if replicated or (passes is not None and (quantizer is not None or compute == parameter.element_size())):
+        gathered = again = 0
     cost = cost_of(parameter, quantizer is not None)
     wire = getattr(state.precision, "grad_comm_dtype", None) or cost.dtype
     return Weight(
@@ -158,8 +166,10 @@ def _weight(
         elements=local.numel(),
         whole=whole,
         held=held,
-        gathered=0 if replicated else gathered,
-        gathered_again=0 if replicated else again,
+        is_alone=passes is not None,
+        is_passed=bool(passes),
+        gathered=gathered,
+        gathered_again=again,
         derived=derived,
         derived_early=early,
         copied=copied,

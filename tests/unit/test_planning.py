@@ -369,6 +369,17 @@ def test_peaks_on_h200(hopper, monkeypatch):
         assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.03), (row, planned.peak)
 
 
+def test_transposes_of_whole_shards(hopper):
+    """One rank alone gathers nothing; Hopper's transposes of float8 weights are there all the same."""
+    job = Job(
+        CONFIG, recipe="current", quantized_weights=True, optimizer="fused-adam", sequence=512, vocabulary=0
+    )
+    found = plan(job, Sizes())
+    assert found.largest_unit == 0 and not any(found.sent().values()), found.sent()
+    assert "gathered weights" not in found.peak.parts and min(found.peak.parts.values()) > 0
+    assert 0 < found.peak.parts["transposes of gathered weights"] <= LAYER, found.peak
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import harness
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import te_fsdp
+from te_fsdp import _fsdp2_grads, _fsdp2_patches
 from te_fsdp._torch import local_of
 from te_fsdp.planning import Job, Sizes, plan
 
@@ -128,3 +134,124 @@ def check(pool, case):
     for what in ("gradients", "state"):
         real, planned = first[what]
         assert planned == pytest.approx(real, rel=0.01), (what, real, planned)
+
+
+# --- the peak of a step
+
+
+class Products(nn.Module):
+    """Three units of two large products each, and a head: what their weights and gradients take is nearly all."""
+
+    def __init__(self, meshes: te_fsdp.Meshes) -> None:
+        super().__init__()
+        options = {"bias": False, "dtype": torch.bfloat16, "device": "meta"}
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(FFN, 4 * FFN, **options), nn.Linear(4 * FFN, FFN, **options))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(FFN, 2 * FFN, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Memory(TorchDispatchMode):
+    """What storages hold at once, at most, beyond a model's shards; looked at after every operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = {local_of(p).untyped_storage()._cdata for p in model.parameters()}
+        self.live: dict[int, weakref.ref] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.held:
+                    self.live[storage._cdata] = weakref.ref(storage)
+        # FSDP2 empties storages of gathered parameters.
+        alive = {key: ref for key, ref in self.live.items() if ref() is not None}
+        self.live, self.peak = alive, max(self.peak, sum(ref().nbytes() for ref in alive.values()))
+        return made
+
+
+FP32 = {"main_params_dtype": torch.float32, "main_grads_dtype": torch.float32, "param_dtype": torch.bfloat16}
+PEAKS = {
+    "bf16": {"microbatches": 2},
+    "optim": {"microbatches": 2, "strategy": "optim"},
+    "fp32 main weights": {"precision": FP32},
+}
+
+
+def peaks(cases: list[str], copies: bool = False) -> dict[str, tuple[int, int]]:
+    """Of each case what forwards and backwards of a settled step take beyond what is held: measured, and planned.
+
+    Args:
+        cases: Keys of ``PEAKS``.
+        copies: Whether weights and gradients of whole shards are copied, as FSDP2 alone does.
+    """
+    sizes = {"dp_replicate": int(os.environ["WORLD_SIZE"]), "dp_shard": 1}
+    jobs, measured = {}, {}
+    dist.init_process_group("gloo")
+    meshes = te_fsdp.Meshes.build(**sizes, device_type="cpu")
+    for case in cases:
+        fields = dict(PEAKS[case])
+        if policy := fields.pop("precision", None):
+            fields["precision"] = te_fsdp.MixedPrecisionPolicy(**policy)
+        jobs[case] = Job(
+            Products, units=("layers.*",), sequence=4, vocabulary=0, optimizer="fused-adam", **fields
+        )
+        measured[case] = peak_of_a_step(jobs[case], meshes, copies)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    plans = {case: plan(job, Sizes(**sizes)) for case, job in jobs.items()} if rank == 0 else {}
+    beyond = {case: p.peak.bytes - p.held_bytes - p.peak.parts["workspaces"] for case, p in plans.items()}
+    return {case: (measured[case], size) for case, size in beyond.items()}
+
+
+def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
+    model = Products(meshes)
+    stock = _fsdp2_patches.alias_whole_shards, _fsdp2_grads.pass_whole_gradients
+    if copies:
+        _fsdp2_patches.alias_whole_shards = _fsdp2_grads.pass_whole_gradients = lambda unit: None
+    try:
+        te_fsdp.fully_shard(
+            model, meshes, units=job.units, strategy=job.strategy, precision=job.precision, check_inputs=False
+        )
+    finally:
+        _fsdp2_patches.alias_whole_shards, _fsdp2_grads.pass_whole_gradients = stock
+    te_fsdp.materialize(model, seed=0)
+    for _ in range(2):  # the first one has buffers of its own
+        for parameter in model.parameters():
+            parameter.grad = None
+        with Memory(model) as memory:
+            for number in range(job.microbatches):
+                with te_fsdp.microbatch(model, is_last=number == job.microbatches - 1):
+                    x = torch.ones(4, FFN, dtype=torch.bfloat16, requires_grad=True)
+                    model(x).sum().backward()
+    return memory.peak
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(1)
+def test_peaks_of_whole_shards(pool):
+    """Over a shard axis of size 1 neither weights nor gradients are copied, and a plan counts none of that."""
+    (found,) = pool.run(peaks, 1, init_group=False, cases=list(PEAKS))
+    for case, (real, planned) in found.items():
+        assert planned == pytest.approx(real, rel=0.01), (case, real, planned)
+    (found,) = pool.run(peaks, 1, init_group=False, cases=["bf16"], copies=True)
+    real, planned = found["bf16"]
+    assert real > 1.3 * planned  # what it looks at sees copies
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_peaks_of_replicas(pool):
+    """HSDP's gradients go through buffers: these are gone when the reduced ones are there."""
+    found, _ = pool.run(peaks, 2, init_group=False, cases=["fp32 main weights"])
+    real, planned = found["fp32 main weights"]
+    assert planned == pytest.approx(real, rel=0.01), (real, planned)
