@@ -21,6 +21,14 @@ def has_rule(operator: str) -> bool:
     return any(wanted in table for table in tables if isinstance(table, dict))
 
 
+def is_copy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer came from copy or pickle: its constructor, which they leave out, sets one attribute more.
+
+    (``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__`` does not give.)
+    """
+    return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
+
+
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
     """Muon's orthogonalisation of one matrix, and its learning rate for a shape (of ``torch.optim._muon``, torch 2.11).
 

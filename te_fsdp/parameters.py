@@ -16,6 +16,7 @@ Where a parameter lies follows from both (:func:`shard_info`).
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -29,8 +30,6 @@ from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout.rules import Box, Coordinates, ParameterRule, shard_boxes
 
 if TYPE_CHECKING:
-    import weakref
-
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 
 #: The attribute.
 KEY = "_te_fsdp"
+#: Cause in :attr:`Facts.replaced` of a copy.
+COPIED = "copy.deepcopy"
 
 
 @dataclass(eq=False)
@@ -56,7 +57,9 @@ class Facts:
         state: The ``ShardingState`` of its model.
         record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
         main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
-        replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`).
+        replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`), or never had it:
+            a copy that nothing has given to a module as a successor.
+        copy_of: Of such a copy: the record of what was copied.
         looks: In how many steps to come its gradient is compared over tp (``modules/rank_checks.py``).
         memory: Of a sharded parameter its ``id`` and :func:`te_fsdp._torch.memory_of` it, to see that its ``.data`` was
             assigned.
@@ -71,13 +74,20 @@ class Facts:
     record: weakref.ref[Any] | None = None
     main_parameters: weakref.ref[Any] | None = None
     replaced: tuple[str, str] | None = None
+    copy_of: weakref.ref[Facts] | None = None
     looks: int = 0
     memory: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Meshes are shared by the copy: process groups cannot be copied."""
         return dataclasses.replace(
-            self, plan=None, state=None, record=None, main_parameters=None, replaced=None
+            self,
+            plan=None,
+            state=None,
+            record=None,
+            main_parameters=None,
+            replaced=("", COPIED),
+            copy_of=weakref.ref(self),
         )
 
     def __reduce__(self) -> Any:

@@ -27,6 +27,10 @@ states stay equal.
 
 Whatever replaces a parameter leaves a mark on the old object, which lives exactly as long as somebody still holds it.
 Before each step of an optimizer :func:`refuse_replaced` looks for marks.
+
+**So would those of an optimizer that was copied, or pickled, without its model**: its parameters are copies. Copies of
+DTensors are marked, pickles leave an empty mark, copies of plain parameters none: those are recognised by the
+optimizer, whose constructor did not run, and by a model that has parameters like them.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp import _torch
+from te_fsdp import _torch, _torch_optim
 from te_fsdp.errors import OrderError
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import KEY, Facts, facts_of, noted
+from te_fsdp.parameters import COPIED, KEY, Facts, facts_of, label_of, noted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -109,6 +113,10 @@ class _Lists:
 
     before: StepFunctions = ()
     after: StepFunctions = ()
+
+    def __init__(self) -> None:
+        #: Copied optimizers whose parameters modules have.
+        self.right_copies: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The hook before every step; gives torch the arguments if a closure has another one in its place."""
@@ -214,29 +222,90 @@ def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
 
 
 def refuse_replaced(step: Step) -> None:
-    """Raise for parameters that no module has any longer.
+    """Raise for parameters that no module has any longer, or that are copies which none ever had.
 
     Raises:
         OrderError: Names the first of them, and the call that replaced it.
     """
     marked = {id(parameter): parameter for parameter, facts in step.held if facts.replaced}
-    if not marked:
+    is_copy = _torch_optim.is_copy(step.optimizer) and step.optimizer not in _lists().right_copies
+    if not marked and not is_copy:
         return
-    # Another model may share a parameter with the one that lost it: a step for that model is right.
-    for owner, name in registered_at(marked):
-        noted(marked.pop(id(owner._parameters[name]))).replaced = None
+    unmarked = _unmarked(step.optimizer) if is_copy else {}
+    # Another model may share a parameter with the one that lost it, or be a copy as well: a step for that one is right.
+    wanted = {*marked, *unmarked}
+    for owner, name in registered_at(wanted):
+        key = id(owner._parameters[name])
+        wanted.discard(key)
+        unmarked.pop(key, None)
+        if key in marked:
+            noted(marked.pop(key)).replaced = None
+    marked |= _like_ours(unmarked)
     if not marked:
+        if is_copy:
+            _lists().right_copies.add(step.optimizer)
         return
-    name, by = noted(next(iter(marked.values()))).replaced or ("", "")
+    name, by = _named(next(iter(marked.values())))
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
+    got = f"one from before {by}, which has replaced it"
+    whose = "new"
+    fix = "build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()"
+    if by == COPIED:
+        got, whose = "a copy, as copy.deepcopy or a pickle of an optimizer makes them", "model's"
+        fix = "build another optimizer from model.parameters(), and let it load_state_dict(optimizer.state_dict())"
     raise OrderError(
         f"{step.where}: {name}{more}",
         expected="parameters that the model has now",
-        got=f"one from before {by}, which has replaced it",
-        why="Gradients go to the new parameter: the step would change nothing",
-        fix="build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
+        got=got,
+        why=f"Gradients go to the {whose} parameter: the step would change nothing",
+        fix=fix,
     )
+
+
+def _unmarked(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    """``id`` -> parameters of an optimizer that carry no record, or what a pickle leaves of one."""
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): parameter for parameter in held if not parameter.__dict__.get(KEY)}
+
+
+def _like_ours(unmarked: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """All, if they are copies of sharded models' parameters: with what a pickle leaves, or each like one of theirs."""
+    ours = _ours() if unmarked else {}
+    return unmarked if all(KEY in p.__dict__ or _kind(p) in ours for p in unmarked.values()) else {}
+
+
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return isinstance(parameter, DTensor), tuple(parameter.shape), parameter.dtype
+
+
+def _ours() -> dict[tuple[Any, ...], str]:
+    """Kind -> name of a parameter of each kind that the sharded models of this process have. For errors alone."""
+    states: dict[int, Any] = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), nn.Module):
+            for parameter in candidate.__dict__.get("_parameters", {}).values():
+                facts = None if parameter is None else facts_of(parameter)
+                state = facts.state() if facts is not None and facts.state is not None else None
+                if state is not None:
+                    states[id(state)] = state
+    found: dict[tuple[Any, ...], str] = {}
+    for state in states.values():
+        for name, parameter in state.parameters().items():
+            found.setdefault(_kind(parameter), name)
+    return found
+
+
+def _named(parameter: torch.Tensor) -> tuple[str, str]:
+    """Name and cause of a parameter that no module has; of a copy the name of what was copied, or of one like it."""
+    facts = facts_of(parameter)
+    if facts is not None and facts.replaced is not None and facts.replaced[1] != COPIED:
+        return facts.replaced
+    original = facts.copy_of() if facts is not None and facts.copy_of is not None else None
+    state = original.state() if original is not None and original.state is not None else None
+    names = state.parameters() if state is not None else {}
+    name = next((name for name, own in names.items() if facts_of(own) is original), None)
+    return name or _ours().get(_kind(parameter)) or label_of(parameter), COPIED
 
 
 def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:

@@ -25,6 +25,8 @@ from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of
+from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.materialize import differing_copies
 from te_fsdp.sharding.state import mark_gathered, refuse_assigned
 from te_fsdp.sharding.unfit_optimizers import refuse_unfit
@@ -67,6 +69,7 @@ def before_first_step(step: Step) -> None:
             _refuse_hooks(state)
             refuse_assigned(state)
             _refuse_state_of_others(step, parameters)
+            _refuse_main_weights_of_others(step, parameters)
             refuse_unfit(step.optimizer, parameters)
         if not is_simulated():
             _refuse_other_optimizers(state, step, parameters)
@@ -369,6 +372,21 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
                     why="torch.save writes of a sharded tensor the part of the rank that calls it",
                     fix="te_fsdp.checkpoint.save and load, on all ranks",
                 )
+
+
+def _refuse_main_weights_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
+    """Raise for main weights in the state of an optimizer that does not update them: a shallow copy of another."""
+    if hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer):
+        return
+    for parameter in parameters:
+        if MAIN in step.optimizer.state.get(parameter, ()):
+            raise OrderError(
+                f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
+                expected="an optimizer that te_fsdp.main_weights was called with",
+                got="another one, such as a copy.copy of it, which has its state alone",
+                why="It would update the low-precision weight, and leave the main weight as it was",
+                fix="step with the optimizer that was given to te_fsdp.main_weights",
+            )
 
 
 def _refuse_differing_copies(state: ShardingState, where: str) -> None:

@@ -33,7 +33,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import gather, maximum
 from te_fsdp.errors import GradientError, OrderError, PlacementError, PrecisionError, message
 from te_fsdp.move.start import GradComm, comm_of, set_comm
-from te_fsdp.parameters import facts_of, noted
+from te_fsdp.parameters import COPIED, facts_of, label_of, noted
 from te_fsdp.sharding.comm_units import install_comm
 from te_fsdp.sharding.outer_averages import averaged, averages_of
 from te_fsdp.sharding.reductions import require_reduced
@@ -198,11 +198,12 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         facts = facts_of(parameter)
         if facts is not None and facts.replaced and parameter.grad is None:
             name, by = facts.replaced
+            copied = by == COPIED
             raise OrderError(
-                f"grad_norm: {name}",
+                f"grad_norm: {name or label_of(parameter)}",
                 expected="parameters that the model has now",
-                got=f"one from before {by}, which has replaced it",
-                why="Gradients go to the new parameter: nothing would be clipped",
+                got=f"a copy, by {by}" if copied else f"one from before {by}, which has replaced it",
+                why="Gradients go to the model's parameters: nothing would be clipped",
                 fix="pass the model, or list model.parameters() after te_fsdp.fully_shard and te_fsdp.materialize",
             )
     states = {id(state): state for state in map(state_of, chosen) if state is not None}

@@ -44,3 +44,29 @@ def test_refused(pool):
         assert set(found) == set(REFUSED)
         for case, text in REFUSED.items():
             assert text in found[case] and "Fix: " in found[case], (case, found[case])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_copies_are_refused(pool, tp):
+    for found in pool.run(optimizers.copies, 2, tp=tp):
+        assert len(found) == 5
+        for case, text in found.items():
+            assert text.startswith(
+                "AdamW.step: first.weight, and 3 more of its 4: expected parameters that"
+            ), (case, text)
+            assert "got a copy, as copy.deepcopy or a pickle" in text and "load_state_dict" in text
+
+
+@pytest.mark.ranks(2)
+def test_copies_that_are_right(pool):
+    pool.run(optimizers.right_copies, 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_shallow_copy_has_no_main_weights(pool):
+    for text in pool.run(optimizers.without_main_weights, 2):
+        assert (
+            text.startswith("SGD.step: first.weight: a main weight in the optimizer's state")
+            and "Fix: " in text
+        )

@@ -278,7 +278,7 @@ def refused(case: str) -> None:
     elif case == "early":
         te_fsdp.Muon(model, [p for p in early if p.ndim == 2])
     elif case == "copy":
-        copy.deepcopy(te_fsdp.Muon(model, adamw=ADAMW)).step()
+        copy.copy(te_fsdp.Muon(model, adamw=ADAMW)).step()
     elif case == "option":
         te_fsdp.Muon(model, adamw={"amsgrad": True})
 

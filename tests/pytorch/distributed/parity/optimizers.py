@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -145,3 +146,97 @@ def refused() -> dict[str, str]:
             f"{name}: weights have changed"
         )
     return found
+
+
+def _trained(model: nn.Module, optimizer: Any) -> bool:
+    """Whether two steps change a weight."""
+    before = [harness.full(p).clone() for p in model.parameters()]
+    for _ in range(2):
+        _closure(model, optimizer)()
+        optimizer.step()
+    return not all(
+        itertools.starmap(torch.equal, zip(before, map(harness.full, model.parameters()), strict=True))
+    )
+
+
+def copies(tp: int) -> dict[str, str]:
+    """The error of each optimizer of copies, before any state is made; those of models that are copied too train."""
+    import te_fsdp
+
+    found = {}
+    ways: dict[str, Callable[[Any], Any]] = {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+        "copied parameters": lambda optimizer: torch.optim.AdamW(
+            copy.deepcopy(optimizer.param_groups[0]["params"])
+        ),
+    }
+    for strategy, (name, copied) in itertools.product(("optim_grads_params", "no_shard"), ways.items()):
+        if strategy == "no_shard" and name == "copied parameters":
+            continue  # of plain parameters, by another optimizer: nothing is left that tells
+        _, _, model = _pair({"tp": tp}, strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        other = copied(optimizer)
+        for attempt in range(2):
+            try:
+                found[f"{strategy}, {name}"] = str(_trained(model, other))
+            except te_fsdp.OrderError as error:
+                found[f"{strategy}, {name}"] = str(error)
+            assert not other.state, f"{name}: attempt {attempt} has stepped"
+        assert _trained(model, optimizer) and _trained(model, copy.copy(optimizer))
+    return found
+
+
+def right_copies() -> None:
+    """Copies of a model with its optimizer, and of others' optimizers, step as ever, beside a sharded model."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(tp=2, device_type=harness.device_type())
+    bound = te.Linear(
+        WIDTH,
+        WIDTH,
+        parallel_mode="row",
+        device=harness.device(),
+        params_dtype=torch.float64,
+        **meshes.te_kwargs(),
+    )
+    with torch.no_grad():  # each rank another part
+        bound.weight.normal_(generator=torch.Generator(harness.device()).manual_seed(dist.get_rank()))
+    te_fsdp.set_device_mesh(bound, meshes.tp, meshes.weight)
+    plain = Net()
+    _, _, sharded = _pair({}, "no_shard")
+    for model in (bound, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ways = [copy.deepcopy((model, optimizer))]
+        if model is plain:
+            ways.append(pickle.loads(pickle.dumps((model, optimizer))))
+        for both in ways:
+            before = [harness.full(p).clone() for p in both[0].parameters()]
+            for p in both[0].parameters():
+                p.grad = torch.ones_like(p)
+            both[1].step()
+            now = map(harness.full, both[0].parameters())
+            assert not any(itertools.starmap(torch.equal, zip(before, now, strict=True)))
+    alone = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
+    copy.deepcopy(alone).step()
+    assert _trained(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+
+
+def without_main_weights() -> str:
+    """A shallow copy of an optimizer has its state, and not what te_fsdp does around its steps."""
+    import te_fsdp
+
+    torch.manual_seed(1)
+    model = te_fsdp.fully_shard(Net().bfloat16(), te_fsdp.Meshes.build(device_type=harness.device_type()))
+    optimizer = torch.optim.SGD(te_fsdp.materialize(model).parameters(), lr=0.1)
+    te_fsdp.main_weights(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    try:
+        copy.copy(optimizer).step()
+    except te_fsdp.OrderError as error:
+        return str(error)
+    return ""
