@@ -253,11 +253,13 @@ class Installed:
         gathered: The gathered one, or whatever else was assigned.
         release: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.all_gather`);
             ``None`` for nothing.
+        is_aside: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharding.kept_weights`).
     """
 
     shard: DTensor | None = None
     gathered: torch.Tensor | None = None
     release: Callable[[], None] | None = None
+    is_aside: bool = False
 
 
 @dataclass

@@ -260,7 +260,9 @@ class MeshModule(torch.nn.Module):
             else:
                 if old is not pair.shard and old is not pair.gathered:  # put there behind our back
                     _refuse_assignment(self, binding, name, old)
-                if pair.release is not None and value is pair.shard and old is pair.gathered:
+                ends = old is pair.gathered or pair.is_aside
+                if pair.release is not None and value is pair.shard and ends:
+                    pair.is_aside = False
                     pair.release()
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
                 if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):

@@ -26,6 +26,7 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout.storage import SyncMode
+from te_fsdp.sharding.kept_weights import show_gathered
 from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
 from te_fsdp.sharding.state import (
     ShardingState,
@@ -418,7 +419,6 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 
     Forward waits for them by itself. Weights that were gathered and then changed are gathered anew only after
     :func:`release_params` or the optimizer's step.
-
     Collective over ``dp_shard``: an all-gather for each unit that is not gathered; call it on all ranks.
 
     Args:
@@ -434,6 +434,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     state.pending_gathers.wait()
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
+        show_gathered(state, name, unit)
         if name not in state.gathers and not _fsdp2.is_gathered(unit):
             state.versions[name] = versions_of(unit)
             state.gathers[name] = unit.unshard(async_op=True)

@@ -105,6 +105,7 @@ class ShardingState:
         mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
+        aside: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
         computed: How the last forwards were computed, which ranks must do alike.
         optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
@@ -142,6 +143,7 @@ class ShardingState:
     mixing: ExitStack = field(default_factory=ExitStack)
     methods: int = 0
     on_meta: bool = True
+    aside: dict[str, list[int]] = field(default_factory=dict)
     recognised: set[str] = field(default_factory=set)
     transports: dict[str, Any] = field(default_factory=dict)
     copied: dict[str, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import weakref
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,7 @@ from te_fsdp.sharding.first_looks import (
     refuse_conversion,
     refuse_inference_mode,
 )
+from te_fsdp.sharding.kept_weights import show_gathered, show_shards
 from te_fsdp.sharding.main_weights import (
     lend_main_weights,
     note_written,
@@ -225,6 +227,8 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     if state.on_meta:
         _check_initialised(state)
     state.pending_gathers.before_forward(name, unit)
+    if name in state.aside:
+        show_gathered(state, name, unit)
     if _torch.in_backward():  # recomputed activations
         _fsdp2.begin_again(unit)
         return
@@ -260,6 +264,8 @@ def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: A
         if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
             mark_gathered(unit)
             state.recognised.add(name)
+    if module is state.model and not (torch.is_grad_enabled() or state.methods or _torch.in_backward()):
+        show_shards(state)
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:

@@ -244,7 +244,45 @@ def optimizers_that_step_in_backward() -> bool:
     return not _changed(model, _weights(other))
 
 
+def parameters_after_an_evaluation() -> bool:
+    """Read, written to, clipped and given to an optimizer while weights stay gathered: as where none do (ZeRO-3)."""
+    found = []
+    for strategy in ("optim_grads_params", "optim", "optim_grads"):
+        model, losses = make_sharded(strategy), []
+
+        def evaluate(model: nn.Module = model, losses: list[torch.Tensor] = losses) -> None:
+            with torch.no_grad():
+                losses.append(model.eval()(draw_batch(1)).square().mean())
+            model.train()
+
+        evaluate()
+        optimizer = make_sgd(model)
+        average = [p.detach().clone() for p in model.parameters()]
+        for wanted in (True, False):
+            model.head.requires_grad_(wanted)
+            model(draw_batch()).square().mean().backward()
+            evaluate()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            losses.append(_whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            evaluate()
+            with torch.no_grad():
+                for p, mean in zip(model.parameters(), average, strict=True):
+                    mean.lerp_(p, 0.5)
+                    p.clamp_(-0.2, 0.2)
+            evaluate()
+            for p in model.parameters():
+                p.grad = None
+        values = [*losses, *map(_whole, average)]
+        found.append({**_weights(model), **{str(place): value for place, value in enumerate(values)}})
+    # Strategies add the same two ranks' gradients, whose sum knows no order.
+    return all(torch.equal(value, found[0][name]) for one in found for name, value in one.items())
+
+
 MEANT: list[Callable[[], bool]] = [
+    parameters_after_an_evaluation,
     microbatches_that_are_given_up,
     optimizers_that_step_in_backward,
     frozen_and_freed_later,

@@ -21,6 +21,7 @@ CASES = {
     "block-dp2": {"recipe": "block"},
     "block-hsdp2x1": {"recipe": "block", "dp_replicate": 2, "meta": False},
     "block-dp2-gathered_until_backward": {"recipe": "block", "reshard": False},
+    "block-dp2-evaluated": {"recipe": "block", "reshard": False, "evaluate": True},
     "nvfp4-dp2": {"recipe": "nvfp4"},
 }
 
@@ -41,8 +42,15 @@ def check(results: list[dict]) -> None:
 
 @pytest.mark.covering(
     # Columns that travel in buffers of their own; weights that were quantized before they were sharded, by us too.
+    # Weights that an evaluation has left gathered.
     always=[
-        {"case": f"mxfp8-dp2-{case}"} for case in ("cut_by_columns", "torchs_fully_shard", "from_the_device")
+        {"case": case}
+        for case in (
+            "mxfp8-dp2-cut_by_columns",
+            "mxfp8-dp2-torchs_fully_shard",
+            "mxfp8-dp2-from_the_device",
+            "block-dp2-evaluated",
+        )
     ],
     strength=0,
 )

@@ -157,6 +157,13 @@ class Stepper:
             model.parameters(), lr=learning_rate, master_weights=True, master_weight_dtype=torch.float32
         )
 
+    def evaluate(self, x: torch.Tensor) -> None:
+        """A forward without gradients."""
+        import transformer_engine.pytorch as te
+
+        with torch.no_grad(), te.autocast(enabled=True, recipe=recipe_of(self.recipe)):
+            self.model(self._mine(x))
+
     def __call__(self, x: torch.Tensor, target: torch.Tensor) -> float:
         import transformer_engine.pytorch as te
 

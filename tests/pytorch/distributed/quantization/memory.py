@@ -35,6 +35,7 @@ def accounted(
     dp_replicate: int = 1,
     tp: int = 1,
     reshard: bool = True,
+    evaluate: bool = False,
     meta: bool = True,
     route: str = "ours",
     fault: str = "",
@@ -48,6 +49,7 @@ def accounted(
         dp_replicate: Copies.
         tp: Tensor-parallel size.
         reshard: FSDP2's ``reshard_after_forward``.
+        evaluate: Whether an evaluation, which leaves weights gathered, comes last.
         meta: Whether the model is built on meta, or on the device.
         route: ``"ours"`` (te_fsdp.fully_shard) or ``"torch's"`` (set_device_mesh, then FSDP2 by the user).
         fault: ``"flat"``: FSDP2 keeps its flat shards; ``"derived"``: what TE derives from gathered bytes stays.
@@ -81,8 +83,10 @@ def accounted(
         batch = torch.randn((2, 32, BATCH, hidden), generator=generator).bfloat16().to(harness.device())
         for _ in range(2):
             step(batch[0], batch[1])
-        del batch
         model.load_state_dict(model.state_dict())  # FSDP2 makes its flat shards anew
+        if evaluate:
+            step.evaluate(batch[0])
+        del batch
         outcome["step"] = _compare(recipe, model, step.optimizer, before, allocated)
     return outcome
 
