@@ -183,9 +183,9 @@ PATCHES: dict[str, Patch] = {
         versions="those that have it",
     ),
     "copy": Patch(
-        "quantizers with one scale",
+        "quantizers",
         "copy",
-        "hands on the name of the group over which the amax is reduced",
+        "hands on the name of the group over which the amax is reduced, and that clones copy scales",
         "test_one_scale.py::test_copies_know_the_group_and_hold_none",
         _GROUP,
     ),
@@ -209,6 +209,13 @@ PATCHES: dict[str, Patch] = {
         "is the group of that name, whatever a gather sets",
         "test_one_scale.py::test_the_group_of_stock_te_is_caught",
         _GROUP,
+    ),
+    "clone": Patch(
+        "quantized tensors",
+        "clone",
+        "copies the scales too (`quantized/amax_mark.py`)",
+        "test_te_faults.py::test_clone_shares_the_scale",
+        "### `clone()` of a quantized tensor shares its scales",
     ),
     "delayed": Patch(
         "`Float8Quantizer`",
@@ -271,6 +278,13 @@ def _amax_tensors() -> tuple[type, ...]:
     return tuple(found)
 
 
+def _cloning_tensors() -> list[type]:
+    """Classes of quantized tensors that have a ``clone`` of their own."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
+    return [c for c in classes if c is not None and "clone" in c.__dict__]
+
+
 def _modules_with(name: str) -> list[ModuleType]:
     """TE's modules of linear layers that use a function under this name."""
     files = ("linear", "layernorm_linear", "layernorm_mlp")
@@ -283,10 +297,11 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "gather": gathering_tensors,
     "gathered": gathering_tensors,
     "columnwise": functools.partial(_modules_with, "clear_columnwise_cache"),
-    "copy": functools.partial(_te.quantizer_classes, "amax", "history"),
+    "copy": functools.partial(_te.quantizer_classes, "amax", "history", "blocks", "parts"),
     "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
+    "clone": _cloning_tensors,
     # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
     "delayed": functools.partial(_te.quantizer_classes, "history"),
     # NVFP4's shards hold whole blocks, so that none is empty.

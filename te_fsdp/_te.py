@@ -439,6 +439,15 @@ def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [value for name in found if (value := getattr(tensor, name, None)) is not None]
 
 
+def take_own_scales(tensor: torch.Tensor) -> None:
+    """Give a quantized tensor copies of the scales, and of the amaxes, that it may share with another."""
+    row = format_of(tensor)
+    for buffer in row.buffers if row is not None else ():
+        scale = None if buffer.holds_values else getattr(tensor, buffer.attribute, None)
+        if scale is not None:
+            setattr(tensor, buffer.attribute, scale.detach().clone())
+
+
 def sent_as_it_lies(tensor: torch.Tensor) -> tuple[str, ...]:
     """Attributes of a quantized shard that its all-gather hooks send unchanged, the same in every gather; or none.
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MARK = "_te_fsdp_amax_group"
+# Of quantizers whose tensors are cloned with their scales.
+_CLONES = "_te_fsdp_clones_scales"
+_MARKS = (_MARK, _CLONES)
 _ATTRIBUTE = PATCHES["group"].attribute
 
 
@@ -117,6 +120,7 @@ def make_marks_stick() -> None:
     install("pickle", _wrap_getstate)
     install("group", lambda stock: property(_get_group, _set_group))
     install("delayed", _wrap_update_delayed)
+    install("clone", _wrap_clone)
 
 
 def _get_group(self: Any) -> Any:
@@ -137,8 +141,7 @@ def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def copy(self: Any) -> Any:
         new = stock(self)
-        if _MARK in self.__dict__:
-            new.__dict__[_MARK] = self.__dict__[_MARK]
+        new.__dict__.update({name: self.__dict__[name] for name in _MARKS if name in self.__dict__})
         return new
 
     return copy
@@ -169,6 +172,33 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     new = self.copy()
     _te.reduce_amax_over(new, None)
     return new
+
+
+# --- clones
+
+
+def clone_scales_too(tensor: torch.Tensor) -> None:
+    """Let clones of a quantized weight, and of those, have scales of their own. Local operation.
+
+    TE's clones share them (2.18 to 2.20.2). Who keeps ``parameter.detach().clone()`` or a cloned state dict (the best
+    weights so far, values to be put back) would find new scales under old bytes after the next step.
+    """
+    for part in (tensor, *_te.parts_of(tensor)):
+        quantizer = _te.quantizer_of(part)
+        if quantizer is not None and _CLONES not in quantizer.__dict__:
+            make_marks_stick()  # TE copies it for every tensor made from this one
+            quantizer.__dict__[_CLONES] = True
+
+
+def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(stock)
+    def clone(self: Any) -> Any:
+        new, quantizer = stock(self), _te.quantizer_of(self)
+        if quantizer is not None and _CLONES in quantizer.__dict__:
+            _te.take_own_scales(new)
+        return new
+
+    return clone
 
 
 # --- shards without rows

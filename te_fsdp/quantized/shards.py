@@ -37,7 +37,7 @@ from te_fsdp.errors import MeshError, message
 from te_fsdp.layout.rules import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
-from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, reduce_newest_amax
+from te_fsdp.quantized.amax_mark import clone_scales_too, drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.components import components_of, keep_rows_alone
 from te_fsdp.quantized.grouped_weight import copy_experts, experts_of, is_grouped_weight, quantize_experts
 from te_fsdp.quantized.packing import derive_transposes
@@ -218,7 +218,10 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
         return
     if is_marked(local, binding.weight_group):
         return  # what every gather after the first finds
-    if not _te.is_quantized(local) or not _te.one_scale_quantizers(_te.quantizer_of(local)):
+    if not _te.is_quantized(local):
+        return
+    clone_scales_too(local)
+    if not _te.one_scale_quantizers(_te.quantizer_of(local)):
         return
     group = binding.weight_group
     if group is None:
@@ -272,6 +275,7 @@ def requantize(local: torch.Tensor, binding: Binding) -> None:
     Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over
     the weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
     """
+    clone_scales_too(local)
     if _te.has_delayed_scale(local):  # every rank has quantized with the same scale
         attach_group(local, binding)
         reduce_newest_amax([local])

@@ -60,7 +60,7 @@ def test_patches_of_classes_are_installed_once(te):
     make_marks_stick()
     patch_fsdp_hooks()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found}) == 9
+    assert len({attribute for _, attribute in found}) == 10
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process

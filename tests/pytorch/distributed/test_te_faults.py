@@ -58,6 +58,17 @@ def test_clone_shares_the_scale(pool):
     assert pool.run(te_faults.clone_shares_scale, 1) == [True]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.cpu
+@pytest.mark.parametrize(("strategy", "meta"), [("optim_grads_params", True), ("no_shard", False)])
+def test_clones_of_models_have_scales_of_their_own(pool, strategy, meta):
+    recipes = ["delayed", "current", "mxfp8", "block", "nvfp4"]
+    assert pool.run(te_faults.clones_that_change, 2, recipes=recipes, strategy=strategy, meta=meta) == [
+        [],
+        [],
+    ]
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_zero_leaves_nvfp4_as_it_is(pool, recipe):
     assert pool.run(te_faults.zeroed, 1, recipe=recipe) == [[recipe != "nvfp4", True]]

@@ -136,6 +136,35 @@ def clone_shares_scale() -> bool:
     return not torch.equal(clone.dequantize(), before)
 
 
+def clones_that_change(recipes: list[str], strategy: str, meta: bool) -> list[str]:
+    """Recipes under which a clone of a model's weight, of its state dict or of a clone follows the next write."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes, found = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type()), []
+    for name in recipes:
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=models.recipe_of(name)):
+            device = "meta" if meta else harness.device()
+            layer = te.Linear(SIZE, 2 * SIZE, bias=False, params_dtype=torch.bfloat16, device=device)
+        te_fsdp.materialize(te_fsdp.fully_shard(layer, meshes, strategy=strategy), seed=0)
+        with torch.no_grad():
+            weight, before = layer.weight, _values(layer.weight)
+            clones = [weight.detach().clone(), layer.state_dict()["weight"].clone()]
+            clones.append(clones[0].clone())
+            weight.mul_(0.3)
+        assert not torch.equal(_values(weight), before)
+        if not all(torch.equal(_values(clone), before) for clone in clones):
+            found.append(name)
+    return found
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    local = getattr(weight, "_local_tensor", weight).detach()
+    return local.dequantize().float() if hasattr(local, "get_metadata") else local.float()
+
+
 def zeroed(recipe: str) -> list[bool]:
     """Whether a weight is zero after ``zero_``, and after zeros were copied into it."""
     weight, found = linear(models.recipe_of(recipe)).weight.detach(), []
