@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from te_fsdp import _te
-from te_fsdp.agree import gather_if_any
+from te_fsdp.agree import gather_if_any, rank
 from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
@@ -33,7 +33,15 @@ from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
 from te_fsdp.errors import shorten
-from te_fsdp.modules.semantics import Difference, deciding, differences, from_json, in_words, semantics_of
+from te_fsdp.modules.own_classes import own_differences, own_settings
+from te_fsdp.modules.semantics import (
+    Difference,
+    deciding,
+    differences,
+    from_json,
+    in_words,
+    semantics_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,7 +186,11 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
 def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
     """Differences in what modules compute beside their weights, or that nobody recorded that. Local operation."""
     here, recorded = semantics_of(model), manifest.semantics
-    if not recorded or not recorded["modules"]:
+    known = from_json(recorded) if recorded else {}
+    if recorded and rank() == 0:
+        for one in own_differences(from_json(recorded, own=True), own_settings(model)):
+            found.settings[one.name] = one
+    if not known:
         # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
         asks = not recorded and deciding({name: one for name, one in here.items() if one.library == "te"})
         values = deciding(here)
@@ -186,9 +198,9 @@ def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, 
             found.settings[SETTINGS] = Difference(SETTINGS, "none", values, "strict" if asks else "note")
         return
     alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
-    for one in differences(from_json(recorded), here, alone):
+    for one in differences(known, here, alone):
         found.settings[one.name] = one
-    recipes = recorded.get("recipes"), _te.recipes_in_use(model)
+    recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
     if all(recipes) and recipes[0] != recipes[1]:
         found.settings["recipes"] = Difference("recipes", *recipes, "note")
 

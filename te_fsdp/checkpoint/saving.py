@@ -56,8 +56,9 @@ from te_fsdp.checkpoint.writing import (
     tensors_of,
 )
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
+from te_fsdp.modules.own_classes import record
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.modules.semantics import record
+from te_fsdp.modules.semantics import from_json, to_json
 from te_fsdp.parameters import binding_of
 from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_optimizer import main_parameters_of
@@ -235,8 +236,8 @@ class _Collected:
             **self.described.digests,
             "optimizer": self.described.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
-            # A rank's experts may not have run.
-            "settings of modules": _digest({**self.semantics, "recipes": None}),
+            # A rank's experts may not have run, and a user's modules may know their rank.
+            "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
         experts = {} if self.is_known else self.optimized.experts
         token = None if self.plan is None else self.plan.token
@@ -248,13 +249,8 @@ class _Collected:
             return None
         names = ("parameters", "buffers", "extra_states", "tied")
         fields = {name: self.described.fields[name] for name in names}
-        own = {
-            **fields,
-            "delayed": self.delayed,
-            "semantics": self.semantics,
-            "optimizer": self.saved_optimizer(),
-        }
-        return self.stage.number, own if self.stage.speaks else None
+        fields |= {"delayed": self.delayed, "semantics": self.semantics, "optimizer": self.saved_optimizer()}
+        return self.stage.number, fields if self.stage.speaks else None
 
     def saved_optimizer(self) -> dict[str, Any] | None:
         """The manifest's ``optimizer``."""

@@ -19,7 +19,7 @@ from te_fsdp import _torch
 from te_fsdp.agree import gather, rank, world_size
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.modules.semantics import from_json, to_json
+from te_fsdp.modules.semantics import Semantics, from_json, to_json
 from te_fsdp.parameters import require_optimizer
 from te_fsdp.sharding.state import sharding_state
 
@@ -255,7 +255,10 @@ def _shown(described: Any) -> str:
 def _join_semantics(parts: list[dict[str, Any]]) -> dict[str, Any]:
     modules, _ = _union([from_json(part) for part in parts], "settings of modules")
     recipes = dict.fromkeys(recipe for part in parts for recipe in part["recipes"])
-    return {"recipes": list(recipes), **to_json(modules)}
+    own: dict[str, Semantics] = {}
+    for part in reversed(parts):  # modules of one's own may differ, as a stage's number: the first one tells
+        own |= from_json(part, own=True)
+    return {"recipes": list(recipes), **to_json(modules | own)}
 
 
 def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from te_fsdp import _te, _torch
+from te_fsdp.modules.callables import is_told, text_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 #: same function, or another only while training. ``names``: names of parameters tell.
 Effect = Literal["error", "strict", "note", "names"]
 
-_UNKNOWN = object()
+UNKNOWN = object()
 #: Stands in a difference for what one of the two models does not tell.
 _NOT_KNOWN = "not known"
 
@@ -41,7 +42,7 @@ class Setting:
     """
 
     effect: Effect
-    absent: Any = _UNKNOWN
+    absent: Any = UNKNOWN
 
 
 _ERROR = Setting("error")
@@ -139,6 +140,8 @@ _NOT_MODULES = frozenset((
 _ALIKE = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
 #: Part of a class's name -> kind: the same function where models are evaluated. Nothing is dropout of nothing.
 _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNorm"))
+#: Stands for the library of a user's own classes.
+OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
 
@@ -166,7 +169,7 @@ class Semantics:
         if name in self.settings:
             return self.settings[name]
         absent = SETTINGS[name].absent
-        if absent is _UNKNOWN:
+        if absent is UNKNOWN:
             raise KeyError(name)
         return absent
 
@@ -182,7 +185,7 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
-        known = _known(type(module))
+        known = known_kind(type(module))
         if known is None or (inside is not None and prefix.startswith(inside)):
             continue
         name = _torch.without_wrappers(prefix)
@@ -214,7 +217,7 @@ class _Known:
 
 
 @functools.cache
-def _known(cls: type) -> _Known | None:
+def known_kind(cls: type) -> _Known | None:
     """The stock class behind a module's: bound, sharded and users' classes stand in front of it."""
     for base in cls.__mro__:
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
@@ -235,21 +238,21 @@ def _known(cls: type) -> _Known | None:
 
 def _plain_values(names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name in names:
-        value = _plain(_te.argument_of(module, name, _UNKNOWN))
-        if value is not _UNKNOWN:
+        value = plain(_te.argument_of(module, name, UNKNOWN))
+        if value is not UNKNOWN:
             yield name, value
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back; functions by their names."""
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back; functions in words."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, (tuple, list)):
-        items = [_plain(item) for item in value]
-        return _UNKNOWN if _UNKNOWN in items else items
-    return value.__name__ if inspect.isroutine(value) else _UNKNOWN
+        items = [plain(item) for item in value]
+        return UNKNOWN if UNKNOWN in items else items
+    return text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
@@ -257,7 +260,7 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
         norm = module.q_norm if hasattr(module, "q_norm") else None
-        known = None if norm is None else _known(type(norm))
+        known = None if norm is None else known_kind(type(norm))
         settings["qk_norm_type"] = None if known is None else known.kind
         settings["qk_norm_eps"] = None if norm is None else norm.eps
         fused = [getattr(module, name, None) for name in ("layernorm_qkv", "qkv", "key_value")]
@@ -325,15 +328,11 @@ def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
 NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 
-def record(model: nn.Module) -> dict[str, Any]:
-    """A model's semantics for a manifest, and the recipes under which it has run. Local operation."""
-    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model))}
-
-
-def from_json(recorded: Mapping[str, Any]) -> dict[str, Semantics]:
-    """What :func:`to_json` or :func:`record` was given."""
+def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Semantics]:
+    """What :func:`to_json` was given: of the libraries' modules, or of a user's own."""
     kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
-    return {name: kinds[index] for name, index in recorded["modules"].items()}
+    found = {name: kinds[index] for name, index in recorded["modules"].items()}
+    return {name: one for name, one in found.items() if (one.library == OWN) == own}
 
 
 # --- comparing
@@ -432,17 +431,19 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
     for setting in sorted({*saved.settings, *here.settings}):
         known = SETTINGS.get(setting, _ERROR)
         then, now = (s.settings.get(setting, known.absent) for s in (saved, here))
-        if _same(then, now) or known.effect == "names":
+        if same(then, now) or known.effect == "names":
             continue
         effect = known.effect
-        if _UNKNOWN in (then, now):  # a setting that one version of a library has
-            effect, then, now = "note", *(_NOT_KNOWN if v is _UNKNOWN else v for v in (then, now))
+        if UNKNOWN in (then, now):  # a setting that one version of a library has
+            effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
+        elif not (is_told(then) and is_told(now)):
+            effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call
         yield setting, then, now, effect
 
 
-def _same(then: Any, now: Any) -> bool:
+def same(then: Any, now: Any) -> bool:
     """Whether two values are one to kernels, which take numbers in fp32: ``d**-0.5`` and ``1 / sqrt(d)`` are."""
     if isinstance(then, float) and isinstance(now, float):
         return math.isclose(then, now, rel_tol=2**-24)

@@ -285,6 +285,59 @@ def test_harmless_differences(te: Any, saved: Any, name: str) -> None:
     assert loaded.is_complete and len(loaded.notes) == 1
 
 
+class Scaled(nn.Module):
+    """A module of one's own, whose attributes are a part of what it computes."""
+
+    def __init__(self, te: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = te.Linear(32, 32, device="cpu")
+        vars(self).update(kwargs)
+
+
+def encoder(te: Any, activation: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(32, 4, 64, activation=activation)
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * factor
+
+
+GELU = nn.functional.gelu
+EXACT, TANH = (functools.partial(GELU, approximate=how) for how in ("none", "tanh"))
+
+
+def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
+    """Arguments of a partial are compared; of lambdas a digest alone is known, which a note tells."""
+    path = saved(encoder, {"activation": EXACT})[1]
+    text = r"activation: saved partial\(gelu, approximate='none'\), model has partial\(gelu, approximate='tanh'\)"
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.load(path, encoder(te, TANH), strict=strict)
+    assert not checkpoint.load(path, encoder(te, functools.partial(GELU, approximate="none"))).notes
+    (note,) = checkpoint.load(path, encoder(te, times(2.0))).notes
+    assert note.startswith("activation: saved partial(gelu, approximate='none'), model has <lambda ")
+    path = saved(encoder, {"activation": times(2.0)})[1]
+    assert not checkpoint.load(path, encoder(te, times(2.0))).notes
+    (note,) = checkpoint.load(path, encoder(te, times(3.0))).notes
+    assert re.search(r"activation: saved <lambda \w{8}>, model has <lambda \w{8}>", note)
+
+
+def test_attributes_of_modules_of_ones_own(te: Any, saved: Any) -> None:
+    """Another function is asked for, another value noted; wrappers and what is not public are left alone."""
+    same = {"act": EXACT, "factor": 0.5, "_rank": 0, "forward": times(1.0), "table": torch.ones(1)}
+    path = saved(Scaled, same)[1]
+    assert not checkpoint.load(path, Scaled(te, **{**same, "_rank": 1, "forward": times(2.0)})).notes
+    loaded = checkpoint.load(path, Scaled(te, **{**same, "factor": 0.25, "more": 1}))
+    assert loaded.is_complete and loaded.notes == ["factor: saved 0.5, model has 0.25"]
+    other = Scaled(te, **{**same, "act": TANH})
+    with pytest.raises(
+        CheckpointError, match=r"act: saved function partial\(gelu, approximate='none'\), model"
+    ):
+        checkpoint.load(path, other)
+    assert "act" in checkpoint.load(path, other, strict=False).left
+    assert checkpoint.load(path, other, allow=["act"]).left
+
+
 def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
     """Modules of many layers stand there as a pattern, single ones by their names; what is allowed is not told."""
 

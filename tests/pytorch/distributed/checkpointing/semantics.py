@@ -14,6 +14,14 @@ from checkpointing.mistakes import error_of
 FEW, MANY = ({"num_attention_heads": h, "num_gqa_groups": h // 4, "kv_channels": 64 // h} for h in (8, 16))
 
 
+class Own(nn.Module):
+    """A module of one's own, which knows the number of its rank, as no other one does."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.number, self.factor, self.inner = dist.get_rank(), factor, nn.Linear(2, 2)
+
+
 def model(tp: int, **kwargs: Any) -> nn.Module:
     """A layer on a mesh; without tensor parallelism sharded over data."""
     import transformer_engine.pytorch as te
@@ -58,6 +66,8 @@ def other_settings(directory: str) -> dict[str, tuple[str, str]]:
             )
             after = [harness.full(p) for p in other.parameters()]
             assert all(map(torch.equal, before, after)), "nothing was loaded"
+    te_fsdp.checkpoint.save(f"{directory}/own", Own(1.0))
+    assert te_fsdp.checkpoint.load(f"{directory}/own", Own(2.0)).notes == ["factor: saved 1.0, model has 2.0"]
     apart = model(2, layernorm_epsilon=1e-3 if dist.get_rank() == 1 else 1e-5)
     found["save"] = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/b", apart))
     return found
