@@ -167,7 +167,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     """Forget all gradients, those that wait for their reduction included. Local operation.
 
     ``model.zero_grad()`` does the same; so does ``optimizer.zero_grad()`` of an optimizer over all of the model, but
-    not after an exception in a backward. Setting each ``.grad`` to ``None`` does not reach what waits.
+    not always after an exception between microbatches. Setting each ``.grad`` to ``None`` misses what waits.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.

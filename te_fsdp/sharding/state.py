@@ -280,7 +280,8 @@ def recover(state: ShardingState) -> None:
         state.replicated.recover()
         lost = True
     if lost:
-        waiting = bool(state.pending())
+        # Without microbatches it is the failed backward's own: whoever clears gradients then, has cleared all.
+        waiting = state.waiting and bool(state.pending())
         for unit in state.modules.values():
             _fsdp2.forget_unreduced(unit)
         state.dropped = state.dropped or waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import harness
@@ -281,8 +282,33 @@ def parameters_after_an_evaluation() -> bool:
     return all(torch.equal(value, found[0][name]) for one in found for name, value in one.items())
 
 
+def backwards_that_raise() -> bool:
+    """The batch is left out after ``optimizer.zero_grad()``, from the first one on."""
+
+    def fail(*unused: object) -> None:
+        raise ValueError("a bad batch")
+
+    found = []
+    for strategy in ("optim_grads_params", "optim", "no_shard"):
+        for bad in (None, 0, 1):
+            model = make_sharded(strategy)
+            optimizer = make_sgd(model)
+            for step in range(2):
+                if step == bad:
+                    hook = model.layer.register_full_backward_hook(fail)
+                    with contextlib.suppress(ValueError):
+                        (9 * model(draw_batch(1))).square().mean().backward()
+                    hook.remove()
+                    optimizer.zero_grad()
+                take_step(model, optimizer)
+            found.append(_weights(model))
+    # Strategies add the same two ranks' gradients, whose sum knows no order.
+    return all(torch.equal(w, found[0][name]) for one in found for name, w in one.items())
+
+
 MEANT: list[Callable[[], bool]] = [
     parameters_after_an_evaluation,
+    backwards_that_raise,
     microbatches_that_are_given_up,
     optimizers_that_step_in_backward,
     frozen_and_freed_later,
