@@ -7,8 +7,10 @@ exception a Python user would catch (``ValueError`` for arguments, ``RuntimeErro
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -23,6 +25,8 @@ __all__ = [
     "TeFsdpError",
     "meant",
     "message",
+    "require_flag_fields",
+    "require_flags",
     "shorten",
 ]
 
@@ -127,6 +131,37 @@ def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | No
     # A ratio of 0.75 lets one or two letters of these short words be wrong, and no more.
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     return known[near[0]] if near else None
+
+
+def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given: object) -> None:
+    """Raise unless arguments are True or False (numpy's too): ``"false"``, ``"0"`` and 2 would count as true. Local.
+
+    Args:
+        where: The call.
+        kind: Class of the error.
+        given: Name of an argument -> its value.
+
+    Raises:
+        TeFsdpError: Names the first that is neither.
+    """
+    for name, value in given.items():
+        if isinstance(value, bool) or (type(value).__module__ == "numpy" and str(value) in ("True", "False")):
+            continue
+        raise kind(
+            f"{where}: {name}",
+            expected="True or False",
+            got=f"{value!r} ({type(value).__name__})",
+            why="Python takes whatever is not empty for true, the word 'false' too" if value else "",
+            fix=f"{name}=True or {name}=False; of a word, such as one of a configuration file, compare it first",
+        )
+
+
+def require_flag_fields(given: Any, where: str) -> None:
+    """:func:`require_flags` of the fields of a dataclass that are flags."""
+    flags = {
+        one.name: getattr(given, one.name) for one in dataclasses.fields(given) if one.type in ("bool", bool)
+    }
+    require_flags(where, **flags)
 
 
 def shorten(names: list[str], most: int = 5, between: str = ", ") -> str:

@@ -51,7 +51,7 @@ from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.checkpoint.stages import as_one, check_whole_job, elsewhere, name_of, stage_of, without
 from te_fsdp.checkpoint.sums import without_collector
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError, require_flags, shorten
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
 from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
@@ -108,9 +108,8 @@ def load(
     (dequantized) values, rounded or quantized once, with the amax of the whole weight. Optimizer state that does not
     exist yet is allocated. Collective over the world: call on all ranks. All ranks must reach the directory.
 
-    A directory of plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or ``{"model": ...,
-    "optimizer": ...}`` from ``get_state_dict``, of whole or DTensor weights. TE's ``_extra_state`` is read without
-    running anything of it. What was taken and what was not is in ``notes``.
+    Plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or ``get_state_dict``'s ``{"model": ...,
+    "optimizer": ...}``. TE's ``_extra_state`` is read without running anything of it. ``notes`` says what was taken.
 
     Args:
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
@@ -137,6 +136,7 @@ def load(
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     source, model = absolute(path), as_one(model, optimizer)
     with collective_call(name_of("checkpoint.load", model)), in_use(source), without_collector():
         began = time.perf_counter()

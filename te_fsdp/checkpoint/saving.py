@@ -55,7 +55,7 @@ from te_fsdp.checkpoint.writing import (
     signature_of,
     tensors_of,
 )
-from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
+from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
 from te_fsdp.modules.own_classes import record
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, to_json
@@ -108,12 +108,12 @@ def save(
         A handle. Of an asynchronous save, ``result()`` waits and raises what went wrong on any rank.
 
     Raises:
-        CheckpointError: Something lies at ``path``, ranks disagree on the model or on values that they must share,
-            something cannot be stored, a rank failed to write, or the save before has failed and nobody asked. All
-            ranks raise the same; nothing appears at ``path``.
+        CheckpointError: Something lies at ``path``, ranks disagree on what they must share, something cannot be stored,
+            a rank failed to write, or the save before has and nobody asked: on all ranks, with nothing at ``path``.
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
         waited = background().wait()

@@ -25,7 +25,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
-from te_fsdp.errors import CheckpointError, PlacementError
+from te_fsdp.errors import CheckpointError, PlacementError, require_flags
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.checks import Selection, plan_modules
 from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
@@ -168,10 +168,9 @@ def set_device_mesh(
     """Bind a tree of TE modules to meshes, in place: parameters become DTensors, rightly placed over tp.
 
     Call it once, before FSDP2's ``fully_shard``, on parameters made on the device or on meta. Each module's
-    class becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys
-    stay. Modules that TE does not know are replicated over tp; mark a parameter ``sequence_parallel = True``
-    if each tp rank computes only its part of that parameter's gradient. Calling again with the same meshes
-    changes nothing.
+    class becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys stay.
+    Modules that TE does not know are replicated over tp; mark a parameter ``sequence_parallel = True`` if each tp rank
+    computes only its part of that parameter's gradient. Calling again with the same meshes changes nothing.
 
     Local for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and ``weight_mesh``:
     a few bytes per parameter tell whether ranks of tp hold equal parts, and quantized weights with one scale per tensor
@@ -204,6 +203,7 @@ def set_device_mesh(
 
     Source: semantics of TransformerEngine PR #2713, signature included.
     """
+    require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     meshings = Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh)

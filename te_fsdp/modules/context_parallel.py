@@ -24,7 +24,7 @@ import torch.distributed as dist
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant
+from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant, require_flags
 from te_fsdp.modules.inputs import check_same_batch
 
 if TYPE_CHECKING:
@@ -305,6 +305,7 @@ def context_parallel_shard(
 
     Source: the order of ``get_batch_on_this_cp_rank`` of TE 2.18 to 2.20, which takes packed sequences alone.
     """
+    require_flags("context_parallel_shard", check_inputs=check_inputs)
     if meshes.cp is None:
         return batch
     if check_inputs:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import gather, maximum
-from te_fsdp.errors import GradientError, OrderError, PlacementError, PrecisionError, message
+from te_fsdp.errors import GradientError, OrderError, PlacementError, PrecisionError, message, require_flags
 from te_fsdp.move.start import GradComm, comm_of, set_comm
 from te_fsdp.parameters import COPIED, facts_of, label_of, noted
 from te_fsdp.sharding.comm_units import install_comm
@@ -86,6 +86,7 @@ def clip_grad_norm_(
         PrecisionError: A non-finite norm, if asked for.
         ValueError: ``max_norm`` or ``norm_type`` out of range.
     """
+    require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     given = _listed(parameters)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
@@ -186,8 +187,9 @@ def _may_have_gradient(tensor: torch.Tensor) -> bool:
 
 def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> DeviceMesh | None:
     """The stages over which gradients count, also those of a stage that trains nothing; ``None`` without any."""
-    if not isinstance(asked, bool):
+    if isinstance(asked, DeviceMesh):
         return asked
+    require_flags("grad_norm", pp_mesh=asked)
     states = (state_of(parameter) for parameter in parameters) if asked else ()
     return next((state.meshes.pp for state in states if state is not None), None)
 

@@ -31,7 +31,7 @@ from torch.optim.adamw import adamw
 
 from te_fsdp import _te, _torch, _torch_optim
 from te_fsdp.agree import gather
-from te_fsdp.errors import MeshError, OrderError, PlacementError, message
+from te_fsdp.errors import MeshError, OrderError, PlacementError, message, require_flags
 from te_fsdp.layout.rules import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
 from te_fsdp.parameters import Place, binding_of, places_of, require_model, shard_info
@@ -92,6 +92,7 @@ class Muon(Optimizer):
         **options: Any,
     ) -> None:
         require_model(model, "Muon(model, params)")
+        require_flags("Muon", split_fused=split_fused)
         # torch's own constructors check the options, and know the defaults.
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}

@@ -23,7 +23,7 @@ from te_fsdp import _te, _torch
 from te_fsdp._patches import install_on
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError
+from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError, require_flags
 from te_fsdp.parameters import label_of, require_optimizer
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters
@@ -95,6 +95,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
         MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
+    require_flags("shard_optimizer", overlap_gather=overlap_gather)
     require_optimizer(optimizer, "shard_optimizer(optimizer)")
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known = main_parameters_of(optimizer)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_flags, shorten
 from te_fsdp.layout.storage import SyncMode
 from te_fsdp.sharding.kept_weights import show_gathered
 from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
@@ -89,6 +89,7 @@ def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
     Raises:
         OrderError: As :func:`start_grad_reduce`; with ``outer``, before :func:`te_fsdp.shard_optimizer`.
     """
+    require_flags("finish_grad_reduce", outer=outer)
     start_grad_reduce(model)
     state = required_state(model, "finish_grad_reduce")
     wait_for_reductions(state)
@@ -176,6 +177,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     Raises:
         OrderError: A model without sharding state; a call from inside of backward.
     """
+    require_flags("zero_grad", set_to_none=set_to_none)
     state = required_state(model, "zero_grad")
     refuse_in_backward("zero_grad")
     recover(state)
@@ -325,9 +327,9 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     Raises:
         OrderError: A model without sharding state.
     """
-    return _in_sync_mode(
-        model, SyncMode.LAST if is_last else SyncMode.ACCUMULATE, "microbatch", last_microbatch=is_last
-    )
+    require_flags("microbatch", is_last=is_last)
+    mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE
+    return _in_sync_mode(model, mode, "microbatch", last_microbatch=is_last)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -371,6 +373,7 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
     Raises:
         OrderError: A model without sharding state.
     """
+    require_flags("set_auto_sync", enabled=enabled)
     set_sync_mode(required_state(model, "set_auto_sync"), SyncMode.LAST if enabled else SyncMode.ACCUMULATE)
 
 

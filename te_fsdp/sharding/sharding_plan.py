@@ -150,7 +150,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
     outer = check_word("outer_strategy", request.outer_strategy)
     check_word("transport", request.transport)
-    if request.zero_copy_gradients not in (True, False, "auto"):
+    if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
         raise PlacementError(
             "fully_shard: zero_copy_gradients",
             expected="True, False or 'auto'",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, require_flag_fields
 from te_fsdp.sharding.precision import MixedPrecisionPolicy as NativePolicy
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ class Arguments:
     use_decoupled_grad: bool = False
     cuda_graph_mode: bool = False
     maxpool_double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        require_flag_fields(self, "fully_shard_model")
 
     def say_what_has_no_meaning(self) -> None:
         """Warn of arguments that are not at their defaults and change nothing here, each with its equivalent."""
@@ -264,3 +267,6 @@ class DistributedDataParallelConfig:
     megatron_fsdp_cuda_graph_mode: bool = False
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        require_flag_fields(self, "DistributedDataParallelConfig")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy
 from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
-from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.materialize import materialize
 from te_fsdp.sharding.reductions import microbatch as native_microbatch
@@ -153,6 +153,7 @@ def fully_shard(
         PlacementError: Placements that no strategy has, or not all axes of the mesh in their order.
         OrderError: The module is noted or sharded already.
     """
+    require_flags("experimental.fully_shard", use_symm_mem=use_symm_mem)
     if use_symm_mem:
         _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", WITHOUT_MEANING["nccl_ub"])
     if _NOTED in module.__dict__ or any(map(sharding_state, module.modules())):
@@ -217,6 +218,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         OrderError: Other parameters, or an optimizer that has state.
         PlacementError: Units of one model that differ in mesh, outer placements or policy.
     """
+    require_flags("experimental.fully_shard_optimizer", precision_aware=precision_aware)
     if precision_aware:
         text = WITHOUT_MEANING["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)

@@ -99,18 +99,11 @@ class MegatronFSDP(torch.nn.Module):
         fine_grained_recurse_module_types: tuple[type, ...] | None = None,
         report_nan_in_param_grad: bool = False,
     ) -> None:
+        given: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
+        hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
+        given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
         super().__init__()
-        Arguments(
-            disable_bucketing=disable_bucketing,
-            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-            nccl_ub=nccl_ub,
-            fsdp_double_buffer=fsdp_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration=disable_symmetric_registration,
-            enable_fine_grained_param_gather=enable_fine_grained_param_gather_hook
-            or enable_fine_grained_param_gather_backward_hook
-            or bool(fine_grained_recurse_module_types),
-        ).say_what_has_no_meaning()
+        Arguments(**given).say_what_has_no_meaning()
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params"
         )

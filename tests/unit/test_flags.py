@@ -1,0 +1,87 @@
+"""Flags of public calls take True and False alone: a word such as "false" counts as true in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import te_fsdp
+from te_fsdp.compat import megatron_fsdp
+from te_fsdp.compat.megatron_fsdp import experimental
+from te_fsdp.errors import require_flags
+
+MODEL: Any = nn.Linear(2, 2)
+OPTIMIZER: Any = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+NOBODY: Any = None
+
+# call -> (its flag, the call with a value of it); arguments beside are checked later
+CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "fully_shard: average_gradients": ("average_gradients", lambda v: _sharded(average_gradients=v)),
+    "fully_shard: check_inputs": ("check_inputs", lambda v: _sharded(check_inputs=v)),
+    "set_device_mesh": ("check_inputs", lambda v: te_fsdp.set_device_mesh(MODEL, check_inputs=v)),
+    "context_parallel_shard": (
+        "check_inputs",
+        lambda v: te_fsdp.context_parallel_shard(torch.ones(2), NOBODY, check_inputs=v),
+    ),
+    "clip_grad_norm_": (
+        "error_if_nonfinite",
+        lambda v: te_fsdp.clip_grad_norm_(MODEL, 1.0, error_if_nonfinite=v),
+    ),
+    "grad_norm": ("pp_mesh", lambda v: te_fsdp.clip_grad_norm_(MODEL, 1.0, pp_mesh=v)),
+    "finish_grad_reduce": ("outer", lambda v: te_fsdp.finish_grad_reduce(MODEL, outer=v)),
+    "zero_grad": ("set_to_none", lambda v: te_fsdp.zero_grad(MODEL, set_to_none=v)),
+    "microbatch": ("is_last", lambda v: te_fsdp.microbatch(MODEL, is_last=v)),
+    "set_auto_sync": ("enabled", lambda v: te_fsdp.set_auto_sync(MODEL, v)),
+    "shard_optimizer": ("overlap_gather", lambda v: te_fsdp.shard_optimizer(OPTIMIZER, overlap_gather=v)),
+    "Muon": ("split_fused", lambda v: te_fsdp.Muon(MODEL, split_fused=v)),
+    "save": ("asynchronous", lambda v: te_fsdp.checkpoint.save("/nowhere/1", MODEL, asynchronous=v)),
+    "load: strict": ("strict", lambda v: te_fsdp.checkpoint.load("/nowhere/1", MODEL, strict=v)),
+    "load: convert": ("convert", lambda v: te_fsdp.checkpoint.load("/nowhere/1", MODEL, convert=v)),
+    "load: verify": ("verify", lambda v: te_fsdp.checkpoint.load("/nowhere/1", MODEL, verify=v)),
+    "MixedPrecisionPolicy": (
+        "cast_forward_inputs",
+        lambda v: te_fsdp.MixedPrecisionPolicy(cast_forward_inputs=v),
+    ),
+    "fully_shard_model": (
+        "calculate_per_token_loss",
+        lambda v: megatron_fsdp.fully_shard_model(MODEL, calculate_per_token_loss=v),
+    ),
+    "DistributedDataParallelConfig": (
+        "check_for_nan_in_grad",
+        lambda v: megatron_fsdp.DistributedDataParallelConfig(check_for_nan_in_grad=v),
+    ),
+    "experimental.fully_shard": (
+        "use_symm_mem",
+        lambda v: experimental.fully_shard(MODEL, NOBODY, NOBODY, use_symm_mem=v),
+    ),
+}
+
+
+def _sharded(**options: Any) -> Any:
+    meshes: Any = object.__new__(te_fsdp.Meshes)  # which nobody asks for anything before
+    return te_fsdp.fully_shard(MODEL, meshes, **options)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("value", ["false", "0", 2, None], ids=repr)
+def test_no_flag(call, value):
+    flag, make = CALLS[call]
+    with pytest.raises(te_fsdp.TeFsdpError) as raised:
+        make(value)
+    text = str(raised.value)
+    assert f"{call.split(':')[0]}: {flag}: expected True or False, got {value!r}" in text and "Fix: " in text
+
+
+def test_flags():
+    """What is one passes, in defaults too."""
+    require_flags("call", one=True, other=False, numpys=np.arange(2)[0] == 0)
+    for value in (0, 1, 1.0, torch.tensor(True), np.float64(1)):
+        with pytest.raises(te_fsdp.PlacementError, match="call: one: expected True or False"):
+            require_flags("call", one=value)
+    megatron_fsdp.DistributedDataParallelConfig()
+    te_fsdp.MixedPrecisionPolicy()
