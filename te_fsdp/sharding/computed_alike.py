@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from te_fsdp.sharding.state import ShardingState
 
+# How often ranks meet: scripts that alternate in every step shall not for ever.
+_MOST = 64
 _UNKNOWN = object()
 
 
@@ -105,22 +107,35 @@ def _trained(state: ShardingState) -> list[bool]:
 def _meet_in_mode(state: ShardingState, mode: tuple[bool, bool]) -> None:
     """Wait for the ranks whose gathers and products meet those of this one."""
     known = state.computed
-    gathers = any(state.units[name].gather == "pass" for name in state.modules)
-    wanted = [
-        axis for axis in ("dp_shard", "tp") if state.meshes.size(axis) > 1 and (gathers or axis == "tp")
-    ]
-    if wanted and known.meetings and _can_meet():
+    mesh = _met_by(state, any(state.units[name].gather == "pass" for name in state.modules))
+    if mesh is not None and _may_meet(state, mesh):
         kind = (
             f"forward in {'training' if mode[0] else 'evaluation'}{'' if mode[1] else ' without gradients'}"
         )
-        mesh = state.meshes.device_mesh[tuple(wanted)]
         with _meeting(kind if mode in known.modes else f"first {kind}", mesh):
-            known.meetings -= 1
+            _count(state, mesh)
     known.modes.add(mode)
 
 
-def _can_meet() -> bool:
-    return not is_simulated() and not is_capturing()
+def _met_by(state: ShardingState, gathers: bool) -> DeviceMesh | None:
+    """The ranks that gather weights, if this is asked for, or split layers with this one; ``None``: nobody."""
+    axes = tuple(
+        axis for axis in ("dp_shard", "tp") if state.meshes.size(axis) > 1 and (gathers or axis == "tp")
+    )
+    return state.meshes.device_mesh[axes] if axes else None
+
+
+def _may_meet(state: ShardingState, mesh: DeviceMesh, *, always: bool = False) -> bool:
+    """Whether these ranks meet at all, and have not done so too often."""
+    if mesh.size() == 1 or is_simulated() or is_capturing():
+        return False
+    return always or state.computed.meetings.get(mesh.mesh_dim_names, 0) < _MOST
+
+
+def _count(state: ShardingState, mesh: DeviceMesh) -> None:
+    """Count a meeting: for each set of ranks, all of which have had as many."""
+    known = state.computed.meetings
+    known[mesh.mesh_dim_names] = known.get(mesh.mesh_dim_names, 0) + 1
 
 
 def _compare(
@@ -128,16 +143,17 @@ def _compare(
 ) -> None:
     """Meet all ranks of the model, and raise on all of them unless they have the same."""
     known, mesh = state.computed, state.meshes.device_mesh
-    if mesh.size() == 1 or not _can_meet() or (unit is not None and not known.comparisons):
-        return
+    if unit is not None:  # which other replicas may not reach
+        mesh = _met_by(state, state.units[unit].gather == "pass")
     # Parameters are frozen a few times in a training, recipes may alternate.
-    if trained == known.trained and not known.comparisons:
+    frozen = trained is not None and trained != known.trained
+    if mesh is None or not _may_meet(state, mesh, always=frozen):
         return
     where = f"{type(state.model).__name__}.forward" if unit is None else f"forward of {unit or 'the model'}"
     first = known.trained is None
     mine = _in_words(*under)
     with _meeting("first forward in training" if first else _what_changed(state, mine, trained, unit), mesh):
-        known.comparisons -= 1
+        _count(state, mesh)
         told = [digest(mine), digest("" if trained is None else repr(_trained_names(state, trained)))]
         same = are_equal(told, mesh).tolist()
         if not same[0]:

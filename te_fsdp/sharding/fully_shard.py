@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _fsdp2, _fsdp2_grads, _fsdp2_patches, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import PlacementError, require_flags, shorten
+from te_fsdp.errors import require_flags, shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
@@ -118,9 +118,7 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
-    meshes = _meshes_for(
-        model, meshes, {"average_gradients": average_gradients, "check_inputs": check_inputs}
-    )
+    meshes = _meshes_for(model, meshes, average_gradients, check_inputs)
     with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
         request = Request(*asked, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
@@ -132,9 +130,9 @@ def fully_shard(
     return model
 
 
-def _meshes_for(model: object, given: object, flags: dict[str, bool]) -> Meshes:
+def _meshes_for(model: object, given: object, average_gradients: object, check_inputs: object) -> Meshes:
     """The meshes, if all arguments are what they should be."""
-    require_flags("fully_shard", PlacementError, **flags)
+    require_flags("fully_shard", average_gradients=average_gradients, check_inputs=check_inputs)
     meshes = as_meshes(given, "fully_shard")
     require_model(model, "fully_shard(model, meshes)")
     return meshes

@@ -329,7 +329,7 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     """
     require_flags("microbatch", is_last=is_last)
     mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE
-    return _in_sync_mode(model, mode, "microbatch", last_microbatch=is_last)
+    return _in_sync_mode(model, mode, "microbatch", last=is_last)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -378,13 +378,11 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 
 
 @contextlib.contextmanager
-def _in_sync_mode(
-    model: nn.Module, mode: SyncMode, where: str, *, last_microbatch: bool = False
-) -> Iterator[None]:
+def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = False) -> Iterator[None]:
     state = required_state(model, where)
     before = state.sync_mode, state.last_microbatch
-    state.last_microbatches += last_microbatch
-    set_sync_mode(state, mode, last_microbatch=last_microbatch)
+    state.last_microbatches += last
+    set_sync_mode(state, mode, last_microbatch=last)
     try:
         yield
     finally:

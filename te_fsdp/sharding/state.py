@@ -36,10 +36,6 @@ _log = logging.getLogger("te_fsdp")
 KEY = "_te_fsdp_sharding"
 
 
-# How often ranks meet for a new mode, and for a recipe: scripts that alternate in every step shall not for ever.
-_MEETINGS = 64
-
-
 @dataclass
 class Computed:
     """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.computed_alike`).
@@ -54,8 +50,7 @@ class Computed:
         units: Name of a unit -> its last recipe in training.
         kinds: Classes of units that have run in training.
         pairs: Recipes before and now of what this forward has met for.
-        meetings: How many there may still be for modes.
-        comparisons: And for recipes.
+        meetings: Names of the axes of a mesh -> how often its ranks have met.
     """
 
     mode: tuple[bool, bool] | None = None
@@ -67,8 +62,7 @@ class Computed:
     units: dict[str, Any] = field(default_factory=dict)
     kinds: set[type] = field(default_factory=set)
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    meetings: int = _MEETINGS
-    comparisons: int = _MEETINGS
+    meetings: dict[tuple[str, ...] | None, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
