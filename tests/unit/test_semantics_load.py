@@ -322,7 +322,7 @@ def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
     assert re.search(r"activation: saved <lambda \w{8}>, model has <lambda \w{8}>", note)
 
 
-def test_attributes_of_modules_of_ones_own(te: Any, saved: Any) -> None:
+def test_attributes_of_modules_of_ones_own(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Another function is asked for, another value noted; wrappers and what is not public are left alone."""
     same = {"act": EXACT, "factor": 0.5, "_rank": 0, "forward": times(1.0), "table": torch.ones(1)}
     path = saved(Scaled, same)[1]
@@ -336,6 +336,8 @@ def test_attributes_of_modules_of_ones_own(te: Any, saved: Any) -> None:
         checkpoint.load(path, other)
     assert "act" in checkpoint.load(path, other, strict=False).left
     assert checkpoint.load(path, other, allow=["act"]).left
+    assert main(["ckpt", "diff", str(path), str(saved(Scaled, {**same, "act": TANH})[1])]) == 1
+    assert "act: function partial(gelu, approximate='none') / function" in capsys.readouterr().out
 
 
 def test_all_differences_in_one_text(te: Any, saved: Any) -> None:

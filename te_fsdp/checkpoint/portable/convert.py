@@ -40,6 +40,7 @@ from te_fsdp.checkpoint.portable.torch_files import write_torch
 from te_fsdp.checkpoint.remote import is_remote
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.own_classes import own_differences
 from te_fsdp.modules.semantics import differences, from_json, in_words
 
 
@@ -392,9 +393,10 @@ def _compare_plain(a: Contents, b: Contents) -> list[str]:
     elif (one is None) != (other is None):
         texts.append(f"optimizer: only in {'B' if one is None else 'A'}")
     texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
-    records = [from_json(r) for r in (a.manifest.semantics, b.manifest.semantics) if r and r["modules"]]
-    if len(records) == 2:  # files of other kinds have none
-        found = differences(records[0], records[1], set(a.names) ^ set(b.names))
+    one, other = a.manifest.semantics, b.manifest.semantics
+    if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
+        found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
+        found += own_differences(from_json(one, own=True), from_json(other, own=True))
         texts += in_words((one for one in found if one.effect != "note"), "{} / {}")
     return texts
 
