@@ -437,3 +437,20 @@ def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
         call: Gets the method that it stands for, then its arguments.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
+
+
+def around_zero_grad(call: Callable[[Callable[..., None], nn.Module, bool], None]) -> None:
+    """Call something instead of ``torch.nn.Module.zero_grad``, of all modules. Once in a process.
+
+    A wrapper around a sharded model (``torch.compile``'s, or one of the user's) calls torch's own on itself.
+
+    Args:
+        call: Gets the stock method, the module, and ``set_to_none``.
+    """
+    stock = torch.nn.Module.zero_grad
+
+    @functools.wraps(stock)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        call(stock, self, set_to_none)
+
+    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]

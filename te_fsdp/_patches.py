@@ -116,6 +116,12 @@ FSDP2 = (
         "test_patches.py::test_apply_loses_attributes",
     ),
     Patch(
+        "`torch.nn.Module`, of all modules",
+        "zero_grad()",
+        "forgets gradients that wait for their reduction, if a sharded model is in the module",
+        "test_mistakes.py::test_what_is_no_mistake",
+    ),
+    Patch(
         "stage of a pipeline",
         "set_requires_gradient_sync",
         "tells `no_shard` parameters too that microbatches follow",

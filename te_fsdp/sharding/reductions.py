@@ -16,15 +16,13 @@ Contexts put back what was set before them, also when they end by an exception.
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.errors import OrderError, PlacementError, require_flags, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.layout.storage import SyncMode
 from te_fsdp.sharding.kept_weights import show_gathered
 from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
@@ -39,7 +37,6 @@ from te_fsdp.sharding.state import (
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 
 def start_grad_reduce(model: nn.Module) -> None:
@@ -167,8 +164,9 @@ def has_failed(state: ShardingState) -> bool:
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     """Forget all gradients, those that wait for their reduction included. Local operation.
 
-    ``model.zero_grad()`` does the same; so does ``optimizer.zero_grad()`` of an optimizer over all of the model, but
-    not always after an exception between microbatches. Setting each ``.grad`` to ``None`` misses what waits.
+    ``model.zero_grad()`` does the same, and that of any module around the model (``torch.compile(model)``); so does
+    ``optimizer.zero_grad()`` of an optimizer over all of the model, but not always after an exception between
+    microbatches. Setting each ``.grad`` to ``None`` misses what waits.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on.
@@ -182,7 +180,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     refuse_in_backward("zero_grad")
     recover(state)
     wait_for_reductions(state)
-    _forget_waiting(state)
+    forget_waiting(state)
     if state.replicated is not None:
         state.replicated.settle()  # what another rank has given up is forgotten as well
     parameters = state.parameters().values()
@@ -199,90 +197,13 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
         state.nan_report.forget()
 
 
-def _forget_waiting(state: ShardingState) -> None:
+def forget_waiting(state: ShardingState) -> None:
     """Drop the gradients that wait for their reduction. Local operation."""
     for unit in state.modules.values():
         _fsdp2.forget_unreduced(unit)
     if state.replicated is not None:
         state.replicated.forget_unreduced()
     state.waiting = state.sync_mode is not SyncMode.LAST
-
-
-def clear_with_model(state: ShardingState) -> None:
-    """Let ``model.zero_grad()`` forget what :func:`zero_grad` does. Local operation.
-
-    torch's own reaches ``.grad`` of the parameters that the model has now: gathered ones between microbatches.
-    """
-    stock = state.model.zero_grad
-
-    @functools.wraps(stock)
-    def clear(set_to_none: bool = True) -> None:
-        if _torch.in_backward():
-            stock(set_to_none)
-        else:
-            zero_grad(state.model, set_to_none=set_to_none)
-
-    state.model.zero_grad = clear  # type: ignore[method-assign]
-
-
-def clear_with(optimizer: Optimizer, state: ShardingState) -> None:
-    """Let ``optimizer.zero_grad()`` forget gradients that wait for their reduction too. Local operation.
-
-    Those of a microbatch that was given up (a loss of NaN) would else be in the next step. Whoever has put a
-    ``zero_grad`` of its own on the optimizer keeps it.
-    """
-    ours = optimizer.__dict__.get("zero_grad")
-    if ours is None:
-        ours = optimizer.zero_grad = _ZeroGrad(optimizer)  # type: ignore[method-assign]
-    if isinstance(ours, _ZeroGrad):
-        ours.states.add(state)
-
-
-class _ZeroGrad:
-    """``zero_grad`` of one optimizer, in the place of its class's.
-
-    Args:
-        optimizer: Not kept alive.
-
-    Attributes:
-        states: Of the sharded models that it works on.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.states: weakref.WeakSet[ShardingState] = weakref.WeakSet()
-        functools.update_wrapper(self, type(optimizer).zero_grad)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the optimizer's gradients.
-
-        Raises:
-            OrderError: Other parameters' gradients wait for the same reductions; nothing has changed then.
-        """
-        optimizer = self._optimizer()
-        assert optimizer is not None  # it is what this was called on
-        waiting = [] if _torch.in_backward() else [state for state in self.states if state.waiting]
-        if waiting:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            waiting = [state for state in waiting if _is_all_held(state, held, type(optimizer).__name__)]
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        for state in waiting:
-            _forget_waiting(state)
-
-
-def _is_all_held(state: ShardingState, held: set[int], name: str) -> bool:
-    """Whether an optimizer holds all parameters whose gradients wait; raises if it holds some of them."""
-    pending = state.pending()
-    left = {key: label for key, label in pending.items() if key not in held}
-    if left and len(left) < len(pending):
-        raise OrderError(
-            f"{name}.zero_grad: gradients of {len(pending)} parameter(s) wait for their reduction",
-            expected="an optimizer over all of them",
-            got=f"one that does not hold {shorten(list(left.values()), 3)}",
-            why="What was added up over microbatches is reduced, or forgotten, together",
-            fix="call te_fsdp.zero_grad(model), which forgets all gradients",
-        )
-    return not left
 
 
 @torch.no_grad()

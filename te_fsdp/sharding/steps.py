@@ -26,6 +26,7 @@ from te_fsdp.modules.inputs import check_inputs
 from te_fsdp.modules.rank_checks import require_equal_gradients
 from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.sharding.clearing import clear_with, clear_with_modules
 from te_fsdp.sharding.closures import look_after_closure
 from te_fsdp.sharding.comm_units import gather_anew
 from te_fsdp.sharding.computed_alike import require_computed_alike, require_same_recipe
@@ -47,8 +48,6 @@ from te_fsdp.sharding.main_weights import (
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import (
-    clear_with,
-    clear_with_model,
     has_failed,
     require_reduced,
     require_sound,
@@ -98,7 +97,7 @@ def watch_forward(state: ShardingState) -> None:
     )
     state.model.register_forward_hook(_torch.untraced(functools.partial(_after_forward, state)))
     _fsdp2_patches.around_apply(state.model, functools.partial(_apply_and_carry, state))
-    clear_with_model(state)
+    clear_with_modules()
 
 
 def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:

@@ -342,6 +342,15 @@ def clearing_a_part_of_what_waits() -> None:
     optimizer.zero_grad()
 
 
+def clearing_a_layer_of_what_waits() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    with te_fsdp.no_sync(model):
+        model(draw_batch()).square().mean().backward()
+    model.layer.zero_grad()
+
+
 def clipping_what_was_replaced() -> None:
     import te_fsdp
 
@@ -407,6 +416,7 @@ MISTAKES: list[Callable[..., None]] = [
     a_weight_written_to_in_forward,
     other_data_after_a_trial,
     clearing_a_part_of_what_waits,
+    clearing_a_layer_of_what_waits,
     clipping_what_was_replaced,
     an_average_assigned_to_data,
     one_weight_assigned_to_data,

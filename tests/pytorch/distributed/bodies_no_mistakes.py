@@ -201,20 +201,24 @@ def edits_with_main_weights() -> bool:
 
 
 def microbatches_that_are_given_up() -> bool:
-    """By ``zero_grad`` of the optimizer or of the model, before a first step and later."""
+    """By ``zero_grad`` of the optimizer, of the model or of a module around it, before a first step and later."""
     import te_fsdp
 
     found = []
     for strategy, ways in (
-        ("no_shard", "oz"),
+        ("no_shard", "ozw"),
         ("optim", "zm"),
-        ("optim_grads", "m"),
-        ("optim_grads_params", "om"),
+        ("optim_grads", "mw"),
+        ("optim_grads_params", "omc"),
     ):
         for way in ("", *ways):
             model = make_sharded(strategy)
             optimizer = make_sgd(model)
             clear = {"z": lambda o=optimizer: o.zero_grad(set_to_none=False), "m": model.zero_grad}
+            clear |= {
+                "w": nn.ModuleList([model]).zero_grad,
+                "c": torch.compile(model, backend="eager").zero_grad,
+            }
             for context in (te_fsdp.no_sync(model), te_fsdp.microbatch(model, is_last=False)) if way else ():
                 with context:
                     (100 * model(draw_batch(1))).square().mean().backward()

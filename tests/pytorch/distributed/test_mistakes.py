@@ -104,6 +104,10 @@ ERRORS = {
         "OrderError",
         "SGD.zero_grad: gradients of 10 parameter(s) wait for their reduction",
     ),
+    "clearing_a_layer_of_what_waits": (
+        "OrderError",
+        "LayerNormMLP.zero_grad: gradients of 10 parameter(s) wait for their reduction: expected a module over all",
+    ),
     "clipping_what_was_replaced": (
         "OrderError",
         "grad_norm: inp.weight: expected parameters that the model has now",
