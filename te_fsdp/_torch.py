@@ -466,3 +466,12 @@ def is_absent_extra_state(value: object) -> bool:
     ``torch.distributed.checkpoint.state_dict``).
     """
     return type(value).__name__ == "_EXTRA_STATE"
+
+
+def weights_by_hooks(module: nn.Module) -> list[str]:
+    """Classes of the hooks that compute a module's weights before its forward (``_forward_pre_hooks``).
+
+    Those of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``.
+    """
+    hooks = map(type, module._forward_pre_hooks.values())
+    return [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]

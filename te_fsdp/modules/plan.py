@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from te_fsdp import _te
 from te_fsdp.errors import MeshError, PlacementError, message
 from te_fsdp.layout import rules as table
@@ -132,6 +134,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         if kind in PARALLEL_KINDS:
             _check_tp_size(module, kind, label, tp_size)
             _check_options(module, kind, label, tp_size)
+            _refuse_computed_weights(module, label, tp_size)
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
@@ -160,6 +163,18 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             )
         planned.append(ModulePlan(name, module, kind, {n: _marked(rules[n], p) for n, p in own.items()}))
     return planned
+
+
+def _refuse_computed_weights(module: Any, label: str, tp_size: int) -> None:
+    """Raise for parametrized weights under tp: each rank would compute its part from parts that nobody cuts."""
+    if tp_size > 1 and torch.nn.utils.parametrize.is_parametrized(module):
+        raise PlacementError(
+            f"{label}: a parametrization of {', '.join(module.parametrizations)} with tensor parallelism",
+            expected="weights of TransformerEngine's modules as they are",
+            got=f"tp_size={tp_size}",
+            why="Norms and other functions of a whole weight would see the part of one rank",
+            fix="leave the parametrization away, or shard the model without tp, over dp_shard",
+        )
 
 
 def _marked(rule: ParameterRule, parameter: object) -> ParameterRule:

@@ -87,6 +87,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         _seeded(seed, model),
         replacing(model, "materialize"),
     ):
+        _refuse_computed_weights(pending)
         unset = _initialize_all(pending, _owners(model))
         left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if unset or left:
@@ -99,6 +100,24 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         take_in_shards(state)
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
+
+
+def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
+    """Raise where a module computes a weight on meta from others, which its ``reset_parameters`` would not reach."""
+    found = []
+    for name, module in pending:
+        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            found.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
+        found += [f"{name} ({kind})" for kind in _torch.weights_by_hooks(module)]
+    if found:
+        raise InitError(
+            f"materialize: {shorten(found, 3)}: a parametrization on meta",
+            expected="weight_norm, spectral_norm, pruning and their like on modules that have values",
+            got=f"{len(found)} weight(s) that are computed from tensors on meta",
+            why="reset_parameters writes to what is computed, and would leave the tensors behind it as they are",
+            fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
+            "te_fsdp.fully_shard; the rest of the model may stay on meta",
+        )
 
 
 def _initialize_all(

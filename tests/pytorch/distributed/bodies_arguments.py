@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sgd, make_sharded, take_step
 from torch import nn
+from torch.nn.utils import prune
 
 
 def a_wrapper_around_the_model() -> None:
@@ -110,6 +112,41 @@ def a_name_of_the_hub() -> None:
     te_fsdp.checkpoint.load_huggingface("meta-llama/Llama-3.1-8B", make_sharded())
 
 
+def a_norm_of_weights_on_meta() -> None:
+    import te_fsdp
+
+    model = Model(make_meshes())
+    nn.utils.parametrizations.weight_norm(model.head)
+    te_fsdp.materialize(te_fsdp.fully_shard(model, make_meshes()), seed=0)
+
+
+def a_norm_of_weights_by_hooks() -> None:
+    import te_fsdp
+
+    model = Model(make_meshes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.head)
+    te_fsdp.materialize(te_fsdp.fully_shard(model, make_meshes()), seed=0)
+
+
+def pruned_on_meta() -> None:
+    import te_fsdp
+
+    model = Model(make_meshes())
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    te_fsdp.materialize(te_fsdp.fully_shard(model, make_meshes()), seed=0)
+
+
+def a_norm_of_weights_over_tp() -> None:
+    import te_fsdp
+
+    meshes = make_meshes(tp=2)
+    model = Model(meshes)
+    nn.utils.parametrizations.weight_norm(model.layer, "fc1_weight")
+    te_fsdp.fully_shard(model, meshes)
+
+
 MISTAKES: list[Callable[..., None]] = [
     a_wrapper_around_the_model,
     the_name_of_a_class_as_unit,
@@ -126,6 +163,10 @@ MISTAKES: list[Callable[..., None]] = [
     a_file_to_load,
     a_folder_of_hugging_face_to_load,
     a_name_of_the_hub,
+    a_norm_of_weights_on_meta,
+    a_norm_of_weights_by_hooks,
+    pruned_on_meta,
+    a_norm_of_weights_over_tp,
 ]
 
 

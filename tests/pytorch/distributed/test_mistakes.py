@@ -154,6 +154,16 @@ ARGUMENTS = {
         "CheckpointError",
         "Fix: te_fsdp.checkpoint.load_huggingface reads folders",
     ),
+    "a_norm_of_weights_on_meta": (
+        "InitError",
+        "materialize: head.parametrizations.weight (_WeightNorm): a parametrization on meta",
+    ),
+    "a_norm_of_weights_by_hooks": ("InitError", "materialize: head (WeightNorm): a parametrization on meta"),
+    "pruned_on_meta": ("InitError", "materialize: head (L1Unstructured): a parametrization on meta"),
+    "a_norm_of_weights_over_tp": (
+        "PlacementError",
+        "layer: a parametrization of fc1_weight with tensor parallelism",
+    ),
     "a_name_of_the_hub": ("CheckpointError", "hf download NAME --local-dir FOLDER"),
 }
 
