@@ -132,6 +132,18 @@ def around_reductions(
         )
 
 
+def before_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
+    """Call something before a unit is gathered by hand (``FSDPModule.unshard``). Local operation."""
+    stock: Any = unit.unshard
+
+    @functools.wraps(stock)
+    def unshard(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return stock(*args, **kwargs)
+
+    unit.unshard = unshard  # type: ignore[assignment]
+
+
 def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
     return [managed.sharded_param for managed in group.fsdp_params]
 

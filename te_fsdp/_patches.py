@@ -110,6 +110,12 @@ FSDP2 = (
         "test_precision.py::test_values_and_bytes",
     ),
     Patch(
+        "unit that keeps its weights",
+        "unshard",
+        "shows the gathered weights again, beside which an evaluation has installed the shards",
+        "test_mistakes.py::test_what_is_no_mistake",
+    ),
+    Patch(
         "model",
         "_apply",
         "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",

@@ -92,6 +92,8 @@ def watch_forward(state: ShardingState) -> None:
         # Before FSDP2's own hook, which gathers.
         before = _torch.untraced(functools.partial(_before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
+        if state.units[name].gather != "pass":
+            _fsdp2_patches.before_unshard(unit, functools.partial(show_gathered, state, name, unit))
     state.model.register_forward_pre_hook(
         _torch.untraced(functools.partial(_before_forward, state)), prepend=True
     )

@@ -280,6 +280,11 @@ def parameters_after_an_evaluation() -> bool:
             evaluate()
             for p in model.parameters():
                 p.grad = None
+            if strategy != "optim_grads_params":
+                model.unshard()
+                if isinstance(model.head.weight, DTensor):
+                    return False
+                model.reshard()
         values = [*losses, *map(_whole, average)]
         found.append({**_weights(model), **{str(place): value for place, value in enumerate(values)}})
     # Strategies add the same two ranks' gradients, whose sum knows no order.
