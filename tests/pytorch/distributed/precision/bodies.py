@@ -259,7 +259,7 @@ def _autocast(recipe: str) -> Any:
 
 
 def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """One forward and backward of a linear with a quantized weight: bytes on the wire, and what they are made of."""
+    """Forward and backward of a linear with a quantized weight, the second: bytes on the wire, and what they are of."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -267,9 +267,11 @@ def quantized_bytes(recipe: str, policy: dict[str, Any]) -> dict[str, Any]:
     options = {"precision": te_fsdp.MixedPrecisionPolicy(**dtypes(policy)), "check_inputs": False}
     te_fsdp.fully_shard(subject, meshes, **options)
     x = torch.ones((32, subject.weight.shape[1]), dtype=BF16, device=harness.device())
-    with recorded() as calls, _autocast(recipe):
-        y = subject(x)
-        y.backward(torch.ones_like(y))
+    for _ in range(2):  # in the first one ranks compare their recipes
+        subject.zero_grad()
+        with recorded() as calls, _autocast(recipe):
+            y = subject(x)
+            y.backward(torch.ones_like(y))
     gradients = {name: p.grad.dtype for name, p in subject.named_parameters()}
     return {
         "bytes": {f"{kind} {dtype}": size for (kind, dtype), size in travelled(calls).items()},
