@@ -7,9 +7,7 @@
     first step            the same parameters and hooks once more; others beside the model; optimizers that differ
                           between ranks; state of another rank; copies of a weight that differ between ranks
 
-    4th, 16th, 64th ...   options of optimizers: schedules may part later
-
-Nothing else is repeated in later forwards and steps, but for a comparison of two numbers.
+Nothing here is repeated in later forwards and steps, but for a comparison of two numbers.
 """
 
 from __future__ import annotations
@@ -43,10 +41,6 @@ if TYPE_CHECKING:
     from te_fsdp.step_hooks import Step
 
 
-# Steps in which options are compared again: schedules that follow each rank's own loss part only after a while.
-_LATER = frozenset(4**power for power in range(1, 16))
-
-
 def before_first_forward(state: ShardingState) -> None:
     """Look at what was done to a model between ``fully_shard`` and its first forward. Local operation.
 
@@ -65,11 +59,8 @@ def before_first_step(step: Step) -> None:
     """Look once at what an optimizer holds, and whether copies of weights are equal. Collective over the mesh then."""
     held = sum(len(group["params"]) for group in step.optimizer.param_groups)
     for state, parameters in step.models:
-        *known, steps = state.optimizers.get(step.optimizer, (None, None, 0))
-        if known == [held, id(step.optimizer.state)]:  # loading puts another dict there
-            state.optimizers[step.optimizer] = held, id(step.optimizer.state), steps + 1
-            if steps + 1 in _LATER and not (is_capturing() or is_simulated()):
-                _refuse_other_optimizers(state, step, parameters)
+        known = state.optimizers.get(step.optimizer)
+        if known == (held, id(step.optimizer.state)):  # loading puts another dict there
             continue
         if is_capturing():
             return
@@ -87,7 +78,7 @@ def before_first_step(step: Step) -> None:
                 _refuse_differing_copies(state, step.where)
                 with raised_on_all_ranks(state.meshes.device_mesh, step.where):
                     refuse_equal_shards(_equal_shards(state))
-        state.optimizers[step.optimizer] = held, id(step.optimizer.state), 1
+        state.optimizers[step.optimizer] = held, id(step.optimizer.state)
 
 
 def _refuse_hooks(state: ShardingState) -> None:

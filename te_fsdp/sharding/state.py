@@ -102,8 +102,7 @@ class ShardingState:
         aside: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
         computed: How the last forwards were computed, which ranks must do alike.
-        optimizers: Those that have begun a step -> how many parameters they had, the ``id`` of their state then,
-            and how many steps there were since.
+        optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
         emptied: Whether ``to_empty`` may have left memory that nothing was written to.
         inferred: Whether the first forward ran under ``torch.inference_mode``.
         transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
@@ -143,7 +142,7 @@ class ShardingState:
     transports: dict[str, Any] = field(default_factory=dict)
     copied: dict[str, str] = field(default_factory=dict)
     computed: Computed = field(default_factory=Computed)
-    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = field(
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     emptied: bool = False

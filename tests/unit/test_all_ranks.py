@@ -30,7 +30,7 @@ def test_a_timeout_is_positive(seconds):
     ],
 )
 def test_ranks_in_words(ranks, text):
-    assert all_ranks._numbers(ranks) == text
+    assert all_ranks.ranks_in_words(ranks) == text
 
 
 def test_warnings_reach_a_program_that_set_up_no_logging(python):

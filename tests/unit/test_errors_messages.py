@@ -67,7 +67,15 @@ def test_the_family():
         "CollectiveError": "RuntimeError",
         "GradientError": "ArithmeticError",
     }
-    assert {"TeFsdpError", "meant", "message", "shorten", *caught_as} == set(errors.__all__)
+    assert {
+        "TeFsdpError",
+        "meant",
+        "message",
+        "require_flag_fields",
+        "require_flags",
+        "shorten",
+        *caught_as,
+    } == set(errors.__all__)
     for name, builtin in caught_as.items():
         error = getattr(errors, name)
         assert issubclass(error, (TeFsdpError,)) and issubclass(error, getattr(builtins, builtin))

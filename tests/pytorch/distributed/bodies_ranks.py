@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sgd, make_sharded
+from bodies_mistakes import Model, all_mistakes, draw_batch, make_meshes, make_sharded
 from torch import nn
 
 
@@ -101,16 +101,6 @@ def evaluation_on_some_ranks_of_tp() -> None:
     _train(_with_tp().train(dist.get_rank() == 0))
 
 
-def a_schedule_by_each_ranks_own_loss() -> None:
-    model = make_sharded("no_shard")
-    optimizer = make_sgd(model)
-    for step in range(4):
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + (step > 1) * dist.get_rank())
-        _train(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 MISTAKES: list[Callable[..., None]] = [
     a_recipe_on_some_ranks_of_tp,
     options_of_a_recipe_by_rank,
@@ -121,7 +111,6 @@ MISTAKES: list[Callable[..., None]] = [
     frozen_on_one_rank,
     other_parameters_frozen_on_each_rank,
     evaluation_on_some_ranks_of_tp,
-    a_schedule_by_each_ranks_own_loss,
 ]
 
 

@@ -203,10 +203,6 @@ RANKS = {
         "MeshError",
         "got inp.weight trained on rank 1, frozen on rank 0; head.weight trained on rank 0, frozen on rank 1",
     ),
-    "a_schedule_by_each_ranks_own_loss": (
-        "MeshError",
-        "with the same options, on all ranks, got here {'lr': '0.",
-    ),
     "evaluation_on_some_ranks_of_tp": (
         "CollectiveError",
         "got rank 0 in te_fsdp.first forward in training; rank 1 in te_fsdp.first forward in evaluation",
