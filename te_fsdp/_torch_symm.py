@@ -5,6 +5,7 @@ Private names, checked on torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -21,6 +22,11 @@ def is_there() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+def may_share_a_gpu() -> bool:
+    """Whether torch shares memory between two ranks on one GPU: its own switch for tests on fewer GPUs than ranks."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 class _Numbered(dist.Store):

@@ -120,7 +120,8 @@ def connect(device: torch.device, group: dist.ProcessGroup) -> tuple[Peers, Peer
     identities = [identity for _, identity, *_ in told]
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
-    if device.type != "cpu" and len(set(identities)) < len(identities):
+    overlap = device.type != "cpu" and len(set(identities)) < len(identities)
+    if overlap and not _torch_symm.may_share_a_gpu():
         return "two of its ranks share a GPU"
     for _, _, apart, _ in told:
         if apart is None:

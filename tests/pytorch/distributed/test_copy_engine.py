@@ -11,6 +11,8 @@ from harness import assert_same_bits
 from harness.exchange import GLOO_VARIABLE
 from strategies import copied
 
+from te_fsdp import _torch_symm
+
 DP2 = {"dp_shard": 2}
 #: Float8-block weights are cut along their columns: dim 0 has no whole blocks for two ranks.
 CASES = {
@@ -46,11 +48,14 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 
 
 @pytest.fixture(autouse=True)
-def _on_one_node(request):
-    """Ranks of other nodes, pretended ones too, are gathered from by NCCL."""
+def _can_copy(request):
+    """Ranks on one GPU are gathered from by NCCL, unless torch is told to share memory between them."""
     marker = request.node.get_closest_marker("ranks")
-    if marker and 0 < torch.cuda.device_count() < marker.args[0]:
-        pytest.skip(f"copies need {marker.args[0]} GPUs of one node, found {torch.cuda.device_count()}")
+    if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_symm.may_share_a_gpu():
+        pytest.skip(
+            f"copies need {marker.args[0]} GPUs, found {torch.cuda.device_count()}, or "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 beside --nodes"
+        )
 
 
 def _ranks(case: dict) -> int:
@@ -163,4 +168,6 @@ def test_a_rank_that_does_not_come(pool):
 def test_no_kernel_gathers(pool, recipe):
     for names in pool.run(copied.traced, 2, recipe=recipe):
         assert not [name for name in names if "allgather" in name.lower()], names
-        assert [name for name in names if name.startswith("Memcpy PtoP")], names
+        # Within one GPU, where ranks share it, copies are of another kind.
+        kind = "Memcpy PtoP" if torch.cuda.device_count() > 1 else "Memcpy DtoD"
+        assert [name for name in names if name.startswith(kind)], names
