@@ -41,7 +41,8 @@ find_python() {
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
+# Python compiles what is imported when it is: all that torch and transformers bring takes longer than the download.
+pip_install() { "$venv/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; }
 
 make_venv() {
   if [ -x "$venv/bin/python" ]; then
