@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,8 @@ def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:
 
 def is_gathered(unit: nn.Module) -> bool:
     """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
-    return any(group.is_unsharded for group in fsdp_parameter_groups(unit))
+    # Asked in each step by each unit: without calls of Python's for each group.
+    return any(map(operator.attrgetter("is_unsharded"), fsdp_parameter_groups(unit)))
 
 
 def is_root(unit: nn.Module) -> bool:

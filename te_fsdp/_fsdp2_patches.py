@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -293,7 +294,7 @@ _SHARD_MESH = "_te_fsdp_shard_mesh"
 @functools.cache
 def _with_shard_mesh(kind: type) -> type:
     """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
-    kept = property(lambda self: self.__dict__[_SHARD_MESH])
+    kept = property(operator.attrgetter(_SHARD_MESH))  # no call of Python's
     return type(kind.__name__, (kind,), {"shard_mesh": kept})
 
 
