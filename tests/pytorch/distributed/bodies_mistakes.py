@@ -57,9 +57,9 @@ def make_sharded(
     return te_fsdp.materialize(model, seed=0)
 
 
-def draw_batch(seed: int | None = None) -> torch.Tensor:
+def draw_batch(seed: int | None = None, rows: int = 8) -> torch.Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
-    return torch.randn(8, WIDTH, generator=generator).to(harness.device())
+    return torch.randn(rows, WIDTH, generator=generator).to(harness.device())
 
 
 def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
