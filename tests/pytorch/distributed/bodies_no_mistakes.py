@@ -56,14 +56,14 @@ def recipes_that_alternate() -> bool:
         optimizer = make_sgd(model)
         for step in range(4):
             with te.autocast(enabled=step % 2 == 0, recipe=DelayedScaling()):
-                loss = model(draw_batch()).square().mean()
+                loss = model(draw_batch(rows=16)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             if strategy != "no_shard" or dist.get_rank() == 0:
                 with torch.no_grad():
-                    model.eval()(draw_batch())
+                    model.eval()(draw_batch(rows=16))
                 model.train()
         if losses != sorted(losses, reverse=True):
             return False

@@ -111,6 +111,9 @@ def pytest_configure(config: pytest.Config) -> None:
     nodes = config.getoption("--nodes", default=None)
     if nodes is not None:
         os.environ[devices.NODES_VARIABLE] = str(nodes)
+    # On GPUs TE multiplies fp32 in TF32, for which no tolerance of these tests makes sense. cuBLAS reads this when a
+    # worker, which has this environment, first multiplies.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     try:
         devices.choose()
     except ValueError as error:

@@ -11,7 +11,7 @@ from checkpointing.models import Case
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
 DP2 = {"dp_shard": 2}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
-ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 FUSED = Case(stacked=True, optimizer="fused")
 MXFP8 = Case(stacked=True, optimizer="fused", recipe="mxfp8", quantized=True)

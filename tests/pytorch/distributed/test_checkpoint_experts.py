@@ -10,7 +10,7 @@ from checkpointing import experts
 from checkpointing.experts import Case, Place
 from harness import bodies as harness_bodies
 
-ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 SINGLE = {**ENVIRONMENT, "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
 
 

@@ -7,7 +7,6 @@ test_expert_single.py.
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -16,10 +15,6 @@ from experts.cases import MESHES, allowed, parametrize, ranks
 from experts.model import ROUTES
 from harness import BodyFailed
 from matrix.covering import all_cases, covering
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 FACTORS: dict[str, list[Any]] = {
     "mesh": list(MESHES),
@@ -80,7 +75,6 @@ def _train(pool, case: dict[str, Any], broken: str = "") -> list[dict[str, Any]]
     return pool.run(
         bodies.training,
         ranks(case["mesh"]),
-        env=ENVIRONMENT,
         axes=MESHES[case["mesh"]],
         recipe=recipe,
         weights=weights,
@@ -123,7 +117,6 @@ def test_units_and_strategies(pool, mesh, recipe, weights, how):
     for outcome in pool.run(
         bodies.training,
         4,
-        env=ENVIRONMENT,
         axes=MESHES[mesh],
         recipe=recipe,
         weights=weights,

@@ -86,4 +86,4 @@ def _input_of_norm(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True], ids=["bound", "sharded"])
 def test_gradients_of_foreign_modules(pool, sharded):
-    pool.run(body, 2, env={"NVIDIA_TF32_OVERRIDE": "0"}, sharded=sharded)
+    pool.run(body, 2, sharded=sharded)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 from hfsdp import bodies, checkpoints, experts, readers, wire
 from hfsdp.models import OPTIMIZERS
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 #: Axes of each mesh -> cases that run on it one after the other.
 PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
@@ -94,7 +89,7 @@ def test_equals_one_process(pool, request, mesh):
         cases = _all_cases(mesh)
     # Between runs workers let go of process groups, each of which has threads.
     for several in (cases[first : first + TOGETHER] for first in range(0, len(cases), TOGETHER)):
-        arguments = {"axes": axes, "cases": several, "env": ENVIRONMENT, "timeout": 120 + 10 * len(several)}
+        arguments = {"axes": axes, "cases": several, "timeout": 120 + 10 * len(several)}
         results = pool.run(bodies.parity, math.prod(axes.values()), **arguments)
         assert all(len(result) == len(several) for result in results)
 
@@ -103,9 +98,7 @@ def test_equals_one_process(pool, request, mesh):
 def test_tensors_that_travel_alone(pool):
     """In place, without a copy, beside those that are cut along columns or unevenly: the same values."""
     cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
-    assert all(
-        pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases, env=ENVIRONMENT)
-    )
+    assert all(pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases))
 
 
 @pytest.mark.ranks(4)
@@ -119,7 +112,7 @@ def test_state_of_exempt_parameters_is_cut(pool):
 def test_summed_gradients_would_show(pool):
     """The peer sums over the outer axis where it should average; Adam without clipping hides it, SGD does not."""
     axes = {"dp_replicate": 2, "dp_shard": 1}
-    for seen in pool.run(bodies.summed, 2, env=ENVIRONMENT, axes=axes, case={"optimizer": "sgd"}):
+    for seen in pool.run(bodies.summed, 2, axes=axes, case={"optimizer": "sgd"}):
         assert "relative error" in seen
 
 
@@ -137,7 +130,7 @@ def test_precision_policy(pool):
 @pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
 def test_holders_without_gradients(pool, told):
     """What no holder has a gradient of stays as it is, under weight decay too."""
-    pool.run(bodies.some_lack_gradients, 2, env=ENVIRONMENT, told=told)
+    pool.run(bodies.some_lack_gradients, 2, told=told)
 
 
 @pytest.mark.ranks(4)
@@ -291,10 +284,7 @@ ALONE, TP = (None, "no_shard"), ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "o
 )
 def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
     arguments = {"case": case, "saved": saved, "others": others, "directory": str(tmp_path)}
-    assert all(
-        len(counts) == len(others)
-        for counts in pool.run(checkpoints.elsewhere, 4, env=ENVIRONMENT, **arguments)
-    )
+    assert all(len(counts) == len(others) for counts in pool.run(checkpoints.elsewhere, 4, **arguments))
 
 
 @pytest.mark.ranks(2)
@@ -302,9 +292,7 @@ def test_checkpoints_onto_other_meshes(pool, tmp_path, case, saved, others):
     "case", [{"optimizer": "adamw"}, {"optimizer": "te", "dtype": torch.bfloat16}], ids=["adamw", "te-bf16"]
 )
 def test_state_dict_of_the_optimizer(pool, case):
-    pool.run(
-        bodies.state_dict_round_trip, 2, env=ENVIRONMENT, case=case, axes={"dp_replicate": 2, "dp_shard": 1}
-    )
+    pool.run(bodies.state_dict_round_trip, 2, case=case, axes={"dp_replicate": 2, "dp_shard": 1})
 
 
 @pytest.mark.ranks(4)
@@ -315,7 +303,6 @@ def test_torch_checkpoints(pool, tmp_path, case):
     pool.run(
         bodies.through_dcp,
         4,
-        env=ENVIRONMENT,
         case=case,
         saved=on_2x2,
         axes=on_2x2,
@@ -392,7 +379,7 @@ def test_nobody_averages_before_shard_optimizer(pool):
 def test_experts(pool):
     """Seven experts, four and three per rank of ep; on each rank their state is cut over the two copies."""
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
-    arguments = {"env": ENVIRONMENT, "axes": axes, "route": "uneven"}
+    arguments = {"axes": axes, "route": "uneven"}
     pool.run(experts.training, 4, experts=7, single=False, **arguments)
     for elements in pool.run(experts.rows_of_states, 4, axes=axes, experts=4):
         assert len(elements) == 8 and all(whole == 2 * cut for whole, cut in elements.values())

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 from hfsdp import arrival_readers, arrivals
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 TWO = {"dp_replicate": 2, "dp_shard": 1}
 #: Kind, its options, and the units whose weights arrive after the step.
@@ -52,7 +47,7 @@ def _case(name: str) -> object:
 def test_same_bits(pool, kind, options, units):
     """As when the step gathers: weights that forward has used, gradients, main weights."""
     ranks = math.prod(options["axes"].values())
-    for result in pool.run(arrivals.same_bits, ranks, kind=kind, env=ENVIRONMENT, **options):
+    for result in pool.run(arrivals.same_bits, ranks, kind=kind, **options):
         assert result["after"] == [units] * arrivals.STEPS and result["left"] == [[]] * arrivals.STEPS
         overlapped, stock = result["gathers"]
         # Per unit instead of together; where all tensors travel alone, the same.
@@ -64,7 +59,7 @@ def test_same_bits(pool, kind, options, units):
 @pytest.mark.ranks(4)
 def test_same_bits_of_experts(pool):
     axes = {"dp_replicate": 2, "dp_shard": 1, "ep": 2}
-    for result in pool.run(arrivals.same_bits, 4, kind="experts", env=ENVIRONMENT, axes=axes, experts=4):
+    for result in pool.run(arrivals.same_bits, 4, kind="experts", axes=axes, experts=4):
         assert all(result["after"]) and result["left"] == [[]] * arrivals.STEPS, result
 
 

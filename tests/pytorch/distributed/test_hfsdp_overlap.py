@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 from harness.exchange import GLOO_VARIABLE
 from hfsdp import early, early_bits
-from parity.runs import ENVIRONMENT
 
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 #: Of tests in which ranks begin other collectives: in shared memory an asynchronous one waits for the others.
 GLOO = {GLOO_VARIABLE: "1"}
 
@@ -83,7 +79,7 @@ def _case(name: str) -> object:
 def test_same_bits(pool, kind, options, calls):
     """As when the same loop averages at the step; the first told backward begins nothing."""
     ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
-    for result in pool.run(early_bits.same_bits, ranks, kind=kind, env=ENVIRONMENT, **options):
+    for result in pool.run(early_bits.same_bits, ranks, kind=kind, **options):
         first, *others = result["early"]
         assert result["late"] == [0] * early_bits.STEPS and first == 0
         assert others == [calls] * 3 if calls >= 0 else min(others) > 1, result

@@ -47,7 +47,6 @@ def test_load_onto_a_mesh(pool, request, tmp_path, axes):
     results = pool.run(
         huggingface.load_everywhere,
         ranks,
-        env={"NVIDIA_TF32_OVERRIDE": "0"},
         folder=str(tmp_path / "model"),
         config=CONFIG,
         axes=axes,
@@ -85,7 +84,6 @@ def test_a_trained_model_becomes_a_folder(pool, tmp_path, case):
     results = pool.run(
         huggingface.save_trained,
         4,
-        env={"NVIDIA_TF32_OVERRIDE": "0"},
         folder=str(tmp_path / "model"),
         case=options,
         target=str(tmp_path / "trained"),

@@ -8,16 +8,11 @@ By default a covering part runs, another one each day. On 4 GPUs:
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 from harness import BodyFailed
 from matrix import bodies, rotation
 from matrix.definitions import MESHES, Case, Refusal, default, every_format, full, refused, subset
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -47,7 +42,7 @@ def test_hopper(pool, recipe, case):
 
 def _train(pool, case: Case, broken: str = "") -> None:
     ranks = MESHES[case.mesh].ranks
-    for outcome in pool.run(bodies.training, ranks, env=ENVIRONMENT, broken=broken, **case.kwargs):
+    for outcome in pool.run(bodies.training, ranks, broken=broken, **case.kwargs):
         assert outcome["ranks"] == ranks
         assert {"output", "input", "loss", "gradient", "update"} <= outcome["shares"].keys()
         assert max(outcome["shares"].values()) <= 1

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 from experts import bodies as experts
 from no_sharding import bodies, gradients, training
-from parity.runs import ENVIRONMENT
 from torch.distributed.fsdp import FSDPModule
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 DP2, DP2_TP2, DP4 = {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4}
 HSDP = {"dp_replicate": 2, "dp_shard": 2}

@@ -6,15 +6,10 @@ mesh, and each option with and without sequence parallelism.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from checkpointing.selection import is_full
 from harness import BodyFailed
-from parity.runs import ENVIRONMENT, parity
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
+from parity.runs import parity
 
 MESHES = {
     "dp2_tp2": {"dp_shard": 2, "tp": 2},
@@ -135,9 +130,7 @@ def _run(pool, mesh: str, case: str, sequence_parallel: bool, more: dict | None 
     kind, options, usual = CASES[case]
     options = {**options, **(more or {})}
     how = {**usual, **how, "sequence_parallel": sequence_parallel}
-    results = pool.run(
-        parity, WORLD.get(mesh, 4), env=ENVIRONMENT, kind=kind, options=options, axes=MESHES[mesh], **how
-    )
+    results = pool.run(parity, WORLD.get(mesh, 4), kind=kind, options=options, axes=MESHES[mesh], **how)
     return max(results, key=lambda result: result["worst"])
 
 

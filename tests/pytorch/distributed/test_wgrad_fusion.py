@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hfsdp import fusion
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +27,7 @@ os.environ.update(ENVIRONMENT)
 )
 def test_equals_one_process(pool, axes, options):
     ranks = 2 if axes == {"dp_shard": 2} else 4
-    for result in pool.run(fusion.training, ranks, env=ENVIRONMENT, axes=axes, **options):
+    for result in pool.run(fusion.training, ranks, axes=axes, **options):
         # TE leaves each weight's whole gradient on it; all but the last ones are dropped.
         assert result["left"] <= 1
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 from hfsdp import straight
-from parity.runs import ENVIRONMENT
-
-# cuBLAS reads it when a worker first multiplies. Workers start after all tests are collected, with this environment.
-os.environ.update(ENVIRONMENT)
 
 _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
 
@@ -35,9 +30,7 @@ _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
     ],
 )
 def test_same_bits(pool, axes, options):
-    for result in pool.run(
-        straight.straight, math.prod(axes.values()), env=ENVIRONMENT, axes=axes, **options
-    ):
+    for result in pool.run(straight.straight, math.prod(axes.values()), axes=axes, **options):
         for number, seen in enumerate(result["counts"]):
             if number % 2:  # the twin
                 assert seen == {"reduced": 0, "copied": 0}

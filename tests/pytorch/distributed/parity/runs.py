@@ -13,7 +13,7 @@ an error d of a gradient moves the update by at most lr * d / eps. EPSILON is ch
 (0.01 to 1), which bounds the amplification by LEARNING_RATE / EPSILON = 1 and changes nothing in what is tested.
 
 On GPUs TE computes fp32 GEMMs in TF32 (CUBLAS_COMPUTE_32F_FAST_TF32, common/gemm/cublaslt_gemm.cu), with
-10 bits of mantissa. `ENVIRONMENT` switches TF32 off in cuBLAS; `check_full_precision` measures that it did.
+10 bits of mantissa. conftest.py switches TF32 off in cuBLAS; `check_full_precision` measures that it did.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ STEPS = 2  # the second with weights and moments that the first has changed; mor
 RTOL = 1e-5
 WHY = "fp32: ten chained sums of up to 256 products, added in another order"
 LEARNING_RATE = EPSILON = 1e-2
-ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def parity(
