@@ -41,8 +41,7 @@ find_python() {
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# Python compiles what is imported when it is: all that torch and transformers bring takes longer than the download.
-pip_install() { "$venv/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; }
+pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 make_venv() {
   if [ -x "$venv/bin/python" ]; then
