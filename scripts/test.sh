@@ -11,6 +11,8 @@ python=$1
 shift
 # One thread a process: the distributed tests run several processes side by side.
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# Containers often set this, and hundreds of processes would each compile te_fsdp.
+unset PYTHONDONTWRITEBYTECODE
 
 units=$(mktemp)
 unit_tests=
