@@ -41,7 +41,17 @@ find_python() {
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
+pip_install() { "$venv/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; }
+
+# What pip would compile on one core, on all of them, without thousands of files that nobody imports. Some are no Python of
+# this version: whoever imports those sees the error.
+compile_packages() {
+  local site python
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  python=$("$venv/bin/python" -c 'import sys; print(sys.executable)')
+  # From within: the pattern is for paths of packages, not for the folder that this checkout lies in.
+  (cd "$site" && "$python" -m compileall -qq -j 0 -x '/tests?/|/transformers/models/' .) || true
+}
 
 make_venv() {
   if [ -x "$venv/bin/python" ]; then
@@ -140,6 +150,7 @@ fi
 make_venv
 start=$SECONDS
 "install_$setup"
+compile_packages
 mkdir -p "$(dirname "$stamp")"
 printf '%s' "$digest" >"$stamp"
 say "done in $((SECONDS - start)) s"
