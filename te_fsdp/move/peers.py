@@ -114,16 +114,22 @@ def connect(device: torch.device, group: dist.ProcessGroup) -> tuple[Peers, Peer
     """
     if is_simulated():
         return "the other ranks are simulated"
-    own = (_host(), _identity(device), _out_of_reach(device), uuid.uuid4().hex)
+    own = (
+        _host(),
+        _identity(device),
+        _out_of_reach(device),
+        _torch_symm.may_share_a_gpu(),
+        uuid.uuid4().hex,
+    )
     told = gather(own, group)
     hosts = {host for host, *_ in told}
     identities = [identity for _, identity, *_ in told]
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
     overlap = device.type != "cpu" and len(set(identities)) < len(identities)
-    if overlap and not _torch_symm.may_share_a_gpu():
+    if overlap and not all(may_share for *_, may_share, _ in told):
         return "two of its ranks share a GPU"
-    for _, _, apart, _ in told:
+    for _, _, apart, *_ in told:
         if apart is None:
             return "this torch has no symmetric memory"
         if apart & set(identities):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,3 +30,23 @@ def test_alias():
     assert memory.view(torch.bfloat16).nonzero().flatten().tolist() == list(range(128, 136))
     assert found.untyped_storage().nbytes() == 16 and found.storage_offset() == 0
     assert not found.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shared"), [((False, False), False), ((True, False), False), ((True, True), True)]
+)
+def test_ranks_of_one_gpu(monkeypatch, allowed, shared):
+    """They share memory where torch was told so on all of them; one alone would wait for the others."""
+    told = [("host", "GPU-0", set(), flag, "token") for flag in allowed]
+    monkeypatch.setattr(peers, "is_simulated", lambda: False)
+    monkeypatch.setattr(peers, "_identity", lambda device: "GPU-0")
+    monkeypatch.setattr(peers, "_out_of_reach", lambda device: set())
+    monkeypatch.setattr(peers, "gather", lambda own, group: told if isinstance(own, tuple) else [own])
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # on this rank
+
+    def share(*arguments):
+        raise RuntimeError("asked for memory")
+
+    monkeypatch.setattr(peers, "Peers", share)
+    reason = peers.connect(torch.device("cuda", 0), None)
+    assert ("asked for memory" in reason) == shared and ("share a GPU" in reason) != shared, reason
