@@ -33,13 +33,14 @@ from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.portable.torch_files import Window
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
 from te_fsdp.errors import shorten
-from te_fsdp.modules.own_classes import own_differences, own_settings
 from te_fsdp.modules.semantics import (
     Difference,
     deciding,
     differences,
     from_json,
     in_words,
+    own_differences,
+    own_settings,
     semantics_of,
 )
 

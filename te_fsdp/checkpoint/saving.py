@@ -56,9 +56,8 @@ from te_fsdp.checkpoint.writing import (
     tensors_of,
 )
 from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
-from te_fsdp.modules.own_classes import record
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.modules.semantics import from_json, to_json
+from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.parameters import binding_of
 from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.outer_optimizer import main_parameters_of

@@ -5,20 +5,25 @@ apart, under the names of the constructors' arguments; :data:`SETTINGS` says wha
 TransformerEngine 2.18 to 2.20.2 (``pytorch/{transformer,module,attention,ops}``) and of ``torch.nn``. What does not
 change the function of unsharded weights is left out: sizes (shapes tell), parallelism, dtypes, memory, speed,
 ``layer_number`` (TE divides scores by it and multiplies them again), what a module returns beside its output.
+
+Of modules of a user's own classes the public attributes are recorded. Only the user knows whether one is a part of what
+a module computes. So another function is asked for, and another value is noted. Ranks may hold other values, as their
+number: the first one's are in the file.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from te_fsdp import _te, _torch
-from te_fsdp.modules.callables import is_told, text_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,95 +37,44 @@ UNKNOWN = object()
 _NOT_KNOWN = "not known"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is known of one setting.
-
-    Attributes:
-        effect: What a difference means.
-        absent: The value that a module without it acts by: of an older TE, or of the other library.
-    """
-
-    effect: Effect
-    absent: Any = UNKNOWN
-
-
-_ERROR = Setting("error")
-_OFF = Setting("error", None)
-
-#: Settings of TE's modules, and those of ``torch.nn`` that are no plain errors.
-SETTINGS: dict[str, Setting] = {
-    # norms
-    "normalization": _ERROR,
-    "eps": _ERROR,
-    "zero_centered_gamma": Setting("error", False),
-    # activations
-    "activation": _ERROR,
-    "activation_params": _OFF,
-    "approximate": Setting("error", "tanh"),  # TE's GELU is the approximation
-    "glu_interleave_size": _OFF,
-    "glu_linear_offset": Setting("error", 1.0),
-    "limit": _ERROR,
-    "alpha": _ERROR,
-    "beta1": _ERROR,
-    "beta2": _ERROR,
-    "tanh_clamp_scale": _ERROR,
-    "scale": _ERROR,
-    "scale_bias": Setting("error", False),
-    "shape": _ERROR,
-    # attention
-    "num_attention_heads": _ERROR,
-    "num_gqa_groups": _ERROR,
-    "kv_channels": _ERROR,
-    "qkv_weight_interleaved": _ERROR,
-    "attention_type": _ERROR,
-    "softmax_scale": _ERROR,
-    "softmax_type": Setting("error", "vanilla"),
-    "softcap": Setting("error", 0.0),
-    "attn_mask_type": _ERROR,
-    "window_size": _ERROR,
-    "bottom_right_diagonal": _ERROR,
-    "rotary_pos_interleaved": Setting("error", False),
-    "qk_norm_type": _OFF,
-    "qk_norm_eps": _OFF,
-    "qk_norm_before_rope": Setting("error", False),
-    "num_householder": _ERROR,
-    "rotary_base": Setting("error", 10000.0),
-    "interleaved": Setting("error", False),
-    "seq_len_interpolation_factor": _OFF,
-    "pretrained_max_position_embeddings": _OFF,
-    # layers
-    "layer_type": _ERROR,
-    "self_attn_mask_type": _ERROR,
-    "enc_dec_attn_mask_type": _ERROR,
-    "enc_dec_window_size": _ERROR,
-    "enc_dec_bottom_right_diagonal": _ERROR,
-    "output_layernorm": _ERROR,
-    "parallel_attention_mlp": Setting("error", False),
-    "apply_residual_connection_post_layernorm": _ERROR,
-    # how tensors are given to a module
-    "qkv_format": Setting("strict"),
-    "attn_input_format": Setting("strict"),
-    "batch_first": Setting("strict"),
-    "padding_idx": Setting("strict", None),
-    # training alone
-    "hidden_dropout": Setting("note", 0.0),
-    "attention_dropout": Setting("note", 0.0),
-    "drop_path_rate": Setting("note", 0.0),
-    "dropout": Setting("note", 0.0),
-    "p": Setting("note", 0.0),
-    "momentum": Setting("note"),
-    "scale_grad_by_freq": Setting("note", False),
-    "label_smoothing": Setting("note"),
-    "ignore_index": Setting("note"),
-    "reduction": Setting("note"),
-    # parameters are there, or are not
-    "bias": Setting("names"),
-    "fuse_qkv_params": Setting("names"),
-    "input_layernorm": Setting("names"),
-}
-
 # fmt: off
+#: Settings of TE's modules, and those of ``torch.nn`` that are no plain errors, by what a difference means.
+_EFFECTS: dict[Effect, tuple[str, ...]] = {
+    "error": (
+        "normalization", "eps", "zero_centered_gamma",  # norms
+        # activations
+        "activation", "activation_params", "approximate", "glu_interleave_size", "glu_linear_offset", "limit", "alpha",
+        "beta1", "beta2", "tanh_clamp_scale", "scale", "scale_bias", "shape",
+        # attention
+        "num_attention_heads", "num_gqa_groups", "kv_channels", "qkv_weight_interleaved", "attention_type",
+        "softmax_scale", "softmax_type", "softcap", "attn_mask_type", "window_size", "bottom_right_diagonal",
+        "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "num_householder",
+        "rotary_base", "interleaved", "seq_len_interpolation_factor", "pretrained_max_position_embeddings",
+        # layers
+        "layer_type", "self_attn_mask_type", "enc_dec_attn_mask_type", "enc_dec_window_size",
+        "enc_dec_bottom_right_diagonal", "output_layernorm", "parallel_attention_mlp",
+        "apply_residual_connection_post_layernorm",
+    ),
+    # how tensors are given to a module
+    "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx"),
+    # training alone
+    "note": (
+        "hidden_dropout", "attention_dropout", "drop_path_rate", "dropout", "p", "momentum", "scale_grad_by_freq",
+        "label_smoothing", "ignore_index", "reduction",
+    ),
+    # parameters are there, or are not
+    "names": ("bias", "fuse_qkv_params", "input_layernorm"),
+}
+#: The value that a module without the setting acts by: of an older TE, or of the other library.
+_ABSENT = {
+    "zero_centered_gamma": False, "activation_params": None, "glu_interleave_size": None, "glu_linear_offset": 1.0,
+    "approximate": "tanh",  # TE's GELU is the approximation
+    "scale_bias": False, "softmax_type": "vanilla", "softcap": 0.0, "rotary_pos_interleaved": False,
+    "qk_norm_type": None, "qk_norm_eps": None, "qk_norm_before_rope": False, "rotary_base": 10000.0,
+    "interleaved": False, "seq_len_interpolation_factor": None, "pretrained_max_position_embeddings": None,
+    "parallel_attention_mlp": False, "padding_idx": None, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
+}
 #: Arguments of ``torch.nn`` that shapes and names of parameters tell, or that do not change the function.
 _NOT_RECORDED = frozenset((
     "self", "args", "kwargs", "device", "dtype", "inplace", "sparse", "process_group", "return_indices", "bias",
@@ -136,6 +90,18 @@ _NOT_MODULES = frozenset((
     "ReduceScatter", "Fp8Padding", "Fp8Unpadding", "DropPath",
 ))
 # fmt: on
+
+
+class Setting(NamedTuple):
+    """What a difference in one setting means, and its value in a module without it."""
+
+    effect: Effect
+    absent: Any = UNKNOWN
+
+
+SETTINGS = {
+    name: Setting(effect, _ABSENT.get(name, UNKNOWN)) for effect, names in _EFFECTS.items() for name in names
+}
 #: Kinds that compute the same in TE and in torch.
 _ALIKE = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
 #: Part of a class's name -> kind: the same function where models are evaluated. Nothing is dropout of nothing.
@@ -143,6 +109,10 @@ _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNo
 #: Stands for the library of a user's own classes.
 OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+#: Modules of Python whose classes are nobody's own.
+_LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
+#: The longest attribute of a user's class that is recorded, in characters; and what marks a function.
+_LONGEST, _FUNCTION = 200, "function "
 
 
 @dataclass(frozen=True)
@@ -151,7 +121,7 @@ class Semantics:
 
     Attributes:
         kind: Its class in the library, whatever subclasses stand in front: ``"LayerNormMLP"``, ``"GELU"``.
-        library: ``"te"`` or ``"torch"``.
+        library: ``"te"``, ``"torch"`` or :data:`OWN`.
         settings: Argument of the constructor -> value, in plain values of JSON (tuples are lists). Windows, diagonals
             and the parameters of activations are those in effect.
     """
@@ -161,11 +131,7 @@ class Semantics:
     settings: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """A setting; one that this module does not have by the value that it acts by.
-
-        Raises:
-            KeyError: Neither.
-        """
+        """A setting; one that this module does not have by the value that it acts by, else ``KeyError``."""
         if name in self.settings:
             return self.settings[name]
         absent = SETTINGS[name].absent
@@ -178,47 +144,44 @@ class Semantics:
 
 
 def semantics_of(model: nn.Module) -> dict[str, Semantics]:
-    """What the modules of a model compute, by name without what wrappers add. Local operation.
-
-    TE's modules and torch's own, subclasses included; of a user's own classes nothing is known.
-    """
+    """What TE's modules and torch's own compute, subclasses included, by name without what wrappers add. Local."""
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
-        known = known_kind(type(module))
+        known = _known_kind(type(module))
         if known is None or (inside is not None and prefix.startswith(inside)):
             continue
-        name = _torch.without_wrappers(prefix)
-        found[name] = known.read(module) if known.arguments else known.bare
-        if known.kind == "DotProductAttention":  # its children are its backends
+        kind, library, arguments = known
+        settings = _known_values((name, _plain(_te.argument_of(module, name, UNKNOWN))) for name in arguments)
+        if library == "te" and kind in _DERIVED:
+            _DERIVED[kind](module, settings)
+        found[_torch.without_wrappers(prefix)] = Semantics(kind, library, settings)
+        if kind == "DotProductAttention":  # its children are its backends
             inside = f"{prefix}." if prefix else ""
     return found
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A library's class, with the arguments that its modules may keep."""
+def own_settings(model: nn.Module) -> dict[str, Semantics]:
+    """Public attributes of modules of a user's own classes, by name; functions in words. Local operation."""
+    found = {}
+    for prefix, module in model.named_modules():
+        cls = type(module)
+        own = next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
+        if own is None or _known_kind(cls) is not None:
+            continue
+        settings = _known_values((name, _told(cls, name, value)) for name, value in vars(module).items())
+        if settings:
+            found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, settings)
+    return found
 
-    kind: str
-    library: str
-    arguments: tuple[str, ...]
 
-    @functools.cached_property
-    def bare(self) -> Semantics:
-        """That of a module without settings."""
-        return Semantics(self.kind, self.library, {})
-
-    def read(self, module: nn.Module) -> Semantics:
-        settings = dict(_plain_values(self.arguments, module))
-        derive = _DERIVED.get(self.kind) if self.library == "te" else None
-        if derive is not None:
-            derive(module, settings)
-        return Semantics(self.kind, self.library, settings)
+def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in values if value is not UNKNOWN}
 
 
 @functools.cache
-def known_kind(cls: type) -> _Known | None:
-    """The stock class behind a module's: bound, sharded and users' classes stand in front of it."""
+def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
+    """Kind, library and arguments of the stock class behind a module's: bound and users' classes stand in front."""
     for base in cls.__mro__:
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
         library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
@@ -232,36 +195,29 @@ def known_kind(cls: type) -> _Known | None:
             (*inspect.signature(base.__init__).parameters, *getattr(base, "__constants__", ()))
         )
         names = [a for a in arguments if (a in SETTINGS if library == "te" else a not in _NOT_RECORDED)]
-        return _Known(next((one for part, one in _SAME if part in kind), kind), library, tuple(names))
+        return next((one for part, one in _SAME if part in kind), kind), library, tuple(names)
     return None
 
 
-def _plain_values(names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        value = plain(_te.argument_of(module, name, UNKNOWN))
-        if value is not UNKNOWN:
-            yield name, value
-
-
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A value as JSON gives it back; functions in words."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, (tuple, list)):
-        items = [plain(item) for item in value]
+        items = [_plain(item) for item in value]
         return UNKNOWN if UNKNOWN in items else items
-    return text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
+    return _text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
     """Channels of a head; q and k norms; whether one parameter holds query, key and value."""
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
-        norm = module.q_norm if hasattr(module, "q_norm") else None
-        known = None if norm is None else known_kind(type(norm))
-        settings["qk_norm_type"] = None if known is None else known.kind
+        norm = getattr(module, "q_norm", None)
+        known = None if norm is None else _known_kind(type(norm))
+        settings["qk_norm_type"] = None if known is None else known[0]
         settings["qk_norm_eps"] = None if norm is None else norm.eps
         fused = [getattr(module, name, None) for name in ("layernorm_qkv", "qkv", "key_value")]
         settings["fuse_qkv_params"] = any(m is not None and "weight" in m._parameters for m in fused)
@@ -279,9 +235,8 @@ def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_typ
     right = 0 if causal else -1 if (left, right) == (-1, 0) else right
     settings[f"{prefix}window_size"] = [left, right]
     given = settings.get(f"{prefix}bottom_right_diagonal")
-    settings[f"{prefix}bottom_right_diagonal"] = "bottom_right" in settings[mask] or (
-        not causal and given is not False
-    )
+    is_bottom_right = "bottom_right" in settings[mask] or (not causal and given is not False)
+    settings[f"{prefix}bottom_right_diagonal"] = is_bottom_right
 
 
 def _layer(module: Any, settings: dict[str, Any]) -> None:
@@ -295,10 +250,8 @@ def _layer(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _mlp(module: Any, settings: dict[str, Any]) -> None:
-    clamped = module.activation == "clamped_swiglu"
-    settings["activation_params"] = (
-        {**_CLAMPED_DEFAULTS, **(module.activation_params or {})} if clamped else None
-    )
+    in_effect = {**_CLAMPED_DEFAULTS, **(module.activation_params or {})}
+    settings["activation_params"] = in_effect if module.activation == "clamped_swiglu" else None
 
 
 _DERIVED: dict[str, Callable[[Any, dict[str, Any]], None]] = {
@@ -309,19 +262,97 @@ _DERIVED: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 }
 
 
-# --- in a file
+def _told(cls: type, name: str, value: Any) -> Any:
+    """An attribute's plain value; unknown what is torch's, not public, or hides a method, as wrappers do."""
+    if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
+        return UNKNOWN
+    found = _plain(value)
+    if callable(value) and found is not UNKNOWN and _is_told(found):
+        found = f"{_FUNCTION}{found}"
+    return found if len(repr(found)) <= _LONGEST else UNKNOWN
+
+
+# --- functions in words, which files can hold and which can be compared
+
+#: Begins a text that does not tell all.
+_UNTOLD = "<"
+#: Parts of parts, and items, that a text has at most.
+_DEEPEST, _MOST = 3, 16
+
+
+def _text_of(function: Any, depth: int = 0) -> str:
+    """A function in words: ``relu``, ``partial(gelu, approximate='tanh')``, ``Scaled(factor=2.0)``. Local operation.
+
+    A lambda, as every function that closes over values, has a digest of its bytecode and constants
+    (``<lambda 5d41402a>``), which another Python may give otherwise. Of another object that can be called, class and
+    public attributes are told. ``depth``: of how many texts it is a part.
+    """
+    if depth > _DEEPEST:
+        return "<...>"
+    if isinstance(function, functools.partial):
+        arguments = [_shown(one, depth) for one in function.args]
+        parts = [_text_of(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
+        text = f"partial({', '.join(parts)})"
+    elif inspect.isroutine(function) or isinstance(function, type):
+        has_code, closure = hasattr(function, "__code__"), getattr(function, "__closure__", None)
+        if not has_code or (function.__name__ != "<lambda>" and not closure):
+            return function.__name__
+        return f"<{function.__name__.strip('<>')} {_digest(function, depth)}>"
+    else:
+        held = {k: v for k, v in getattr(function, "__dict__", {}).items() if not k.startswith("_")}
+        text = f"{type(function).__name__}({', '.join(_named(held, depth))})"
+    return f"{_UNTOLD}{text}>" if _UNTOLD in text else text
+
+
+def _is_told(text: Any) -> bool:
+    """Whether a value is all there is to know: no text of :func:`_text_of` that has a digest, or nothing."""
+    return not (isinstance(text, str) and text.startswith(_UNTOLD))
+
+
+def _named(values: Mapping[str, Any], depth: int) -> list[str]:
+    return [f"{name}={_shown(values[name], depth)}" for name in sorted(values)]
+
+
+def _shown(value: Any, depth: int) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)) and len(value) <= _MOST and depth < _DEEPEST:
+        return f"[{', '.join(_shown(one, depth + 1) for one in value)}]"
+    # A module's own settings tell what it computes.
+    is_function = callable(value) and not hasattr(value, "named_modules")
+    return _text_of(value, depth + 1) if is_function else f"<{type(value).__name__}>"
+
+
+def _digest(function: Any, depth: int) -> str:
+    """Of bytecode, constants, defaults and what it closes over."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    told = _constants(function.__code__), [_shown(one, depth) for one in held]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+
+
+def _constants(value: Any) -> Any:
+    """Code, or a constant, in what has the same text in every process: sets are printed in any order."""
+    if isinstance(value, types.CodeType):
+        return value.co_code, _constants(value.co_consts), value.co_names
+    if isinstance(value, tuple):
+        return [_constants(one) for one in value]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
 def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
     """Semantics by name as plain values of JSON; what several modules share stands there once."""
-    kinds: dict[str, int] = {}
-    listed: list[dict[str, Any]] = []
-    modules = {}
-    for name, one in found.items():
-        index = modules[name] = kinds.setdefault(repr(one), len(listed))
-        if index == len(listed):
-            listed.append({"kind": one.kind, "library": one.library, "settings": dict(one.settings)})
-    return {"kinds": listed, "modules": modules}
+    kinds = {
+        repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
+        for one in found.values()
+    }
+    places = {text: place for place, text in enumerate(kinds)}
+    return {"kinds": [*kinds.values()], "modules": {name: places[repr(one)] for name, one in found.items()}}
+
+
+def record(model: nn.Module) -> dict[str, Any]:
+    """A model's semantics for a manifest, and the recipes under which it has run. Local operation."""
+    return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | own_settings(model))}
 
 
 #: A record of a model of which nobody knows what its modules compute.
@@ -340,14 +371,7 @@ def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Se
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting of one module that is not the same in two models.
-
-    Attributes:
-        name: ``<module>.<setting>``.
-        then: Saved value.
-        now: The model's.
-        effect: What it means.
-    """
+    """One setting of one module, ``<module>.<setting>``, that two models have otherwise: saved, and now."""
 
     name: str
     then: Any
@@ -355,7 +379,6 @@ class Difference:
     effect: Effect
 
     def __str__(self) -> str:
-        """The two values in words."""
         return f"saved {self.then}, model has {self.now}"
 
 
@@ -364,16 +387,14 @@ def differences(
 ) -> list[Difference]:
     """What differs between the modules of two models. Local operation.
 
-    Args:
-        saved: Of one.
-        here: Of the other.
-        tensors: Names of parameters and buffers that only one model has: these tell of a module that it alone has. Of
-            others, a user's class may stand on the other side, or a module without tensors be gone.
+    ``tensors`` are names of parameters and buffers that only one model has: these tell of a module that it alone has.
+    Of others, a user's class may stand on the other side, or a module without tensors be gone.
     """
-    found = []
-    for name in saved.keys() & here.keys():
-        for setting, then, now, effect in _compare(saved[name], here[name]):
-            found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, effect))
+    found = [
+        Difference(f"{name}.{setting}".lstrip("."), *values)
+        for name in saved.keys() & here.keys()
+        for setting, *values in _compare(saved[name], here[name])
+    ]
     alone = saved.keys() ^ here.keys()
     owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
     for name in alone - owners:
@@ -381,6 +402,20 @@ def differences(
             then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
             found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(found, key=lambda d: d.name)
+
+
+def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
+    """What differs between attributes that modules of both models have. Local operation."""
+    found = []
+    for name in sorted(saved.keys() & here.keys()):
+        then, now = saved[name].settings, here[name].settings
+        for setting in sorted(then.keys() & now.keys()):
+            pair = then[setting], now[setting]
+            if not _same(*pair):
+                asks = all(isinstance(value, str) and value.startswith(_FUNCTION) for value in pair)
+                label = f"{name}.{setting}".lstrip(".")
+                found.append(Difference(label, *pair, "strict" if asks else "note"))
+    return found
 
 
 def in_words(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
@@ -429,21 +464,21 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         if not alike:
             return
     for setting in sorted({*saved.settings, *here.settings}):
-        known = SETTINGS.get(setting, _ERROR)
+        known = SETTINGS.get(setting, Setting("error"))
         then, now = (s.settings.get(setting, known.absent) for s in (saved, here))
-        if same(then, now) or known.effect == "names":
+        if _same(then, now) or known.effect == "names":
             continue
         effect = known.effect
         if UNKNOWN in (then, now):  # a setting that one version of a library has
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
-        elif not (is_told(then) and is_told(now)):
+        elif not (_is_told(then) and _is_told(now)):
             effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call
         yield setting, then, now, effect
 
 
-def same(then: Any, now: Any) -> bool:
+def _same(then: Any, now: Any) -> bool:
     """Whether two values are one to kernels, which take numbers in fp32: ``d**-0.5`` and ``1 / sqrt(d)`` are."""
     if isinstance(then, float) and isinstance(now, float):
         return math.isclose(then, now, rel_tol=2**-24)

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import te_fsdp
 from te_fsdp._te import KINDS
-from te_fsdp.modules.own_classes import record
-from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, from_json, semantics_of
+from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, from_json, record, semantics_of
 
 #: Arguments of TE's constructors that do not change the function of the unsharded weights.
 NO_SETTINGS = {

@@ -40,8 +40,7 @@ from te_fsdp.checkpoint.portable.torch_files import write_torch
 from te_fsdp.checkpoint.remote import is_remote
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
-from te_fsdp.modules.own_classes import own_differences
-from te_fsdp.modules.semantics import differences, from_json, in_words
+from te_fsdp.modules.semantics import differences, from_json, in_words, own_differences
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
