@@ -12,7 +12,6 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from te_fsdp._torch import (
     managed_by,
     owners_of,
     spec_of,
+    with_dtype,
 )
 
 if TYPE_CHECKING:
@@ -187,10 +187,9 @@ def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: 
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
         return made
-    known = managed.__dict__.setdefault("_te_fsdp_gradient_spec", (spec, None))
-    if known[1] is None or known[0] is not spec:
-        meta = spec.tensor_meta._replace(dtype=tensor.dtype)
-        known = managed._te_fsdp_gradient_spec = (spec, replace(spec, tensor_meta=meta))
+    known = managed.__dict__.get("_te_fsdp_gradient_spec", (None, spec))
+    if known[0] is not spec:
+        known = managed._te_fsdp_gradient_spec = (spec, with_dtype(spec, tensor.dtype))
     return dtensor(tensor, known[1])
 
 

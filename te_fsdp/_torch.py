@@ -1,7 +1,6 @@
-"""The only file with private torch names. Checked on torch 2.11 to 2.15.
+"""Private names of torch, those of FSDP2's running state and of patches aside; checked on torch 2.11 to 2.15.
 
-Each function says which private name it stands for, so that a torch release that breaks one is mended here
-alone.
+Each function says which private name it stands for, so that a torch release that breaks one is mended here alone.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -128,10 +130,6 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """DTensor around ``local`` (``DTensor.__new__``).
 
     ``DTensor.from_local`` costs a view, a shape computation and checks; this runs in every backward.
-
-    Args:
-        local: Local tensor, of the shape that the spec gives this rank.
-        spec: From :func:`spec_of`.
     """
     return DTensor(local, spec, requires_grad=False)
 
@@ -152,12 +150,19 @@ def dtensors(
     return made
 
 
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """A spec that says another dtype. Local operation.
+
+    Operations on DTensors go by the spec: fused optimizers refuse groups whose specs say several dtypes.
+    """
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Parameter with the spec of ``like`` around ``local``; ``local``'s own attributes are kept on the local object."""
-    spec = like._spec
-    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
-        # Operations on DTensors go by the spec: fused optimizers refuse groups whose specs say several dtypes.
-        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    spec = with_dtype(like._spec, local.dtype)
     parameter = torch.nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
     # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
     parameter._local_tensor = local  # type: ignore[missing-attribute]
@@ -177,8 +182,6 @@ def shard_dim_of(placement: Placement) -> int | None:
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Placement of an axis that cuts what later axes have cut into ``split_factor`` parts (``_StridedShard``)."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
 
@@ -193,15 +196,13 @@ def version_of(tensor: torch.Tensor) -> int:
 
     Operations on a DTensor count there alone: torch counts before it hands them to the local tensor.
     """
-    return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
+    return versions_of([tensor])[0]
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None], *, with_locals: bool = True) -> list[int]:
     """:func:`version_of` several tensors at once, -1 for ``None``; subclasses of DTensor are not asked.
 
-    Args:
-        tensors: Some may be ``None``.
-        with_locals: Whether writes to the local tensors count.
+    Without ``with_locals`` writes to the local tensors do not count.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not with_locals:
@@ -257,21 +258,13 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def flatten(value: Any) -> tuple[list[Any], Any]:
-    """What lies in nested tuples, lists and dictionaries, and how it lies there (``torch.utils._pytree``)."""
-    return tree_flatten(value)
-
-
-def unflatten(leaves: list[Any], structure: Any) -> Any:
-    """The opposite of :func:`flatten`."""
-    return tree_unflatten(leaves, structure)
+#: What lies in nested tuples, lists and dictionaries, and how it lies there; and the opposite
+#: (``torch.utils._pytree``).
+flatten, unflatten = tree_flatten, tree_unflatten
 
 
 def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that ``torch.compile`` leaves alone (``torch.compiler.disable``): it breaks the graph and runs as it is.
-
-    Traced, it would be run on tensors that stand for the real ones: what it looks at is not there.
-    """
+    """A hook that ``torch.compile`` does not trace, on tensors that stand for the real ones: it breaks the graph."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -279,14 +272,9 @@ def untraced(call: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(plain)
 
 
-def without_modes() -> Any:
-    """A context in which no dispatch mode sees operations (``torch.utils._python_dispatch``).
-
-    Selective checkpointing is one: it counts operations, and those of a recomputation must be those of the forward.
-    """
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+#: A context in which no dispatch mode sees operations (``torch.utils._python_dispatch``). Selective checkpointing is
+#: one: it counts operations, and those of a recomputation must be those of the forward.
+without_modes: Callable[[], Any] = _disable_current_modes
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
@@ -312,11 +300,16 @@ def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply plain tensors in place by a scalar tensor, few kernels for many tensors (``torch._foreach_mul_``)."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), group in by_kind.items():
+    for (device, _), group in _by_kind(tensors).items():
         torch._foreach_mul_(group, factor.to(device))
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors that one kernel can take together."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found
 
 
 def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -330,12 +323,8 @@ def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     Returns:
         fp32 scalars, in the order of kinds of tensors, not of tensors.
     """
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     found: list[torch.Tensor] = []
-    for (_, dtype), group in by_kind.items():
+    for (_, dtype), group in _by_kind(filter(torch.Tensor.numel, tensors)).items():
         within = torch.promote_types(dtype, torch.float32)
         found += [norm.float() for norm in torch._foreach_norm(group, order, dtype=within)]
     return found
@@ -350,9 +339,8 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
-def default_store() -> torch.distributed.Store:
-    """The key-value store in which the ranks of the default process group found each other (``_get_default_store``)."""
-    return _get_default_store()
+#: The key-value store in which the ranks of the default process group found each other (``_get_default_store``).
+default_store: Callable[[], torch.distributed.Store] = _get_default_store
 
 
 @contextlib.contextmanager
@@ -388,27 +376,26 @@ def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
 
     ``FSDPParamGroup.gradient_divide_factor``, which ``set_gradient_divide_factor`` sets and nothing public reads.
     """
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for unit in list(_module_state_mapping):
-        for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():
-            if any(owner is module for managed in group.fsdp_params for owner, _ in owners_of(managed)):
-                return True, group.gradient_divide_factor
+    for group, managed in _all_managed():
+        if any(owner is module for owner, _ in owners_of(managed)):
+            return True, group.gradient_divide_factor
     return False, None
 
 
 def find_managed(module: nn.Module, name: str) -> Any | None:
-    """FSDP2's record of a parameter, ``None`` if it manages none of that name.
-
-    Only the unit that gathers a parameter knows it; torch lists all units in ``_module_state_mapping``.
-    """
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for unit in list(_module_state_mapping):
-        for managed in managed_by(unit) if is_fsdp_module(unit) else ():
-            if any(owner is module and own == name for owner, own in owners_of(managed)):
-                return managed
+    """FSDP2's record of a parameter, ``None`` if it manages none of that name."""
+    for _, managed in _all_managed():
+        if any(owner is module and own == name for owner, own in owners_of(managed)):
+            return managed
     return None
+
+
+def _all_managed() -> Iterator[tuple[Any, Any]]:
+    """Parameter group and record of each parameter that FSDP2 manages: torch lists all units in this table."""
+    for unit in list(_module_state_mapping):
+        for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():
+            for managed in group.fsdp_params:
+                yield group, managed
 
 
 def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
@@ -439,7 +426,7 @@ def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def place_class() -> Any:
-    """What tells DCP's reader where a piece lies: file, offset, length (``checkpoint.filesystem._StorageInfo``)."""
+    """What tells DCP's reader where a piece lies: file, offset, length (``_StorageInfo``)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
@@ -460,18 +447,47 @@ plain_results = torch._C._disabled_torch_function_impl
 
 
 def is_absent_extra_state(value: object) -> bool:
-    """Whether this stands for an ``_extra_state`` that a state dict lacks.
-
-    ``set_model_state_dict`` of whole tensors hands the module such an object (``_EXTRA_STATE`` of
-    ``torch.distributed.checkpoint.state_dict``).
-    """
+    """Whether ``set_model_state_dict`` of whole tensors means an ``_extra_state`` that it lacks (``_EXTRA_STATE``)."""
     return type(value).__name__ == "_EXTRA_STATE"
 
 
 def weights_by_hooks(module: nn.Module) -> list[str]:
-    """Classes of the hooks that compute a module's weights before its forward (``_forward_pre_hooks``).
-
-    Those of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``.
-    """
+    """Classes of the hooks that compute a module's weights before its forward: ``weight_norm``, ``prune`` and such."""
     hooks = map(type, module._forward_pre_hooks.values())
     return [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]
+
+
+# --- optimizers
+
+
+def has_rule(operator: str) -> bool:
+    """Whether DTensor can run an operator of aten, such as ``_fused_sgd_.tensor_lr`` (``ShardingPropagator``)."""
+    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one for each kind of rule
+    name, overload = operator.split(".")
+    wanted = getattr(getattr(torch.ops.aten, name), overload)
+    return any(wanted in table for table in tables if isinstance(table, dict))
+
+
+def is_copy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer came from copy or pickle: its constructor, which they leave out, sets one attribute more.
+
+    (``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__`` does not give.)
+    """
+    return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
+
+
+def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
+    """Muon's orthogonalisation of one matrix, and its learning rate for a shape (of ``torch.optim._muon``, torch 2.11).
+
+    ``torch.optim.Muon`` offers them for whole parameters alone.
+    """
+    from torch.optim import _muon
+
+    return _muon._zeropower_via_newtonschulz, _muon._adjust_lr
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own)
+    return [hook for table in tables for hook in table.values()]

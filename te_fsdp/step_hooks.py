@@ -48,7 +48,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp import _torch, _torch_optim
+from te_fsdp import _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import COPIED, KEY, Facts, facts_of, label_of, noted
@@ -228,7 +228,7 @@ def refuse_replaced(step: Step) -> None:
         OrderError: Names the first of them, and the call that replaced it.
     """
     marked = {id(parameter): parameter for parameter, facts in step.held if facts.replaced}
-    is_copy = _torch_optim.is_copy(step.optimizer) and step.optimizer not in _lists().right_copies
+    is_copy = _torch.is_copy(step.optimizer) and step.optimizer not in _lists().right_copies
     if not marked and not is_copy:
         return
     unmarked = _unmarked(step.optimizer) if is_copy else {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_modules, _torch, _torch_optim
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.move.start import comm_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.sharding.state import ShardingState
@@ -106,7 +106,7 @@ class Snapshot:
     def _set(self) -> list[Any]:
         comm, report = comm_of(self._state.model), self._state.nan_report
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
-        hooks = len(_torch_optim.step_hooks(self._optimizer)) if self._optimizer is not None else 0
+        hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
         return [self._state.sync_mode, wire, id(report), None if report is None else report.action, hooks]
 
 
@@ -182,7 +182,7 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and main_parameters.overlaps:
         return "shard_optimizer(overlap_gather=True) lets new weights arrive after the step"
-    foreign = [hook for hook in _torch_optim.step_hooks(optimizer) if not _is_ours(hook)]
+    foreign = [hook for hook in _torch.step_hooks(optimizer) if not _is_ours(hook)]
     if foreign:
         return f"{name} has a hook that a recording would not call ({getattr(foreign[0], '__name__', foreign[0])})"
     if _te.is_fused_adam(optimizer):
@@ -207,7 +207,7 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
 def _why_sgd_runs_eagerly(optimizer: torch.optim.SGD) -> str:
     """Its fused form alone reads the learning rate on the device, through an operator that DTensor may not know."""
     sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if sharded and not _torch_optim.has_rule("_fused_sgd_.tensor_lr"):
+    if sharded and not _torch.has_rule("_fused_sgd_.tensor_lr"):
         return (
             "SGD reads its learning rate on the host, and this torch has no fused SGD of sharded parameters"
         )

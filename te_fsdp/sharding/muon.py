@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from te_fsdp import _te, _torch, _torch_optim
+from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message, require_flags
 from te_fsdp.layout.rules import Box, cut_boxes
@@ -156,7 +156,7 @@ class Muon(Optimizer):
         for index, (parameter, _, group) in enumerate(held):
             if parameter.grad is not None:
                 updates[index] = self._update(parameter, parameter.grad, group)
-        newton_schulz, adjusted = _torch_optim.muon_arithmetic()
+        newton_schulz, adjusted = _torch.muon_arithmetic()
 
         def orthogonalized(weight: _Weight, whole: torch.Tensor) -> torch.Tensor:
             group = held[weight.index][2]

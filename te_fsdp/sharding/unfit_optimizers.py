@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch, _torch_optim
+from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
 from te_fsdp.parameters import label_of
 
@@ -84,7 +84,7 @@ def _by_fused_operator(optimizer: Optimizer, sharded: list[DTensor]) -> _Refusal
         if not group.get("fused") or not any(id(p) in ids for p in group["params"]):
             continue
         by_tensor = isinstance(group.get("lr"), torch.Tensor)
-        if not _torch_optim.has_rule(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
+        if not _torch.has_rule(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
             name = type(optimizer).__name__
             return _Refusal(
                 f"{len(sharded)} sharded ones, and fused=True",

@@ -15,7 +15,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp import _te, checkpoint, emulation
-from te_fsdp._te_pickles import read_extra_state
+from te_fsdp._te_formats import read_extra_state
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli.main import main
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.tensor
 
-from te_fsdp import _torch, _torch_optim
+from te_fsdp import _torch
 from te_fsdp.sharding import graph_checks
 
 
@@ -100,7 +100,7 @@ def test_what_the_function_raises_comes_first(device: Device) -> None:
 
 
 def test_fused_sgd_of_sharded_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _torch_optim.has_rule("_fused_sgd_.tensor_lr")
+    assert not _torch.has_rule("_fused_sgd_.tensor_lr")
     tables = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     monkeypatch.setitem(tables, torch.ops.aten._fused_sgd_.tensor_lr, None)
-    assert _torch_optim.has_rule("_fused_sgd_.tensor_lr")
+    assert _torch.has_rule("_fused_sgd_.tensor_lr")

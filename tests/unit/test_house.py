@@ -28,7 +28,6 @@ TORCH_DOORS = tuple(
     for name in (
         "_patches",
         "_torch",
-        "_torch_optim",
         "_torch_symm",
         "_fsdp2",
         "_fsdp2_copies",
@@ -36,9 +35,7 @@ TORCH_DOORS = tuple(
         "_fsdp2_patches",
     )
 )
-TE_DOORS = tuple(
-    f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches", "_te_pickles")
-)
+TE_DOORS = tuple(f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches"))
 EMULATION = "te_fsdp/emulation/"
 
 

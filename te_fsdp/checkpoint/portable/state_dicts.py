@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp._te_pickles import Quantized, read_extra_state
+from te_fsdp._te_formats import Quantized, read_extra_state
 from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
 from te_fsdp.checkpoint.portable.contents import (

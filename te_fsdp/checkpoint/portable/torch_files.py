@@ -29,7 +29,7 @@ import torch
 from torch import serialization
 
 from te_fsdp import _torch
-from te_fsdp._te_pickles import TENSORS, TableUnpickler, UnknownNameError, with_record
+from te_fsdp._te_formats import TENSORS, TableUnpickler, UnknownNameError, with_record
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored
 from te_fsdp.checkpoint.portable.safetensors import as_bytes

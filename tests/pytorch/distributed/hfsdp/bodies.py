@@ -266,7 +266,7 @@ def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int
 def refused(case: str) -> None:
     """One thing that would train wrong, on two copies of a model."""
     import te_fsdp
-    from te_fsdp import _torch_optim
+    from te_fsdp import _torch
 
     axes = {"dp_replicate": 2, "dp_shard": 1}
     run = Run(Case("sgd"), axes)
@@ -291,11 +291,11 @@ def refused(case: str) -> None:
         elif case == "other order":
             parameters = list(run.model.parameters())
             optimizer = torch.optim.SGD(parameters if dist.get_rank() else parameters[::-1], lr=0.1)
-            hooks = _torch_optim.step_hooks(optimizer)
+            hooks = _torch.step_hooks(optimizer)
             try:
                 te_fsdp.shard_optimizer(optimizer)
             finally:
-                assert _torch_optim.step_hooks(optimizer) == hooks, "its steps are changed"
+                assert _torch.step_hooks(optimizer) == hooks, "its steps are changed"
         else:
             fresh = te_fsdp.fully_shard(Even(torch.float32, "meta"), run.meshes, outer_strategy="optim")
             te_fsdp.materialize(fresh, seed=0)
