@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError, message
-from te_fsdp.layout.rules import Box, Coordinates, ParameterRule, shard_boxes
+from te_fsdp.layout import Box, Coordinates, ParameterRule, shard_boxes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +35,39 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp._torch import DTensorSpec
-    from te_fsdp.layout.rules import ExpertRange
-    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.layout import ExpertRange, Storage
 
 #: The attribute.
 KEY = "_te_fsdp"
 #: Cause in :attr:`Facts.replaced` of a copy.
 COPIED = "copy.deepcopy"
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """What ``fully_shard`` settles for one place where a parameter is registered, before anything changes.
+
+    Attributes:
+        label: Full name, once its module is bound: experts then count globally, and may be one parameter.
+        name: Its last part.
+        unit: Name of the innermost unit around it.
+        storage: Where it rests, and what belongs to it.
+        owners: Full names of all places of this very parameter, that of the first in front: several if it is tied.
+        rule: How tp cuts it; ``None`` if it does not.
+        experts: Whether it is dealt out over ``ep``.
+        cut_dim: The dim that FSDP2 is told to cut, of weights that are quantized or hold all experts.
+        gradient_dtype: Dtype of its gradient, if that is to be another than its own.
+    """
+
+    label: str
+    name: str
+    unit: str
+    storage: Storage
+    owners: tuple[str, ...]
+    rule: ParameterRule | None = None
+    experts: bool = False
+    cut_dim: int | None = None
+    gradient_dtype: torch.dtype | None = None
 
 
 @dataclass(eq=False)

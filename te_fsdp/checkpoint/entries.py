@@ -31,7 +31,7 @@ from te_fsdp import _te
 from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from te_fsdp.layout.rules import Box
+    from te_fsdp.layout import Box
 
 #: Layout of a grouped tensor in the manifest.
 GROUPED = "grouped"

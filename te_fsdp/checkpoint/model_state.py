@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.entries import (
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.stages import stage_of
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.layout.rules import PLAIN, Box, Layout, expert_index
+from te_fsdp.layout import PLAIN, Box, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components

@@ -28,7 +28,7 @@ from te_fsdp.checkpoint.entries import (
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
-from te_fsdp.layout.rules import cut_boxes
+from te_fsdp.layout import cut_boxes
 from te_fsdp.sharding.main_parameters import MAIN, is_low
 from te_fsdp.sharding.main_weights import initialize_fused_adam
 from te_fsdp.sharding.outer_collectives import OptimizerShard, rows_of_state

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.layout.rules import ExpertRange
+    from te_fsdp.layout import ExpertRange
     from te_fsdp.modules.plan import ModulePlan
 
 

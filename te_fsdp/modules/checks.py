@@ -13,7 +13,7 @@ from te_fsdp import _te, _torch
 from te_fsdp.agree import gather, raised_on_all_ranks
 from te_fsdp.axes import check_1d, check_ascending
 from te_fsdp.errors import MeshError, OrderError, PlacementError
-from te_fsdp.layout.rules import ExpertRange, expert_ranges
+from te_fsdp.layout import ExpertRange, expert_ranges
 from te_fsdp.modules.grouped import single_cuts
 from te_fsdp.modules.plan import PARALLEL_KINDS, Meshing, ModulePlan, plan_tree, quantizable
 from te_fsdp.parameters import Binding, binding_of, is_replicated

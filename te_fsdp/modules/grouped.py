@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch
 from te_fsdp._te_modules import GroupedReads, grouped_path_problem
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError
-from te_fsdp.layout.rules import ExpertRange, ParameterRule, expert_index
+from te_fsdp.layout import ExpertRange, ParameterRule, expert_index
 from te_fsdp.modules.base import ResettableModule
 from te_fsdp.parameters import Binding, binding_of, carry_over
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
@@ -204,7 +204,7 @@ def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
 class GroupedModule(GroupedReads, ResettableModule):
     """Mixin of ``GroupedLinear``: experts under global names, and what TE reads, and makes, of single parameters.
 
-    Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout.rules`). TE's own code
+    Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout`). TE's own code
     asks for ``weight0``, and gets the rank's first expert.
     """
 

@@ -16,7 +16,7 @@ from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import InitError, OrderError
-from te_fsdp.layout.rules import expert_index
+from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
 from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
 from te_fsdp.quantized.components import keep_rows_alone

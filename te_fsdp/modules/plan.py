@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te
+from te_fsdp import layout as table
 from te_fsdp.errors import MeshError, PlacementError, message
-from te_fsdp.layout import rules as table
-from te_fsdp.layout.rules import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
+from te_fsdp.layout import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
 from te_fsdp.modules.grouped import check_single, single_parameters
 from te_fsdp.parameters import binding_of
 from te_fsdp.quantized.alignment import Grid
@@ -214,7 +214,7 @@ def _rules(
         names = [n for n in ("weight", "bias") if n in own]
         return table.norm_rules(names, sequence_parallel=sequence_parallel, per_head=per_head)
     if kind == "DotProductAttention":
-        return table.attention_offset_rules([n for n in ("softmax_offset",) if n in own])
+        return dict.fromkeys(own.keys() & {"softmax_offset"}, ParameterRule(0))  # one value per local head
     if kind is None:
         return dict.fromkeys(own, ParameterRule(None))
     return {}

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from te_fsdp import _te
-from te_fsdp.layout.rules import GATED_ACTIVATIONS
+from te_fsdp.layout import GATED_ACTIVATIONS
 from te_fsdp.planning.job import Gating
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What a step does with each parameter of a sharded model on meta: bytes held, gathered, reduced and updated.
 
 Read off the model that ``te_fsdp.fully_shard`` has sharded: its DTensors, and the plan that it made
-(:class:`~te_fsdp.layout.storage.ParameterPlan`). The rank is the first one, which has the largest shard of everything:
+(:class:`~te_fsdp.parameters.ParameterPlan`). The rank is the first one, which has the largest shard of everything:
 FSDP2 cuts as ``torch.chunk`` does.
 """
 
@@ -27,7 +27,7 @@ from te_fsdp.sharding.state import required_state
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.layout.storage import Storage
+    from te_fsdp.layout import Storage
     from te_fsdp.parameters import Place
     from te_fsdp.planning.job import Job
     from te_fsdp.sharding.state import ShardingState

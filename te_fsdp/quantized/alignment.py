@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from te_fsdp import _te
 from te_fsdp._te_formats import Format
 from te_fsdp.errors import PlacementError, PrecisionError, message
-from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.layout import ParameterRule
 
 if TYPE_CHECKING:
     from torch import nn

@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp._patches import install, install_on
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout.rules import ParameterRule
+from te_fsdp.layout import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_fit
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, patch_empty_shards, share_scale

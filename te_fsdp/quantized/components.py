@@ -23,7 +23,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp._te_formats import FORMATS, Block, Buffer, unknown_format
 from te_fsdp.errors import CheckpointError, PlacementError
-from te_fsdp.layout.rules import Box
+from te_fsdp.layout import Box
 
 
 @dataclass(frozen=True)

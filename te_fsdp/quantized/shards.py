@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import on_any_rank
 from te_fsdp.errors import MeshError, message
-from te_fsdp.layout.rules import Box, chunk_range
+from te_fsdp.layout import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax_mark import clone_scales_too, drop_group, is_marked, mark, reduce_newest_amax
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.layout.rules import ParameterRule
+    from te_fsdp.layout import ParameterRule
 
 Key: TypeAlias = tuple[int, str]
 """A parameter by its owner's id and its name there."""

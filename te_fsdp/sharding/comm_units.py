@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
-    from te_fsdp.layout.storage import Storage
+    from te_fsdp.layout import Storage
     from te_fsdp.sharding.state import ShardingState
 
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.layout.storage import Storage
+    from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.modules.plan import ModulePlan
     from te_fsdp.sharding.no_shard import ReplicatedParameter

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from te_fsdp.layout.storage import ParameterPlan
     from te_fsdp.mesh import Meshes
+    from te_fsdp.parameters import ParameterPlan
     from te_fsdp.sharding.no_shard import ReplicatedParameter
     from te_fsdp.sharding.sharding_plan import ModelPlan
     from te_fsdp.sharding.state import ShardingState

@@ -32,7 +32,7 @@ from torch.optim.adamw import adamw
 from te_fsdp import _te, _torch
 from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, message, require_flags
-from te_fsdp.layout.rules import Box, cut_boxes
+from te_fsdp.layout import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
 from te_fsdp.parameters import Place, binding_of, places_of, require_model, shard_info
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS

@@ -34,9 +34,9 @@ from te_fsdp.step_hooks import registered_at
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.layout.storage import ParameterPlan
     from te_fsdp.mesh import Meshes
     from te_fsdp.move.start import GradComm
+    from te_fsdp.parameters import ParameterPlan
 
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:

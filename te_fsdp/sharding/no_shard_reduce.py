@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _torch
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import OrderError
-from te_fsdp.layout.storage import REPLICATED
+from te_fsdp.layout import REPLICATED
 from te_fsdp.move.pending import UnitOrder, current_stream
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.materialize import check_whole

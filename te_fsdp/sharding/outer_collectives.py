@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from te_fsdp import _torch
-from te_fsdp.layout.rules import chunk_range
+from te_fsdp.layout import chunk_range
 from te_fsdp.move.pending import Pending, all_of
 from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, gather_all, start
 from te_fsdp.parameters import plan_of

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from te_fsdp.layout.storage import ParameterPlan
+    from te_fsdp.parameters import ParameterPlan
     from te_fsdp.quantized.shards import Key
 
 

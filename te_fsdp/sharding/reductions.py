@@ -23,7 +23,7 @@ import torch
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, PlacementError, require_flags
-from te_fsdp.layout.storage import SyncMode
+from te_fsdp.layout import SyncMode
 from te_fsdp.sharding.kept_weights import show_gathered
 from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
 from te_fsdp.sharding.state import (

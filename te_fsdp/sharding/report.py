@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
-from te_fsdp.layout.rules import chunk_range, expert_index
+from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.parameters import binding_of, is_replicated, places_of, plan_of, require_model, shard_info
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.sharding.comm_units import shared_bytes

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.layout.storage import REPLICATED, STORAGE, ParameterPlan, Storage
+from te_fsdp.layout import REPLICATED, STORAGE, Storage
 from te_fsdp.modules.checks import Selection, find_experts, plan_modules
 from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
-from te_fsdp.parameters import NO_SHARD, Place, is_replicated, places_of
+from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.units import (

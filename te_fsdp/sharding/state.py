@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError, shorten
-from te_fsdp.layout.storage import SyncMode
+from te_fsdp.layout import SyncMode
 from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from te_fsdp.layout.storage import ParameterPlan, Storage
+    from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
+    from te_fsdp.parameters import ParameterPlan
     from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 
 _log = logging.getLogger("te_fsdp")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, meant, shorten
-from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
+from te_fsdp.layout import OUTER_STRATEGIES, STRATEGIES
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:

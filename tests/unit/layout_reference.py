@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from te_fsdp.layout.rules import PLAIN, Box, Coordinates, Layout, ParameterRule
+from te_fsdp.layout import PLAIN, Box, Coordinates, Layout, ParameterRule
 
 GATED = Layout("stacked", (1, 1))
 

@@ -9,7 +9,7 @@ import torch
 import te_fsdp
 from te_fsdp._te_modules import grouped_path_problem
 from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.layout.rules import ExpertRange
+from te_fsdp.layout import ExpertRange
 from te_fsdp.modules.grouped import check_single, check_single_recipe, single_cuts
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.grouped_weight import grouped_cut

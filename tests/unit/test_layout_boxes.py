@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout.rules import PLAIN, Box, Coordinates, Layout, ParameterRule, chunk_range, shard_boxes
+from te_fsdp.layout import PLAIN, Box, Coordinates, Layout, ParameterRule, chunk_range, shard_boxes
 from tests.unit.layout_reference import GATED, Cut, cuts, from_boxes, shard, stacked_layouts
 
 relaxed = settings(max_examples=150, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout.rules import Box, shard_boxes
+from te_fsdp.layout import Box, shard_boxes
 from te_fsdp.quantized.components import Component, covering
 from tests.unit.layout_reference import Cut, cuts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_fsdp.errors import MeshError
-from te_fsdp.layout.rules import ExpertRange, expert_index, expert_ranges
+from te_fsdp.layout import ExpertRange, expert_index, expert_ranges
 
 
 @pytest.mark.parametrize("total", range(1, 20))

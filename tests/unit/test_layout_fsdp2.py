@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout.rules import Coordinates, Layout, ParameterRule
+from te_fsdp.layout import Coordinates, Layout, ParameterRule
 from te_fsdp.parameters import BINDING, Binding, shard_info
 from tests.unit.layout_reference import GATED, from_boxes, tp_local
 

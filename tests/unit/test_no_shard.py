@@ -11,7 +11,8 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.layout.storage import REPLICATED, STORAGE, ParameterPlan, Storage
+from te_fsdp.layout import REPLICATED, STORAGE, Storage
+from te_fsdp.parameters import ParameterPlan
 from te_fsdp.sharding.sharding_plan import Request, plan_sharding, plan_storage, replicated_parameters
 
 SHARD, WHOLE = STORAGE["optim_grads_params", "no_shard"], STORAGE["no_shard", "no_shard"]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import te_fsdp
+from te_fsdp import layout as table
 from te_fsdp.errors import MeshError, PlacementError
-from te_fsdp.layout import rules as table
-from te_fsdp.layout.rules import GATED_ACTIVATIONS
+from te_fsdp.layout import GATED_ACTIVATIONS
 from te_fsdp.modules.plan import plan_tree
 
 TP = 2

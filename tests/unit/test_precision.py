@@ -11,7 +11,7 @@ from torch import nn
 import te_fsdp
 from te_fsdp import MixedPrecisionPolicy
 from te_fsdp.errors import OrderError, PrecisionError
-from te_fsdp.layout.storage import STORAGE
+from te_fsdp.layout import STORAGE
 from te_fsdp.sharding import precision
 from te_fsdp.sharding.sharding_plan import plan_storage
 

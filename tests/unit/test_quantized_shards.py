@@ -16,7 +16,7 @@ import te_fsdp
 from te_fsdp import _patches, _te
 from te_fsdp._te_formats import FORMATS
 from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.layout.rules import Box, Layout, ParameterRule
+from te_fsdp.layout import Box, Layout, ParameterRule
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized import all_gather, packing
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_quantizer, fits, fitting_dim

@@ -10,7 +10,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout.storage import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
+from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import checks
 from te_fsdp.parameters import plan_of
 from te_fsdp.sharding import fully_shard as entry

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStra
 
 import te_fsdp
 from te_fsdp.errors import PlacementError, meant
-from te_fsdp.layout.storage import OUTER_STRATEGIES, STRATEGIES
+from te_fsdp.layout import OUTER_STRATEGIES, STRATEGIES
 from te_fsdp.sharding.units import check_word, find_units
 
 WORDS = {

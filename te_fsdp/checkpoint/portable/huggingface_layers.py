@@ -22,7 +22,7 @@ from te_fsdp.agree import rank
 from te_fsdp.checkpoint.model_state import clean_name, owned_parameters
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.layout.rules import PLAIN, Layout
+from te_fsdp.layout import PLAIN, Layout
 from te_fsdp.modules.semantics import Semantics, differences, semantics_of
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from te_fsdp.checkpoint.portable.huggingface_layers import (
 from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.layout.rules import GROUPED, PLAIN, Layout
+from te_fsdp.layout import GROUPED, PLAIN, Layout
 
 _log = logging.getLogger("te_fsdp")
 

@@ -26,7 +26,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import Arguments, DistributedDataPar
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
 from te_fsdp.errors import CheckpointError, OrderError
-from te_fsdp.layout.storage import OUTER_STRATEGIES
+from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights

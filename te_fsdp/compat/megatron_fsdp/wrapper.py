@@ -20,7 +20,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 )
 from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
 from te_fsdp.errors import InitError
-from te_fsdp.layout.storage import OUTER_STRATEGIES
+from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.grad_norm import report_nan

@@ -222,7 +222,7 @@ def load_elsewhere(
 def rows_taken_as_plain(run: Any) -> Iterator[None]:
     """Every cut parameter counts as one block, and the comparison that would notice is off."""
     from te_fsdp.checkpoint import compare, loading
-    from te_fsdp.layout.rules import PLAIN
+    from te_fsdp.layout import PLAIN
     from te_fsdp.parameters import binding_of
 
     bindings = [b for b in map(binding_of, run.model.modules()) if b is not None]

@@ -12,7 +12,7 @@ from torch import nn
 
 def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any]:
     """Placements of one expert's weight (out, in), used for the tensor (experts, out, in) of all."""
-    from te_fsdp.layout.rules import GROUPED, ParameterRule
+    from te_fsdp.layout import GROUPED, ParameterRule
 
     dim = {"column": 0, "row": 1, None: None}[mode]
     return {name: ParameterRule(dim, GROUPED, quantizable=name == "weight") for name in names}
@@ -21,7 +21,7 @@ def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any
 #: Name -> module and attribute that is replaced, and by what.
 PIECES: dict[str, tuple[str, str, Any]] = {
     # The fault of TransformerEngine's pull request 2713.
-    "placement": ("te_fsdp.layout.rules", "single_grouped_rules", _placed_in_two_dims),
+    "placement": ("te_fsdp.layout", "single_grouped_rules", _placed_in_two_dims),
     # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
     "divide": ("te_fsdp.sharding.fully_shard", "divide_gradients", lambda *args: None),
     # Experts of other ranks do not count in the norm.

@@ -282,8 +282,8 @@ def placed(*, flat: bool) -> int:
         flat: Reuse the placements of a 2-D weight on the stack of all experts, as if the leading dim were not there.
     """
     import te_fsdp
-    from te_fsdp.layout import rules as table
-    from te_fsdp.layout.rules import GROUPED, ParameterRule
+    from te_fsdp import layout as table
+    from te_fsdp.layout import GROUPED, ParameterRule
     from te_fsdp.modules import plan
 
     meshes = meshes_of({"dp_shard": 1, "tp": 2})

@@ -87,7 +87,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
 
 def one_alone(average: bool) -> float:
     """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
-    from te_fsdp.layout.storage import STORAGE
+    from te_fsdp.layout import STORAGE
     from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
     from te_fsdp.sharding.sharding_plan import plan_storage, replicated_parameters
 

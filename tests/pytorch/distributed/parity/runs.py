@@ -318,7 +318,7 @@ def _spoiled(drop: str) -> Iterator[None]:
     if not drop:
         yield
         return
-    from te_fsdp.layout.rules import ParameterRule
+    from te_fsdp.layout import ParameterRule
     from te_fsdp.modules import checks
 
     change = {drop: getattr(ParameterRule(None), drop)}

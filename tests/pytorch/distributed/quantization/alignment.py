@@ -123,7 +123,7 @@ def _gathered_weights_agree(model: Pair) -> int:
         Number of weights compared.
     """
     from te_fsdp import _torch
-    from te_fsdp.layout.rules import chunk_range
+    from te_fsdp.layout import chunk_range
     from te_fsdp.parameters import shard_info
 
     owners = {"first": model.first, "second": model.second}

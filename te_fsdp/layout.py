@@ -1,4 +1,4 @@
-"""What te_fsdp knows about one parameter of a TE module before any tensor moves.
+"""Where the pieces of a parameter lie, and how each strategy stores it: pure data and arithmetic, no TE, no tensor.
 
 Words (see docs/concepts): *original* is the parameter as one process would hold it (tp size 1); *tp-local* is
 one tensor-parallel rank's part of it.
@@ -27,9 +27,8 @@ gradients:
 - without sequence parallelism TE all-reduces the input gradient before it reaches the norm, and every rank
   adds the same row bias, hence nothing is summed.
 
-TE counts the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism ``weight0`` would then be
-another expert's on each rank, and whatever goes by names (state dicts, DCP, optimizers' states) would take one for the
-other. So parameters are registered under global indices:
+TE counts the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism names (of state dicts, DCP,
+optimizers' states) would take one expert for another. So parameters are registered under global indices:
 
     4 experts, ep = 2          rank 0 of ep             rank 1 of ep
     TE's names                 weight0  weight1         weight0  weight1
@@ -38,35 +37,45 @@ other. So parameters are registered under global indices:
 Ranks follow each other as ``torch.chunk`` cuts. A rank's own range therefore begins at or behind the number of its
 experts, unless it is the first: no name of TE's is a registered name of another expert.
 
-Which rectangle (:class:`Box`) of the original tensor each piece of a local shard is, one arithmetic says for
-initialisation and checkpoints: a rank's local shard is cut first over ``tp`` (following the parameter's layout), then
-over the FSDP shard axis (even ceil-chunks of the tp-local tensor, as torch's FSDP2 does it).
+A rank's local shard is cut first over ``tp`` (following the layout), then over the FSDP shard axis (even ceil-chunks of
+the tp-local tensor, as FSDP2 does it); it is made of rectangles of the original (:class:`Box`). Of a gated fc1 with 8
+rows tp rank 0 of 2 holds original rows 0-1 (gate) and 4-5 (up), FSDP rank 0 of 2 in it rows 0-1, FSDP rank 1 rows 4-5.
 
-Example, gated fc1 ``[gate; up]`` with 8 rows, tp = 2, 2 FSDP ranks: tp rank 0 holds original rows 0-1 (gate)
-and 4-5 (up); FSDP rank 0 of it keeps local rows 0-1 = original rows 0-1, FSDP rank 1 local rows 2-3 =
-original rows 4-5.
+What strategies cut (:data:`STORAGE` is the same with ``dp_replicate``):
+
+                         held between steps            gathered          gathered weights     gradients are reduced,
+                         weights  grads   optimizer    (all-gather)      are released after   several microbatches
+    no_shard             whole    whole   whole        never             -                    with the last one
+    optim                cut      whole   cut          once per step     the last backward    with the last one
+    optim_grads          cut      cut     cut          once per step     the last backward    with each one
+    optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
+                                                       and backward      backward
+
+The two middle columns are what a training loop gets that says which microbatch is the last one
+(``te_fsdp.microbatch``). In a plain loop each backward counts as the last one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
 
+from te_fsdp.axes import AXES
 from te_fsdp.errors import MeshError, PlacementError
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tp-local rows lie in the original tensor.
+    """How tp-local rows lie in the original: in one ``"plain"`` block, in ``"stacked"`` ones, or ``"grouped"``.
 
-    Attributes:
-        kind: ``"plain"`` (one block), ``"stacked"`` (blocks one under the other along dim 0) or ``"grouped"``
-            (one block with a leading dim of experts).
-        blocks: For ``"stacked"``: the relative heights of the blocks, for example ``(1, 1)`` for ``[gate;
-            up]`` and ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng``
-            key-value groups.
+    Stacked blocks lie one under the other along dim 0; ``blocks`` are their relative heights: ``(1, 1)`` for
+    ``[gate; up]``, ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng`` groups of keys.
+    A grouped tensor is one block with a leading dim of experts.
     """
 
     kind: str = "plain"
@@ -102,9 +111,8 @@ class ParameterRule:
     Attributes:
         shard_dim: Tensor dim that the ``tp`` axis cuts, or ``None`` for a parameter replicated over ``tp``.
         layout: How the tp-local rows lie in the original.
-        partial_grad: Whether each ``tp`` rank computes only its own contribution to the gradient of this
-            replicated parameter, so that contributions must be summed over ``tp`` (sequence parallelism, q/k
-            norms).
+        partial_grad: Whether each ``tp`` rank computes only its contribution to the gradient of this replicated
+            parameter, so that contributions must be summed over ``tp``.
         quantizable: Whether TE may hold this parameter in a quantized format (weights of GEMMs).
     """
 
@@ -136,15 +144,10 @@ def linear_rules(
     norm_names: Iterable[str] = (),
     layout: Layout = PLAIN,
 ) -> dict[str, ParameterRule]:
-    """Rules of Linear and LayerNormLinear.
+    """Rules of Linear and LayerNormLinear: weights ``(out, in)``, biases ``(out,)``, the norm's parameters ``(in,)``.
 
-    Args:
-        weight_names: Weight parameters, shape ``(out, in)`` each (several when TE splits a fused projection).
-        bias_names: Bias parameters that exist, shape ``(out,)`` each.
-        parallel_mode: TE's ``"column"``, ``"row"`` or ``None``.
-        sequence_parallel: Whether activations outside the GEMM are cut along the sequence.
-        norm_names: Norm parameters of LayerNormLinear, shape ``(in,)`` each.
-        layout: Layout of a column-parallel fused weight and its bias.
+    TE splits a fused projection into several weights where asked to. ``layout`` is that of a fused weight and its bias
+    under ``"column"``; with ``sequence_parallel`` activations outside the GEMM are cut along the sequence.
     """
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
@@ -211,23 +214,14 @@ def norm_rules(
     return dict.fromkeys(parameter_names, rule)
 
 
-def attention_offset_rules(parameter_names: Iterable[str]) -> dict[str, ParameterRule]:
-    """Rules of DotProductAttention: the learnable ``softmax_offset``, one value per local head, shape ``(heads,)``."""
-    return {name: ParameterRule(0) for name in parameter_names}
-
-
 _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class ExpertRange:
-    """The experts that one rank holds.
+    """The experts that one rank holds: ``count`` (TE's ``num_gemms``) of ``total``, from the global index ``first`` on.
 
-    Attributes:
-        first: Global index of its first expert.
-        count: How many it holds: TE's ``num_gemms``.
-        total: How many there are over all ranks of ``ep``.
-        most: How many the first rank holds, and all others but the last; 0 for as many as this one.
+    ``most`` is how many the first rank holds, and all others but the last; 0 for as many as this one.
     """
 
     first: int
@@ -260,11 +254,7 @@ def expert_index(name: str) -> int | None:
 
 
 def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
-    """The range of each rank along ``ep``, from how many experts each holds.
-
-    Args:
-        counts: ``num_gemms`` of each rank.
-        label: Name of the module, for messages.
+    """The range of each rank along ``ep``, from how many experts (``num_gemms``) each holds.
 
     Raises:
         MeshError: Not the numbers that ``torch.chunk`` gives, or a rank without experts.
@@ -281,19 +271,12 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
             why="Which expert a weight belongs to follows from how many the ranks before hold",
             fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
         )
-    firsts = [sum(counts[:rank]) for rank in range(ranks)]
-    return [ExpertRange(first, count, total, step) for first, count in zip(firsts, counts, strict=True)]
+    return [ExpertRange(rank * step, count, total, step) for rank, count in enumerate(counts)]
 
 
 @dataclass(frozen=True)
 class Box:
-    """One rectangle that a local shard and the original tensor have in common.
-
-    Attributes:
-        original: Offsets in the original tensor.
-        local: Offsets in the local shard.
-        sizes: Extents, the same in both.
-    """
+    """A rectangle that a local shard and the original tensor have in common: its offsets in each, and its extents."""
 
     original: tuple[int, ...]
     local: tuple[int, ...]
@@ -312,14 +295,7 @@ class Box:
 class Coordinates:
     """A rank's place on the axes that cut a parameter; size 1 where an axis does not.
 
-    Attributes:
-        tp_size: Ranks on the tensor-parallel axis.
-        tp_rank: This rank's place there.
-        fsdp_size: Ranks that FSDP2 shards over.
-        fsdp_rank: This rank's place there.
-        fsdp_dim: Tensor dim that FSDP2 cuts.
-        ep_size: Ranks on the expert-parallel axis, which cuts dim 0 of what ``tp`` leaves, before FSDP2 does.
-        ep_rank: This rank's place there.
+    FSDP2 cuts ``fsdp_dim``; ``ep`` cuts dim 0 of what ``tp`` leaves, before FSDP2 does.
     """
 
     tp_size: int = 1
@@ -340,7 +316,7 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:
-    """Local shape of a shard and the boxes that tile it.
+    """Local shape of a shard and the boxes that tile it, in local order; no box for an empty shard.
 
     Args:
         original_shape: Shape of the original tensor (tp size 1).
@@ -348,14 +324,10 @@ def shard_boxes(
         at: The rank's place.
         name: Name for error messages.
 
-    Returns:
-        The shard's shape and its boxes, in local order. No box for an empty shard.
-
     Raises:
         PlacementError: The cut dim, or a stacked block, does not divide by the tensor-parallel size.
     """
-    tp_shape, boxes = _tp_boxes(tuple(original_shape), rule, at, name)
-    local_shape, found = tp_shape, tuple(boxes)
+    local_shape, found = _tp_boxes(tuple(original_shape), rule, at, name)
     for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
         if size > 1 and local_shape:
             low, high = chunk_range(local_shape[dim], size, rank)
@@ -365,16 +337,24 @@ def shard_boxes(
 
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
     """The parts of boxes within the local range [low, high) of ``dim``, in coordinates of that range."""
-    return tuple(cut for box in boxes if (cut := _cut(box, dim, low, high)) is not None)
+    found = []
+    for box in boxes:
+        start = max(box.local[dim], low)
+        stop = min(box.local[dim] + box.sizes[dim], high)
+        if start < stop and 0 not in box.sizes:
+            shift = start - box.local[dim]
+            original = _put(box.original, dim, box.original[dim] + shift)
+            found.append(Box(original, _put(box.local, dim, start - low), _put(box.sizes, dim, stop - start)))
+    return tuple(found)
 
 
 def _tp_boxes(
     shape: tuple[int, ...], rule: ParameterRule, at: Coordinates, name: str
-) -> tuple[tuple[int, ...], list[Box]]:
+) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """Shape of the tp-local tensor and its boxes: one when plain, one per block when stacked."""
     zeros = (0,) * len(shape)
     if rule.shard_dim is None or at.tp_size == 1:
-        return shape, [Box(zeros, zeros, shape)]
+        return shape, (Box(zeros, zeros, shape),)
     dim, rows = rule.shard_dim, shape[rule.shard_dim]
     heights = [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
     if sum(heights) != rows or any(h % at.tp_size for h in heights):
@@ -390,23 +370,101 @@ def _tp_boxes(
         original = _put(zeros, dim, block_start + at.tp_rank * part)
         boxes.append(Box(original, _put(zeros, dim, local_start), _put(shape, dim, part)))
         block_start, local_start = block_start + height, local_start + part
-    return _put(shape, dim, local_start), boxes
-
-
-def _cut(box: Box, dim: int, low: int, high: int) -> Box | None:
-    """The part of ``box`` within local range [low, high) of ``dim``, in coordinates of that range."""
-    start = max(box.local[dim], low)
-    stop = min(box.local[dim] + box.sizes[dim], high)
-    if start >= stop or 0 in _put(box.sizes, dim, 1):
-        return None
-    shift = start - box.local[dim]
-    return Box(
-        _put(box.original, dim, box.original[dim] + shift),
-        _put(box.local, dim, start - low),
-        _put(box.sizes, dim, stop - start),
-    )
+    return _put(shape, dim, local_start), tuple(boxes)
 
 
 def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     """``values`` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])
+
+
+# --- strategies
+
+
+class SyncMode(Enum):
+    """How a backward counts.
+
+    Attributes:
+        LAST: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
+        ACCUMULATE: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps
+            them.
+        NO_SYNC: Others follow, and none of this one's gradients is reduced.
+    """
+
+    LAST = "last"
+    ACCUMULATE = "accumulate"
+    NO_SYNC = "no_sync"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters of one kind are stored: a row of :data:`STORAGE`.
+
+    Placements have a letter for each of (``dp_replicate``, ``dp_shard``): ``R`` where every rank of the axis holds the
+    whole, ``S`` where each holds a piece, ``P`` where each holds a contribution that is still to be added up.
+
+    Attributes:
+        strategy: The user's word for what is cut over ``dp_shard``, or :data:`REPLICATED`.
+        outer: The user's word for what is cut over ``dp_replicate``.
+        parameter: Of the parameter between two steps.
+        gradient: Of its gradient after a backward that reduces.
+        optimizer: Of its main weight and of the optimizer's states.
+        gather: When it is gathered: ``"never"``, once per ``"step"``, or in each ``"pass"`` (forward and backward).
+        reduce: With which backward of a step its gradient is reduced: the ``"last"`` or ``"each"``.
+    """
+
+    strategy: str
+    outer: str
+    parameter: str
+    gradient: str
+    optimizer: str
+    gather: str
+    reduce: str
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether every data-parallel rank holds the whole parameter: FSDP2 knows nothing of it."""
+        return self.parameter == "RR"
+
+    @functools.cached_property
+    def cut_further(self) -> tuple[str, ...]:
+        """The axes that cut main weight and optimizer state, though every rank of them holds the parameter alike."""
+        columns = zip(AXES, self.parameter, self.optimizer, strict=False)
+        return tuple(axis for axis, parameter, optimizer in columns if parameter != optimizer)
+
+    def reduces(self, mode: SyncMode) -> bool:
+        """Whether a backward ends with gradients reduced over ``dp_shard``."""
+        return mode is SyncMode.LAST or (mode is SyncMode.ACCUMULATE and self.reduce == "each")
+
+    def releases(self, mode: SyncMode) -> bool:
+        """Whether a backward ends with weights released."""
+        return mode is SyncMode.LAST or self.gather == "pass"
+
+    def __str__(self) -> str:
+        return self.strategy
+
+
+#: What users write. ``no_shard`` is the only one without FSDP2.
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+#: Over ``dp_replicate``: every rank has the whole state of its ``dp_shard`` group (HSDP), or main weights and
+#: optimizer state are cut over both axes (HFSDP).
+OUTER_STRATEGIES = ("no_shard", "optim")
+#: Of parameters that stay whole in a unit that is cut (:func:`te_fsdp.fsdp_no_shard`).
+REPLICATED = "fsdp_no_shard"
+
+_ROWS = (
+    #        strategy              outer       parameter gradient optimizer gather   reduce
+    Storage("no_shard",           "no_shard",  "RR",     "RR",    "RR",     "never", "last"),
+    Storage("optim",              "no_shard",  "RS",     "RS",    "RS",     "step",  "last"),
+    Storage("optim_grads",        "no_shard",  "RS",     "RS",    "RS",     "step",  "each"),
+    Storage("optim_grads_params", "no_shard",  "RS",     "RS",    "RS",     "pass",  "each"),
+    Storage(REPLICATED,               "no_shard",  "RR",     "RR",    "SS",     "never", "last"),
+    Storage("no_shard",           "optim",     "RR",     "RR",    "RR",     "never", "last"),
+    Storage("optim",              "optim",     "RS",     "PS",    "SS",     "step",  "last"),
+    Storage("optim_grads",        "optim",     "RS",     "PS",    "SS",     "step",  "each"),
+    Storage("optim_grads_params", "optim",     "RS",     "PS",    "SS",     "pass",  "each"),
+    Storage(REPLICATED,               "optim",     "RR",     "RR",    "SS",     "never", "last"),
+)  # fmt: skip
+
+#: The table, by strategy and outer strategy.
+STORAGE: Mapping[tuple[str, str], Storage] = MappingProxyType({(r.strategy, r.outer): r for r in _ROWS})

@@ -1,1 +1,0 @@
-"""Pure data and arithmetic about where the pieces of a weight lie. No TE, no process group, no tensor."""
