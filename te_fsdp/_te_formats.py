@@ -462,13 +462,20 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
             return None
         return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}
     except Exception as error:
-        raise CheckpointError(
-            f"{key}: not a state that te_fsdp can read",
-            expected="the delayed-scaling state of TransformerEngine 2, or an empty entry",
-            got=f"{type(error).__name__}: {error}",
-            why="It is a pickle, and nothing in it is run",
-            fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-        ) from error
+        expected = "the delayed-scaling state of TransformerEngine 2, or an empty entry"
+        got, why = f"{type(error).__name__}: {error}", "It is a pickle, and nothing in it is run"
+        raise unreadable_state(key, expected, got, why=why) from error
+
+
+def unreadable_state(key: str, expected: str, got: str, *, why: str = "") -> CheckpointError:
+    """The error of an ``_extra_state`` entry that holds something else than delayed scaling's state."""
+    return CheckpointError(
+        f"{key}: not a state that te_fsdp can read",
+        expected=expected,
+        got=got,
+        why=why,
+        fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
+    )
 
 
 def _describe(state: dict[str, Any]) -> dict[str, Any]:

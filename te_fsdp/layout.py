@@ -284,11 +284,16 @@ class Box:
 
     def original_slices(self) -> tuple[slice, ...]:
         """Index of this box in the original tensor."""
-        return tuple(slice(o, o + s) for o, s in zip(self.original, self.sizes, strict=True))
+        return slices(self.original, self.sizes)
 
     def local_slices(self) -> tuple[slice, ...]:
         """Index of this box in the local shard."""
-        return tuple(slice(o, o + s) for o, s in zip(self.local, self.sizes, strict=True))
+        return slices(self.local, self.sizes)
+
+
+def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Index of a rectangle."""
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,10 @@ from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
 from te_fsdp.checkpoint.index import FIXED, Index, Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import ModelState
-from te_fsdp.checkpoint.portable import dcp
-from te_fsdp.checkpoint.portable.lazy import slices
-from te_fsdp.checkpoint.portable.torch_files import Window
+from te_fsdp.checkpoint.portable import torch_files
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
 from te_fsdp.errors import shorten
+from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import (
     Difference,
     deciding,
@@ -320,7 +319,7 @@ class _Part:
 
 
 #: A stored piece, and what is wanted of it.
-_Wanted = tuple[dcp.Piece, list[_Part]]
+_Wanted = tuple[torch_files.Piece, list[_Part]]
 
 
 def read_stored(
@@ -374,8 +373,8 @@ def pieces_to_read(
     for place in wanted:
         missing.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
-    file_of = functools.cache(lambda name: dcp.file_in(path, name))
-    heads: dcp.Heads = {}
+    file_of = functools.cache(lambda name: torch_files.file_in(path, name))
+    heads: torch_files.Heads = {}
     for key, rows in index.rows([*missing]):
         covered, (shape, dtype) = 0, index.tensors[key]
         places = [place for place in missing[key] if len(place[1]) == len(shape)]
@@ -383,8 +382,8 @@ def pieces_to_read(
             for (number, begin, length), sizes, part in _overlapping(rows, place):
                 in_file = found.setdefault(index.files[number], {})
                 if begin not in in_file:
-                    window = Window(file_of(index.files[number]), key, begin, length)
-                    in_file[begin] = dcp.Piece(window, sizes, dtype, heads), []
+                    window = torch_files.Window(file_of(index.files[number]), key, begin, length)
+                    in_file[begin] = torch_files.Piece(window, sizes, dtype, heads), []
                 in_file[begin][1].append(part)
                 covered += math.prod(part.shape)
         if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
@@ -450,7 +449,7 @@ def _read_ahead(
         wait(tensors for _, tensors in pending if not tensors.cancel())
 
 
-def _mostly(piece: dcp.Piece, parts: list[_Part]) -> bool:
+def _mostly(piece: torch_files.Piece, parts: list[_Part]) -> bool:
     """Whether at least half of a piece is wanted."""
     return 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
 

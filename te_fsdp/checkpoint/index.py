@@ -178,6 +178,28 @@ def pieces_of(
     return [*packed, json.dumps({"mark": mark, "files": files, "blocks": blocks}).encode()]
 
 
+def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
+    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few.
+
+    ``boxes`` is int64, (boxes, 2, dims): where each begins, and its shape, which is not empty.
+    """
+    if len(boxes) == 1:
+        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
+    starts, ends = boxes[:, 0], boxes.sum(axis=1)
+    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
+    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
+        return False
+    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
+    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
+    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
+    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
+        np.add.at(covered, tuple(first), 1)
+    else:
+        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
+    return bool((covered == 1).all())
+
+
 def _pack(tensors: list[Rows]) -> bytes:
     """A block: the rows of some tensors."""
     columns = np.zeros((max(rows.shape[1] for rows in tensors), sum(map(len, tensors))), dtype="<i8")

@@ -46,12 +46,12 @@ from te_fsdp.checkpoint.optimizer_state import (
     prepare_loading,
     restore_groups,
 )
-from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.checkpoint.remote import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.checkpoint.stages import as_one, check_whole_job, elsewhere, name_of, stage_of, without
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, require_flags, shorten
+from te_fsdp.layout import slices
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
 from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 

@@ -47,14 +47,22 @@ from te_fsdp.checkpoint.manifest import (
     read_manifest,
 )
 from te_fsdp.checkpoint.model_state import tied_names
-from te_fsdp.checkpoint.portable import dcp
-from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, open_checkpoint_contents, stack_experts
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack, slices
-from te_fsdp.checkpoint.portable.state_dicts import Choices, Cuts, open_dcp_contents
+from te_fsdp.checkpoint.portable import torch_files
+from te_fsdp.checkpoint.portable.contents import (
+    DCP_KIND,
+    Choices,
+    Contents,
+    Cuts,
+    open_checkpoint_contents,
+    stack_experts,
+)
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
+from te_fsdp.checkpoint.portable.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.remote import absolute, is_remote
 from te_fsdp.checkpoint.replicas import Share
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.layout import slices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,7 +156,7 @@ class Source:
 def _stored_as(tensor: Lazy) -> str | None:
     """Key in a DCP directory of a tensor that is what lies there; ``None`` where it is made of that."""
     pieces = tensor.chunks if isinstance(tensor, Chunked) else ()
-    return tensor.key if pieces and all(isinstance(piece, dcp.Piece) for _, piece in pieces) else None  # type: ignore[union-attr]
+    return tensor.key if pieces and all(isinstance(piece, torch_files.Piece) for _, piece in pieces) else None  # type: ignore[union-attr]
 
 
 def _fill_piece(tensor: Lazy, piece: Piece) -> None:
@@ -319,7 +327,7 @@ def _lacks_manifest(path: Path) -> bool:
     return not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
 
 
-def _open_foreign(path: Path) -> dcp.Opened:
+def _open_foreign(path: Path) -> torch_files.Opened:
     """A directory that was surely not written by te_fsdp. Local operation.
 
     Raises:
@@ -329,7 +337,7 @@ def _open_foreign(path: Path) -> dcp.Opened:
     keys = set(metadata.state_dict_metadata)
     if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
         open_checkpoint(path)  # raises, and tells why
-    return dcp.open_dcp(path, metadata)
+    return torch_files.open_dcp(path, metadata)
 
 
 def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
@@ -375,7 +383,7 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     return problems
 
 
-def _verify_together(path: Path, opened: Manifest | dcp.Opened) -> None:
+def _verify_together(path: Path, opened: Manifest | torch_files.Opened) -> None:
     """Check a checkpoint's files against their checksums, each by one rank. Collective over the world.
 
     Args:

@@ -23,9 +23,9 @@ import torch
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
 from te_fsdp.checkpoint.entries import Entry, Piece
-from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode
+from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
-from te_fsdp.checkpoint.portable.lazy import Lazy, is_tiling
+from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.remote import is_remote
 from te_fsdp.checkpoint.sums import Listed, Tick, checksums, silent, without_collector, write_pieces
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten

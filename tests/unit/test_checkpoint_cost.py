@@ -22,9 +22,8 @@ from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.dcp_metadata import unpickle_metadata
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.portable import dcp as portable_dcp
-from te_fsdp.checkpoint.portable.dcp import open_dcp
-from te_fsdp.checkpoint.portable.torch_files import Window
+from te_fsdp.checkpoint.portable import torch_files
+from te_fsdp.checkpoint.portable.torch_files import Window, open_dcp
 from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.
@@ -78,7 +77,7 @@ def test_a_plain_directory_is_not_unpickled_tensor_by_tensor(
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
     calls = counted(monkeypatch, Window, "objects")
     metadata = counted(monkeypatch, index, "unpickle_metadata")
-    reads = counted(monkeypatch, portable_dcp, "read_bytes")
+    reads = counted(monkeypatch, torch_files, "read_bytes")
     other, its_optimizer = small_model(seed=1)
     checkpoint.load(tmp_path / "plain", other, its_optimizer)
     assert_equal(values(other, its_optimizer), values(model, optimizer))

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.dcp_metadata import unpickle_metadata
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.index import read_metadata
-from te_fsdp.checkpoint.portable import dcp as dcp_files
+from te_fsdp.checkpoint.portable import torch_files
 from te_fsdp.checkpoint.sums import _ELEMENTS, _weighted, checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
@@ -396,7 +396,7 @@ def test_stored_tensors_cannot_execute_anything(
     assert Path("executed").exists(), "the control"
     swap_in(path, "../a/evil.distcp")
     with pytest.raises(CheckpointError, match=r"refers to \.\./a/evil\.distcp"):
-        dcp_files.open_dcp(path)
+        torch_files.open_dcp(path)
 
 
 # ------------------------------------------------------------------------------------------------- values per rank

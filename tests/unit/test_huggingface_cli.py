@@ -12,8 +12,8 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.portable import dcp
 from te_fsdp.checkpoint.portable import huggingface as hf
+from te_fsdp.checkpoint.portable import torch_files
 from te_fsdp.checkpoint.portable.contents import empty_manifest
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
@@ -223,7 +223,7 @@ def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "x").mkdir()
     write_tensors(tmp_path / "x", tensors, lambda _: None, empty_manifest())
     assert len(given) == 9
-    read = dcp.open_dcp(tmp_path / "x").tensors
+    read = torch_files.open_dcp(tmp_path / "x").tensors
     assert all(torch.equal(read[key].whole(), tensor.tensor) for key, tensor in tensors.items())
 
 

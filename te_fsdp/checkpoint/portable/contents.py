@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 import te_fsdp
-from te_fsdp.checkpoint.directory import latest, open_checkpoint
+from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.checkpoint.entries import (
     GROUPED,
     ExpertPlace,
@@ -25,12 +24,19 @@ from te_fsdp.checkpoint.entries import (
     stacked_name,
 )
 from te_fsdp.checkpoint.index import check_index, stored_tensors
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Manifest, dtype_name, has_manifest, parse_manifest
-from te_fsdp.checkpoint.portable.dcp import tensors_of
-from te_fsdp.checkpoint.portable.lazy import Dequantized, InMemory, Lazy, Stack, with_remainders
-from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
-from te_fsdp.checkpoint.remote import is_remote, place_of
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest
+from te_fsdp.checkpoint.portable.lazy import (
+    Chunked,
+    InMemory,
+    Lazy,
+    Stack,
+    dequantized,
+    total_bytes,
+    with_remainders,
+)
+from te_fsdp.checkpoint.portable.safetensors import open_safetensors
+from te_fsdp.checkpoint.portable.torch_files import tensors_of
+from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.semantics import NOTHING
 
 CHECKPOINT = "te_fsdp checkpoint"
@@ -85,22 +91,16 @@ class Contents:
         described = self.manifest.parameters[name]
         shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
         if described["layout"] != GROUPED:
-            return Dequantized(name, shape, dtype, described["format"], parts)
+            return dequantized(name, shape, dtype, described["format"], parts)
         experts = [
             {part: tensor.select(index) for part, tensor in parts.items()} for index in range(shape[0])
         ]
-        return Stack([Dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
+        return Stack([dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
 
     def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
-        """A parameter's or buffer's value, and where it came from.
+        """A parameter's or buffer's value, and where it came from: ``"main"``, ``"dequantized"`` or ``"stored"``.
 
-        Args:
-            name: Of the parameter or buffer.
-            weights: ``"main"``: the optimizer's main weights, an error where a quantized weight has none;
-                ``"auto"``: main weights where there are any; ``"compute"``: never.
-
-        Returns:
-            The value, and ``"main"``, ``"dequantized"`` or ``"stored"``.
+        With ``weights`` of ``"auto"`` the optimizer's main weight where there is one, of ``"compute"`` never.
 
         Raises:
             CheckpointError: ``"main"`` for a quantized weight that has none.
@@ -124,7 +124,24 @@ class Contents:
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.bytes for tensor in self.tensors.values())
+        return total_bytes(self.tensors)
+
+
+@dataclass
+class Choices:
+    """What a reader cannot know.
+
+    Attributes:
+        key: Where in a nested file the model's state dict is, dots between keys; ``None``: found by its name.
+        optimizer_class: Class of the optimizer whose state dict is there; ``None``: told from its options.
+        extra_state: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it.
+        otherwise_class: Class of the optimizer where its options do not tell.
+    """
+
+    key: str | None = None
+    optimizer_class: str | None = None
+    extra_state: str = "read"
+    otherwise_class: str | None = None
 
 
 def empty_manifest() -> Manifest:
@@ -136,55 +153,6 @@ def empty_manifest() -> Manifest:
 def describe(tensor: Lazy) -> dict[str, Any]:
     """The manifest's entry of a high-precision parameter of unknown layout."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
-
-
-def resolve(path: Path) -> tuple[Path, str]:
-    """Where a checkpoint lies, and of what kind it is: that of the path, or the newest in a folder of them.
-
-    Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation.
-
-    Raises:
-        CheckpointError: Nothing that can be read lies there, or a save that did not finish.
-    """
-    path = place_of(path)
-    if ".te_fsdp-" in path.name and path.name.startswith("."):
-        raise CheckpointError(
-            f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
-        )
-    if path.is_dir():
-        if has_manifest(path):
-            return path, CHECKPOINT
-        if (path / DCP_METADATA).is_file():
-            return path, "DCP"
-        if is_safetensors(path):
-            _refuse_remote(path)
-            return path, "safetensors"
-        newest = latest(path)
-        if newest is not None:
-            return newest, CHECKPOINT
-        open_checkpoint(path)  # raises, and tells what is there and what is near
-    if path.is_file():
-        _refuse_remote(path)
-        if path.suffix == ".safetensors":
-            return path, "safetensors"
-        with suppress(zipfile.BadZipFile):  # the end of one, damaged
-            if zipfile.is_zipfile(path):
-                return path, "torch"
-        raise CheckpointError(
-            f"{path}: neither a safetensors file nor one that torch.save wrote",
-            fix="the file is truncated, older than torch 1.6, or of another kind",
-        )
-    raise CheckpointError(f"{path}: nothing there", fix="check the path")
-
-
-def _refuse_remote(path: Path) -> None:
-    if is_remote(path):
-        raise CheckpointError(
-            f"{path}: cannot be read on object storage",
-            expected="a checkpoint of te_fsdp, or a plain DCP directory",
-            got="safetensors or a file of torch.save",
-            fix="copy it to a local path",
-        )
 
 
 def open_checkpoint_contents(path: Path) -> Contents:
@@ -294,8 +262,7 @@ def stack_experts(contents: Contents) -> None:
         if stacked in found and stacked not in parameters:
             members = found[stacked]
             described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
-            for part in described.get("components", [""]):
-                end = f":{part}" if part else ""
+            for end in _ends(described):
                 tensors[f"model.{stacked}{end}"] = Stack([tensors.pop(f"model.{n}{end}") for n in members])
         parameters.setdefault(stacked, described)
     manifest.parameters = parameters
@@ -303,6 +270,11 @@ def stack_experts(contents: Contents) -> None:
         manifest.optimizer = _stack_optimizer(contents, manifest.optimizer, found, names)
     layers = {stacked.rpartition(".")[0] for stacked in found}
     contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
+
+
+def _ends(described: Mapping[str, Any]) -> list[str]:
+    """What the keys of a parameter's tensors end with."""
+    return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
 
 def _layers(contents: Contents) -> dict[str, list[str]]:
@@ -373,8 +345,7 @@ def split_experts(contents: Contents) -> Contents:
         if name not in totals:
             manifest.parameters[name] = described
             continue
-        for part in described.get("components", [""]):
-            end = f":{part}" if part else ""
+        for end in _ends(described):
             whole = split.tensors.pop(f"model.{name}{end}")
             split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
         for index in range(totals[name]):
@@ -423,3 +394,103 @@ def _in_order(names: list[str], totals: Mapping[str, int]) -> list[str]:
             both.sort(key=lambda n: n.endswith("bias"))
             found += [f"{n}{index}" for index in range(totals[name]) for n in both]
     return found
+
+
+def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
+    """Groups of a state dict with the experts of all ranks: DCP writes lists of names as rank 0 has them."""
+    held = {name for group in groups for name in group["params"]}
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    for name in [n for n in manifest.parameters if n in states and n not in held]:
+        if stacked_name(name) == name:
+            continue
+        homes = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
+        if len(homes) == 1:
+            homes[0]["params"].append(name)
+    return groups
+
+
+# ---------------------------------------------------------------- pieces of a plain directory, as a mesh has cut them
+
+
+def refuse_scrambled(contents: Contents) -> None:
+    """Raise where tensor parallelism has cut a gated fc1, whose rows then lie rank by rank; note what may be the same.
+
+    Raises:
+        CheckpointError: Names the weights.
+    """
+    cuts = Cuts(contents.tensors)
+    cut = [name for name in contents.manifest.parameters if cuts.by_tp(name)]
+    gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
+    if gated:
+        raise CheckpointError(
+            f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
+            expected="rows as in the unsharded module",
+            got="each rank's gate and up one under the other, as TransformerEngine has them",
+            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+        )
+    if cut:
+        contents.notes.append(
+            f"{len(cut)} weight(s) lie in pieces of tensor parallelism ({shorten(cut, 3)}): if one of them is a fused, "
+            "non-interleaved QKV, its rows are scrambled"
+        )
+
+
+def _is_gated(parameters: Mapping[str, dict[str, Any]], name: str) -> bool:
+    """Whether these are the rows of a gate and of what it gates, in one of TE's modules."""
+    module, _, own = name.rpartition("fc1_")
+    columns = parameters.get(f"{module}fc2_weight", {"shape": ()})["shape"][1:]
+    return own in ("weight", "bias") and parameters[name]["shape"][:1] == [2 * n for n in columns]
+
+
+class Cuts:
+    """What the pieces of a plain DCP directory tell of the mesh that cut them.
+
+    FSDP cuts all parameters of a unit into as many pieces. Tensor parallelism cuts norms never, and weights further.
+    """
+
+    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
+        self._tensors = tensors
+        self._norms: dict[str, list[tuple[int, float]]] = {}
+        self._columns = False
+        for key, tensor in tensors.items():
+            shards = _shards(tensor)
+            if key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1 and shards:
+                # Pieces of one row are those of any greater number of shards.
+                for unit in _units(key) if 0 < shards[1] < math.inf else ():
+                    self._norms.setdefault(unit, []).append(shards)
+            elif isinstance(tensor, Chunked):
+                self._columns = self._columns or any(any(offsets[1:]) for offsets, _ in tensor.chunks)
+
+    def by_tp(self, name: str) -> bool | None:
+        """Whether tensor parallelism has cut the rows of a parameter; ``None`` where its pieces do not tell."""
+        own = _shards(self._tensors.get(f"model.{name}"))
+        if own is None or own[0] == 1:
+            return None
+        module, *above = _units(f"model.{name}")
+        near = next((unit for unit in (module, *above) if unit in self._norms), None)
+        if near is None:
+            return None
+        all_of = [own, *self._norms[near]]
+        if max(least for least, _ in all_of) <= min(most for _, most in all_of):
+            return False
+        # A norm of another module may lie in another unit of FSDP's. Only tensor parallelism cuts columns besides.
+        return True if near == module or self._columns else None
+
+
+def _units(key: str) -> list[str]:
+    """The module of a tensor and all modules around it, from the inside."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _shards(tensor: Lazy | None) -> tuple[int, float] | None:
+    """Least and largest number of FSDP shards that give a tensor's pieces along dim 0, the latter 0 if none does."""
+    if not isinstance(tensor, Chunked) or not tensor.shape:
+        return None
+    firsts = sorted({offsets[0] for offsets, piece in tensor.chunks if math.prod(piece.shape)})
+    if len(firsts) <= 1:
+        return 1, 1
+    rows, each = tensor.height, firsts[1]
+    if firsts != list(range(0, rows, each)):
+        return len(firsts), 0
+    return len(firsts), math.inf if each == 1 else -(-rows // (each - 1)) - 1

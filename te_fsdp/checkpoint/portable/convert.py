@@ -7,40 +7,91 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.manifest import STACKS_EXPERTS, Tick, write_manifest
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
+from te_fsdp.checkpoint.entries import decode
+from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
 from te_fsdp.checkpoint.portable.contents import (
+    CHECKPOINT,
     MANIFEST_KEY,
+    Choices,
     Contents,
     describe,
     open_checkpoint_contents,
     open_safetensors_contents,
     portable_name,
     portable_text,
-    resolve,
+    refuse_scrambled,
     split_experts,
     stack_experts,
 )
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, InMemory, Lazy, cast
-from te_fsdp.checkpoint.portable.optimizers import optimizer_state_dict
-from te_fsdp.checkpoint.portable.safetensors import write_file, write_folder
+from te_fsdp.checkpoint.portable.safetensors import is_safetensors, write_file, write_folder
 from te_fsdp.checkpoint.portable.state_dicts import (
-    Choices,
     open_dcp_contents,
     open_torch_contents,
-    refuse_scrambled,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
-from te_fsdp.checkpoint.remote import is_remote
+from te_fsdp.checkpoint.remote import is_remote, place_of
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import differences, from_json, in_words, own_differences
+
+
+def resolve(path: Path) -> tuple[Path, str]:
+    """Where a checkpoint lies, and of what kind it is: that of the path, or the newest in a folder of them.
+
+    Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation.
+
+    Raises:
+        CheckpointError: Nothing that can be read lies there, or a save that did not finish.
+    """
+    path = place_of(path)
+    if ".te_fsdp-" in path.name and path.name.startswith("."):
+        raise CheckpointError(
+            f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
+        )
+    if path.is_dir():
+        if has_manifest(path):
+            return path, CHECKPOINT
+        if (path / DCP_METADATA).is_file():
+            return path, "DCP"
+        if is_safetensors(path):
+            _refuse_remote(path)
+            return path, "safetensors"
+        newest = latest(path)
+        if newest is not None:
+            return newest, CHECKPOINT
+        open_checkpoint(path)  # raises, and tells what is there and what is near
+    if path.is_file():
+        _refuse_remote(path)
+        if path.suffix == ".safetensors":
+            return path, "safetensors"
+        with suppress(zipfile.BadZipFile):  # the end of one, damaged
+            if zipfile.is_zipfile(path):
+                return path, "torch"
+        raise CheckpointError(
+            f"{path}: neither a safetensors file nor one that torch.save wrote",
+            fix="the file is truncated, older than torch 1.6, or of another kind",
+        )
+    raise CheckpointError(f"{path}: nothing there", fix="check the path")
+
+
+def _refuse_remote(path: Path) -> None:
+    if is_remote(path):
+        raise CheckpointError(
+            f"{path}: cannot be read on object storage",
+            expected="a checkpoint of te_fsdp, or a plain DCP directory",
+            got="safetensors or a file of torch.save",
+            fix="copy it to a local path",
+        )
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
@@ -68,11 +119,10 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Raise where writing a target would write into its source, or replace it. Local operation.
+    """Raise where writing a target would write into its source, or replace it; links are followed. Local operation.
 
-    Args:
-        source: What is read, a file or directory.
-        target: What is to be written; links on the way are followed.
+    Raises:
+        CheckpointError: It would.
     """
     if is_remote(source) or is_remote(target):
         if source == target:
@@ -215,7 +265,7 @@ def write_pt(
             "model": objects,
             MANIFEST_KEY: {"manifest": portable_text(contents.manifest), "tensors": rest},
         }
-        optimizer = optimizer_state_dict(contents)
+        optimizer = _optimizer_state_dict(contents)
         if optimizer is not None:
             objects["optimizer"] = optimizer
     with new_directory(target, force=force, needed=contents.bytes, is_file=True) as file:
@@ -234,6 +284,34 @@ def _state_dict(contents: Contents) -> dict[str, Lazy]:
             torch.empty(0, dtype=torch.uint8, device="cpu")
         )
     return state
+
+
+def _optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
+    """A checkpoint's optimizer in the form that torch's ``load_state_dict`` takes, tensors lazy.
+
+    Raises:
+        CheckpointError: Options that are tensors, which a checkpoint of te_fsdp does not hold.
+    """
+    described = contents.manifest.optimizer
+    if described is None:
+        return None
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in described["groups"]:
+        for name in group["parameters"]:
+            numbers[name] = len(numbers)
+        params = [numbers[name] for name in group["parameters"]]
+        options = decode(group["options"], {})
+        groups.append({**options, "params": params, "param_names": list(group["parameters"])})
+    state: dict[int, dict[str, Any]] = {}
+    for name, values in described["state"].items():
+        if name not in numbers:
+            raise CheckpointError(f"optimizer state of {name}", expected="a parameter of a group")
+        state[numbers[name]] = {
+            key: contents.tensors[f"optimizer.state.{name}.{key}"] if "dtype" in d else decode(d["value"], {})
+            for key, d in values.items()
+        }
+    return {"state": state, "param_groups": groups}
 
 
 @dataclass
@@ -291,13 +369,7 @@ def compare_contents(
     An element is beyond the tolerance if ``|a - b| > atol + rtol * |b|``, or if one of the two is no number and
     the other is not the same.
 
-    Args:
-        a: One.
-        b: The other.
-        tick: Told the bytes of A that were compared.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-        weights_only: Leave optimizer, delayed-scaling state and extra.
+    ``tick`` is told the bytes of A; ``weights_only`` leaves optimizer, delayed-scaling state and extra.
     """
     report = Report()
     for name in sorted({*a.names, *b.names}):

@@ -26,6 +26,7 @@ from te_fsdp import _te
 from te_fsdp.agree import Ranks, all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.directory import new_directory, sync
+from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import write_config
@@ -35,8 +36,6 @@ from te_fsdp.checkpoint.portable.lazy import (
     Computed,
     InMemory,
     Lazy,
-    is_tiling,
-    slices,
     total_bytes,
     with_remainders,
 )
@@ -44,6 +43,7 @@ from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_inde
 from te_fsdp.checkpoint.stages import check_whole_job
 from te_fsdp.checkpoint.sums import silent
 from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import semantics_of
 from te_fsdp.sharding.main_weights import check_optimizer, main_weight
 

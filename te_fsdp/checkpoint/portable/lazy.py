@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.sums import crc32
 from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
@@ -26,14 +27,7 @@ _SMALL = 1 << 16
 
 
 class Lazy:
-    """A tensor of known shape and dtype whose rows are read, or computed, when asked for.
-
-    Subclasses have the attributes below and :meth:`rows`.
-
-    Attributes:
-        shape: Shape of the whole tensor; a tensor without dims counts as one row.
-        dtype: Element type of what :meth:`rows` gives.
-    """
+    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -82,63 +76,50 @@ class Lazy:
         return (last - first, *self.shape[1:]) if self.shape else ()
 
 
-def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a rectangle."""
-    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-
-
-def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
-    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few.
-
-    Args:
-        shape: Of the whole.
-        boxes: int64, (boxes, 2, dims): where each begins, and its shape, which is not empty.
-    """
-    if len(boxes) == 1:
-        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
-    starts, ends = boxes[:, 0], boxes.sum(axis=1)
-    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
-    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
-        return False
-    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
-    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
-    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
-    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
-        np.add.at(covered, tuple(first), 1)
-    else:
-        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
-            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
-    return bool((covered == 1).all())
-
-
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
     """Bytes of all of them."""
     return sum(tensor.bytes for tensor in tensors.values())
 
 
+def as_bytes(tensor: Lazy) -> Iterator[memoryview]:
+    """The bytes of a tensor, block by block."""
+    for first, last in tensor.blocks():
+        block = tensor.rows(first, last).contiguous()
+        yield block.reshape(-1).view(torch.uint8).numpy().data
+
+
 @dataclass
 class Computed(Lazy):
-    """A tensor whose rows a function gives, from the first to the last (exclusive)."""
+    """A tensor whose rows a function gives; another one an entry of the first dim, where that spares reading."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], torch.Tensor]
+    pick: Callable[[int], Lazy] | None = None
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
         return self.read(first, last)
 
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return super().select(index) if self.pick is None else self.pick(index)
 
-@dataclass
+
+class Stack(Computed):
+    """Tensors of one shape and dtype as one, along a new first dim."""
+
+    def __init__(self, parts: Sequence[Lazy]) -> None:
+        shape, dtype = (len(parts), *parts[0].shape), parts[0].dtype
+        read = lambda first, last: torch.stack([part.whole() for part in parts[first:last]])  # noqa: E731
+        super().__init__(shape, dtype, read, parts.__getitem__)
+
+
 class InMemory(Lazy):
     """A tensor that is in memory already."""
 
-    tensor: torch.Tensor
-    shape: tuple[int, ...] = field(init=False)
-    dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape, self.dtype = tuple(self.tensor.shape), self.tensor.dtype
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
@@ -148,15 +129,7 @@ class InMemory(Lazy):
 
 @dataclass
 class Record:
-    """Bytes of a file that may have a checksum.
-
-    Attributes:
-        file: The file.
-        offset: Byte at which they begin.
-        count: How many.
-        crc: CRC-32; ``None`` where it is not known, or has been compared already.
-        label: Name, for messages.
-    """
+    """Bytes of a file, and their CRC-32; ``None`` where it is not known, or has been compared already."""
 
     file: Path
     offset: int
@@ -175,10 +148,7 @@ class Record:
         return data
 
     def check(self, data: bytes | bytearray | mmap.mmap | memoryview | None = None) -> None:
-        """Compare them with their checksum, once.
-
-        Args:
-            data: All of them, where they are in memory; ``None``: they are read, block by block.
+        """Compare them with their checksum, once; ``data`` is all of them, or they are read, block by block.
 
         Raises:
             CheckpointError: They cannot be read, or have changed.
@@ -206,8 +176,6 @@ class Stored(Lazy):
     Attributes:
         key: Name, for messages.
         record: The whole storage; its checksum is compared before anything is given out.
-        shape: Of the tensor.
-        dtype: Of the tensor.
         stride: In elements; ``None`` for a contiguous tensor.
         start: Element of the storage at which the tensor begins.
     """
@@ -293,14 +261,7 @@ def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mma
 
 @dataclass
 class Chunked(Lazy):
-    """A tensor in rectangular pieces.
-
-    Attributes:
-        key: Name, for messages.
-        shape: Of the whole.
-        dtype: Of the whole.
-        chunks: Offsets in the whole, and piece; together they cover it once.
-    """
+    """A tensor in rectangular pieces, given with their offsets in the whole, which they cover once."""
 
     key: str
     shape: tuple[int, ...]
@@ -355,67 +316,26 @@ class Chunked(Lazy):
         return Chunked(self.key, self.shape[1:], self.dtype, parts)
 
 
-@dataclass
-class Stack(Lazy):
-    """Tensors of one shape and dtype as one, along a new first dim."""
-
-    parts: Sequence[Lazy]
-    shape: tuple[int, ...] = field(init=False)
-    dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape, self.dtype = (len(self.parts), *self.parts[0].shape), self.parts[0].dtype
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        return torch.stack([part.whole() for part in self.parts[first:last]])
-
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        return self.parts[index]
-
-
-@dataclass
-class Mapped(Lazy):
-    """What a function makes of tensors of one shape, element by element.
-
-    Attributes:
-        function: Takes the same rows of each.
-        dtype: Of what it gives.
-        bases: The tensors.
-    """
-
-    function: Callable[..., torch.Tensor]
-    dtype: torch.dtype
-    bases: tuple[Lazy, ...]
-    shape: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape = self.bases[0].shape
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        return self.function(*(base.rows(first, last) for base in self.bases))
-
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        return Mapped(self.function, self.dtype, tuple(base.select(index) for base in self.bases))
+def _mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: Lazy) -> Lazy:
+    """What a function makes of the same rows of tensors of one shape, element by element."""
+    return Computed(
+        bases[0].shape,
+        dtype,
+        lambda first, last: function(*(base.rows(first, last) for base in bases)),
+        lambda index: _mapped(function, dtype, *(base.select(index) for base in bases)),
+    )
 
 
 def cast(base: Lazy, dtype: torch.dtype) -> Lazy:
     """A tensor in another dtype."""
-    return Mapped(lambda rows: rows.to(dtype), dtype, (base,))
+    return _mapped(lambda rows: rows.to(dtype), dtype, base)
 
 
 def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
-    """fp32 main weights that FusedAdam keeps as bf16 weights and the 16 bits that these lack.
+    """fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 bits that these lack, as int16.
 
     TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
     unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
-
-    Args:
-        upper: The bf16 weights.
-        lower: The int16 remainders.
     """
 
     def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -423,39 +343,26 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
         upper = upper.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
         return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
 
-    return Mapped(joined, torch.float32, (upper, lower))
+    return _mapped(joined, torch.float32, upper, lower)
 
 
-@dataclass
-class Dequantized(Lazy):
-    """The values of a quantized weight.
+def dequantized(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, components: Mapping[str, Lazy]
+) -> Lazy:
+    """The values of a quantized weight whose format is a manifest's text, such as ``"mxfp8 kFloat8E4M3"``.
 
-    Attributes:
-        key: Name, for messages.
-        shape: Of the weight.
-        dtype: That the weight stands for.
-        format: The manifest's text, such as ``"mxfp8 kFloat8E4M3"``.
-        components: The stored components by name.
+    Raises:
+        CheckpointError: A format that cannot be dequantized, or components that are missing.
     """
+    needed = needed_components(format, list(components), key)
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    format: str
-    components: Mapping[str, Lazy]
-
-    def __post_init__(self) -> None:
-        self.needed = needed_components(self.format, list(self.components), self.key)
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`. Reads the blocks that cover these rows."""
-        offsets = (first,) + (0,) * (len(self.shape) - 1)
-        sizes = (last - first, *self.shape[1:])
+    def rows(first: int, last: int) -> torch.Tensor:
+        offsets, sizes = (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
         parts = {}
-        for name, block in self.needed.items():
+        for name, block in needed.items():  # the blocks that cover these rows
             start, size = covering(offsets, sizes, block)
-            stored_part = self.components[name]
-            parts[name] = (
-                stored_part.whole() if block is None else stored_part.rows(start[0], start[0] + size[0])
-            )
-        return dequantize_box(self.format, parts, self.needed, offsets, sizes).to(self.dtype)
+            part = components[name]
+            parts[name] = part.whole() if block is None else part.rows(start[0], start[0] + size[0])
+        return dequantize_box(format, parts, needed, offsets, sizes).to(dtype)
+
+    return Computed(shape, dtype, rows)

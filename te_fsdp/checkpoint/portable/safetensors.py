@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, read_bytes
+from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -180,13 +180,6 @@ def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, s
             for block in as_bytes(tensor):
                 file.write(block)
                 tick(len(block))
-
-
-def as_bytes(tensor: Lazy) -> Iterator[memoryview]:
-    """The bytes of a tensor, block by block."""
-    for first, last in tensor.blocks():
-        block = tensor.rows(first, last).contiguous()
-        yield block.reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_folder(

@@ -7,33 +7,33 @@ entry, and are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_fsdp._te_formats import Quantized, read_extra_state
+from te_fsdp._te_formats import Quantized, read_extra_state, unreadable_state
+from te_fsdp.checkpoint.entries import encode
 from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
     MANIFEST_KEY,
+    Choices,
     Contents,
     describe,
     empty_manifest,
     from_portable,
     portable_name,
     stack_experts,
+    with_other_experts,
 )
-from te_fsdp.checkpoint.portable.dcp import Opened, Piece, open_dcp
 from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
-from te_fsdp.checkpoint.portable.optimizers import add_optimizer
-from te_fsdp.checkpoint.portable.torch_files import Window, stored
+from te_fsdp.checkpoint.portable.torch_files import Opened, Piece, Window, open_dcp, stored
 from te_fsdp.checkpoint.sums import frame_of
-from te_fsdp.errors import CheckpointError, PlacementError, shorten
+from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
 
@@ -42,29 +42,19 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
-@dataclass
-class Choices:
-    """What a reader cannot know.
-
-    Attributes:
-        key: Where in a nested file the model's state dict is, dots between keys; ``None``: found by its name.
-        optimizer_class: Class of the optimizer whose state dict is there; ``None``: told from its options.
-        extra_state: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it.
-        otherwise_class: Class of the optimizer where its options do not tell.
-    """
-
-    key: str | None = None
-    optimizer_class: str | None = None
-    extra_state: str = "read"
-    otherwise_class: str | None = None
-
-
-@dataclass
+@dataclass(frozen=True)
 class _WithParts:
     """A quantized weight with its components."""
 
     found: Quantized
-    parts: dict[str, Lazy] = field(default_factory=dict)
+    parts: dict[str, Lazy]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """An object that weights-only loading refuses."""
+
+    why: str
 
 
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
@@ -91,12 +81,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
 
 
 def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None) -> Contents:
-    """A directory that ``torch.distributed.checkpoint.save`` wrote, without a manifest of ours.
-
-    Args:
-        path: The directory.
-        choices: What its files do not tell.
-        opened: The directory, where it has been opened before.
+    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before, without a manifest of ours.
 
     Raises:
         CheckpointError: See :func:`open_torch_contents`; also a checkpoint of ours that has lost its manifest.
@@ -123,21 +108,14 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
     return _from_tree(path, DCP_KIND, _with_lists(tree), choices)
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """An object that weights-only loading refuses."""
-
-    why: str
-
-
 def _object(window: Window) -> Any:
     try:
         value = window.objects()
     except CheckpointError as error:
         return _Unread(str(error))
-    return (
-        _Unread("a tensor inside of another object") if isinstance(value, torch.Tensor | Quantized) else value
-    )
+    if isinstance(value, torch.Tensor | Quantized):
+        return _Unread("a tensor inside of another object")
+    return value
 
 
 def _with_lists(node: Any) -> Any:
@@ -155,11 +133,10 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
     # The metadata says of them what it says of plain tensors; the header of the piece tells. It is read where the
     # length is not that of a plain one, which is looked at again when it is read.
-    if not pieces or not pieces[0].dtype.is_floating_point:
+    if not pieces or not (dtype := pieces[0].dtype).is_floating_point:
         return tensor
-    if pieces[0].window.length == frame_of(pieces[0].dtype, pieces[0].shape).length:
-        return tensor
-    found = pieces[0].found
+    is_plain = pieces[0].window.length == frame_of(dtype, pieces[0].shape).length
+    found = None if is_plain else pieces[0].found
     if not isinstance(found, Quantized):
         return tensor
     if len(pieces) > 1:
@@ -169,11 +146,11 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
             why="Pieces that were quantized apart need not have one scale",
             fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
-    return _WithParts(found, _components(found, key))
+    return _with_parts(found, key)
 
 
-def _components(found: Quantized, key: str) -> dict[str, Lazy]:
-    """The components of one of TE's tensors in a ``torch.save`` file, unpadded and in the weight's orientation.
+def _with_parts(found: Quantized, key: str) -> _WithParts:
+    """One of TE's tensors in a ``torch.save`` file, its components unpadded and in the weight's orientation.
 
     Raises:
         CheckpointError: A format or option without a known layout.
@@ -184,10 +161,10 @@ def _components(found: Quantized, key: str) -> dict[str, Lazy]:
         components = components_from(found.format, {**found.buffers, **found.options}, found.shape, key)
     except PlacementError as error:
         raise CheckpointError(str(error)) from error
-    return {
-        part.name: stored(part.tensor, f"{key}:{part.name}", like=found.buffers[part.name])
-        for part in components
-    }
+    like = found.buffers
+    return _WithParts(
+        found, {c.name: stored(c.tensor, f"{key}:{c.name}", like=like[c.name]) for c in components}
+    )
 
 
 def _with_places(value: Any, key: str) -> Any:
@@ -195,7 +172,7 @@ def _with_places(value: Any, key: str) -> Any:
     if isinstance(value, torch.Tensor):
         return stored(value, key)
     if isinstance(value, Quantized):
-        return _WithParts(value, _components(value, key))
+        return _with_parts(value, key)
     if isinstance(value, Mapping):
         return {k: _with_places(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -208,11 +185,7 @@ def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
     own = tree[MANIFEST_KEY]
     tensors = {k: t for k, t in {**tree["model"], **own.get("tensors", {})}.items() if not _is_extra(k)}
     optimizer = tree.get("optimizer", {"state": {}, "param_groups": []})
-    names = {
-        n: name
-        for g in optimizer["param_groups"]
-        for n, name in zip(g["params"], g["param_names"], strict=True)
-    }
+    names = _listed_names(optimizer["param_groups"])
     for number, values in optimizer["state"].items():
         found = {k: v for k, v in values.items() if isinstance(v, Lazy)}
         tensors |= {portable_name(f"optimizer.state.{names[number]}.{k}"): v for k, v in found.items()}
@@ -231,7 +204,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     _add_model(contents, state, choices)
     left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
     for key in [k for k in left if k in _OPTIMIZER_KEYS]:
-        if add_optimizer(contents, tree[key], choices.optimizer_class, choices.otherwise_class):
+        if _add_optimizer(contents, tree[key], choices):
             left.remove(key)
     if where is not None:
         contents.notes.append(f"weights: taken from {where!r}")
@@ -345,12 +318,23 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
     if choices.extra_state == "drop":
         return
     if isinstance(value, dict) and set(value) == {DELAYED}:
-        _add_delayed(contents, module, dict(value[DELAYED]), key)
+        state = dict(value[DELAYED])
+    elif isinstance(value, _Unread):
+        raise unreadable_state(key, "a tensor of TransformerEngine 2, or an empty entry", value.why)
+    else:
+        state = _delayed_state(value, key) if isinstance(value, Lazy) else None
+    if state is None:
         return
-    if isinstance(value, _Unread):
-        raise _unreadable(key, "a tensor of TransformerEngine 2, or an empty entry", value.why)
-    if not isinstance(value, Lazy):
-        return
+    tensors = dict(state)
+    recipe = tensors.pop("recipe", None)
+    if not isinstance(recipe, dict) or not all(isinstance(tensor, Lazy) for tensor in tensors.values()):
+        raise unreadable_state(key, "a recipe and tensors", _keys(tensors))
+    contents.manifest.delayed[module] = dict(recipe)
+    contents.tensors |= {f"delayed.{module}:{name}": tensor for name, tensor in tensors.items()}
+
+
+def _delayed_state(value: Lazy, key: str) -> dict[str, Any] | None:
+    """Delayed scaling's state, as the state dict of a bound module has it, in an entry of TE's or of ours."""
     try:
         entry = value.whole()
         own, data = unpack(entry), bytes_of(entry)
@@ -358,23 +342,14 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         raise CheckpointError(
             f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
-    if own is None:  # TE's own
+    if own is None:  # TE's
         read = read_extra_state(data, key)
         state = None if read is None else {"recipe": read[0], **read[1]}
     else:
         state = own[1]
-    if state is not None:
-        lazy = {n: InMemory(v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-        _add_delayed(contents, module, lazy, key)
-
-
-def _unreadable(key: str, expected: str, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{key}: not a state that te_fsdp can read",
-        expected=expected,
-        got=got,
-        fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
-    )
+    if state is None:
+        return None
+    return {n: InMemory(v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
 def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
@@ -389,96 +364,137 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
         )
 
 
-def _add_delayed(contents: Contents, module: str, state: dict[str, Any], key: str) -> None:
-    """Delayed scaling's state as the state dict of a bound module has it."""
-    recipe = state.pop("recipe", None)
-    if not isinstance(recipe, dict) or not all(isinstance(tensor, Lazy) for tensor in state.values()):
-        raise _unreadable(key, "a recipe and tensors", _keys(state))
-    contents.manifest.delayed[module] = dict(recipe)
-    for name, tensor in state.items():
-        contents.tensors[f"delayed.{module}:{name}"] = tensor
+# --- the optimizer, in the form of torch's Optimizer.state_dict(), which numbers parameters
 
 
-def refuse_scrambled(contents: Contents) -> None:
-    """Raise where tensor parallelism has cut a gated fc1, whose rows then lie rank by rank; note what may be the same.
+def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
+    """Take a torch optimizer's state dict into a checkpoint's contents; note it where that cannot be done.
 
-    Raises:
-        CheckpointError: Names the weights.
+    Parameters are told by their names, where ``torch.distributed.checkpoint.state_dict`` made the state dict; by the
+    ``param_names`` of each group (torch writes them if the optimizer was given named parameters); with one group also
+    by their order, if their number and the shapes of their state fit, and the file keeps an order. The state
+    dict is ``{"state": {number or name: {...}}, "param_groups": [...]}``, or that of ``get_state_dict`` with
+    ``flatten_optimizer_state_dict=True``; tensors lazy. Returns whether it was taken.
     """
-    cuts = Cuts(contents.tensors)
-    cut = [name for name in contents.manifest.parameters if cuts.by_tp(name)]
-    gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
-    if gated:
-        raise CheckpointError(
-            f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
-            expected="rows as in the unsharded module",
-            got="each rank's gate and up one under the other, as TransformerEngine has them",
-            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
-        )
-    if cut:
+    try:
+        described, tensors = _read_optimizer(contents, _nested(state), choices)
+    except _NotTaken as reason:
+        contents.notes.append(f"optimizer: left, {reason}")
+        return False
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         contents.notes.append(
-            f"{len(cut)} weight(s) lie in pieces of tensor parallelism ({shorten(cut, 3)}): if one of them is a fused, "
-            "non-interleaved QKV, its rows are scrambled"
+            f"optimizer: left, no torch optimizer's state_dict() ({type(error).__name__}: {error})"
         )
+        return False
+    contents.manifest.optimizer = described
+    contents.tensors |= tensors
+    contents.notes.append(f"optimizer: taken, {described['class']} with {len(described['state'])} states")
+    return True
 
 
-def _is_gated(parameters: Mapping[str, dict[str, Any]], name: str) -> bool:
-    """Whether these are the rows of a gate and of what it gates, in one of TE's modules."""
-    module, _, own = name.rpartition("fc1_")
-    columns = parameters.get(f"{module}fc2_weight", {"shape": ()})["shape"][1:]
-    return own in ("weight", "bias") and parameters[name]["shape"][:1] == [2 * n for n in columns]
+class _NotTaken(Exception):
+    """Why an optimizer's state has no place in the checkpoint."""
 
 
-class Cuts:
-    """What the pieces of a plain DCP directory tell of the mesh that cut them.
-
-    FSDP cuts all parameters of a unit into as many pieces. Tensor parallelism cuts norms never, and weights further.
-    """
-
-    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
-        """Takes the directory's tensors by key."""
-        self._tensors = tensors
-        self._norms: dict[str, list[tuple[int, float]]] = {}
-        self._columns = False
-        for key, tensor in tensors.items():
-            shards = _shards(tensor)
-            if key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1 and shards:
-                # Pieces of one row are those of any greater number of shards.
-                for unit in _units(key) if 0 < shards[1] < math.inf else ():
-                    self._norms.setdefault(unit, []).append(shards)
-            elif isinstance(tensor, Chunked):
-                self._columns = self._columns or any(any(offsets[1:]) for offsets, _ in tensor.chunks)
-
-    def by_tp(self, name: str) -> bool | None:
-        """Whether tensor parallelism has cut the rows of a parameter; ``None`` where its pieces do not tell."""
-        own = _shards(self._tensors.get(f"model.{name}"))
-        if own is None or own[0] == 1:
-            return None
-        module, *above = _units(f"model.{name}")
-        near = next((unit for unit in (module, *above) if unit in self._norms), None)
-        if near is None:
-            return None
-        all_of = [own, *self._norms[near]]
-        if max(least for least, _ in all_of) <= min(most for _, most in all_of):
-            return False
-        # A norm of another module may lie in another unit of FSDP's. Only tensor parallelism cuts columns besides.
-        return True if near == module or self._columns else None
+def _nested(state: Any) -> Any:
+    """A state dict that was flattened (``state.<name>.<key>``, ``param_groups.<name>.<option>``) as nested ones."""
+    prefixes = ("state.", "param_groups.")
+    if not isinstance(state, Mapping) or not state or not all(str(k).startswith(prefixes) for k in state):
+        return state
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        name, _, last = key.partition(".")[2].rpartition(".")
+        if key.startswith("state."):
+            states.setdefault(name, {})[last] = value
+        else:
+            options.setdefault(name, {})[last] = _option(value)
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, own in options.items():
+        alike = [names for known, names in groups if known == own]
+        alike[0].append(name) if alike else groups.append((own, [name]))
+    return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
-def _units(key: str) -> list[str]:
-    """The module of a tensor and all modules around it, from the inside."""
-    parts = key.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+def _read_optimizer(
+    contents: Contents, state: Any, choices: Choices
+) -> tuple[dict[str, Any], dict[str, Lazy]]:
+    if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
+        raise _NotTaken("no torch optimizer's state_dict()")
+    groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
+    names = _names(contents, groups)
+    # DCP makes text of numbers, in the keys of a dict alone.
+    by_text = {str(number): number for number in names}
+    tensors: dict[str, Lazy] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for number, values in state.get("state", {}).items():
+        name = names.get(by_text.get(number, number))
+        if name is None:
+            raise _NotTaken(f"state of parameter {number}, which is in no group")
+        for key, value in values.items():
+            if isinstance(value, Lazy):
+                if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
+                    raise _NotTaken(f"{key} of {name} has the shape {value.shape}")
+                described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+                states.setdefault(name, {})[key] = described
+                tensors[f"optimizer.state.{name}.{key}"] = value
+            elif value is not None:
+                states.setdefault(name, {})[key] = {"value": _plain(value, f"{key} of {name}")}
+    own = [{k: _option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    described_groups = [
+        {"parameters": [names[n] for n in group["params"]], "options": _plain(options, "options")}
+        for group, options in zip(groups, own, strict=True)
+    ]
+    kind = choices.optimizer_class or _class_of(groups) or choices.otherwise_class
+    if kind is None:
+        raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
+    return {"class": kind, "groups": described_groups, "state": states}, tensors
 
 
-def _shards(tensor: Lazy | None) -> tuple[int, float] | None:
-    """Least and largest number of FSDP shards that give a tensor's pieces along dim 0, the latter 0 if none does."""
-    if not isinstance(tensor, Chunked) or not tensor.shape:
-        return None
-    firsts = sorted({offsets[0] for offsets, piece in tensor.chunks if math.prod(piece.shape)})
-    if len(firsts) <= 1:
-        return 1, 1
-    rows, each = tensor.height, firsts[1]
-    if firsts != list(range(0, rows, each)):
-        return len(firsts), 0
-    return len(firsts), math.inf if each == 1 else -(-rows // (each - 1)) - 1
+def _plain(value: Any, what: str) -> Any:
+    try:
+        return encode(value, what)[0]
+    except CheckpointError as error:
+        raise _NotTaken(str(error)) from error
+
+
+def _option(value: Any) -> Any:
+    return value.whole().item() if isinstance(value, Lazy) and value.shape in ((), (1,)) else value
+
+
+def _listed_names(groups: list[Any]) -> dict[Any, str]:
+    return {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
+
+
+def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
+    """Name of each numbered parameter."""
+    known = contents.manifest.parameters
+    numbers = [number for group in groups for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        names = dict(zip(numbers, numbers, strict=True))
+    elif all("param_names" in group for group in groups):
+        names = _listed_names(groups)
+    elif contents.kind == DCP_KIND or len(groups) != 1 or len(numbers) != len(known):
+        # DCP keeps no order: its metadata lists what rank 0 writes first.
+        raise _NotTaken(
+            "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
+            "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
+        )
+    else:
+        names = dict(zip(numbers, known, strict=True))
+    strange = [name for name in names.values() if name not in known]
+    if strange:
+        raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
+    return names
+
+
+def _class_of(groups: list[Any]) -> str | None:
+    """The class whose options these are, ``None`` where several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
+    options = groups[0] if groups else {}
+    if {"betas", "bias_correction"} <= options.keys():
+        return "FusedAdam"
+    if {"betas", "amsgrad"} <= options.keys():
+        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
+    if {"momentum", "nesterov", "foreach"} <= options.keys():
+        return "SGD"
+    return None

@@ -1,4 +1,4 @@
-"""``torch.save`` files: read without their data, written by blocks.
+"""``torch.save`` files, read without their data and written by blocks; and DCP's directories, which hold such files.
 
 A file of ``torch.save`` is a zip file of uncompressed members: a pickle, and the bytes of each storage with a checksum
 (zero where checksums were switched off). Reading takes the pickle and notes where the storages lie, which are read, and
@@ -6,7 +6,7 @@ compared with their checksums, when their rows are asked for. ``torch.load(mmap=
 nothing; it maps the file, which counts as the process' memory (396 MB more for a file of 400 MB, here 20), ends the
 process by SIGBUS where the file is cut short meanwhile, needs TE for TE's tensors, and opens no file inside of another,
 as DCP's are. Kept from reading the data, by a private mode of torch, it takes 0.8 ms of CPU for each tensor, this 0.03
-ms (files of 2,000 small ones).
+ms (files of 2,000 small ones). DCP itself brings a whole piece into memory, which may be a whole embedding.
 
 Writing lets torch write the file with gaps where the data belongs (``torch.serialization.skip_data``), and fills the
 gaps afterwards, with their checksums. ``torch.load`` reads the result weights-only, also with ``mmap=True``.
@@ -15,31 +15,36 @@ gaps afterwards, with their checksums. ``torch.load`` reads the result weights-o
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import os
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
 from torch import serialization
+from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
 from te_fsdp._te_formats import TENSORS, TableUnpickler, UnknownNameError, with_record
-from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored
-from te_fsdp.checkpoint.portable.safetensors import as_bytes
-from te_fsdp.checkpoint.sums import crc32
+from te_fsdp.checkpoint.index import Index, read_metadata, unreadable
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick
+from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
+from te_fsdp.checkpoint.remote import listing
+from te_fsdp.checkpoint.sums import crc32, view_of
 from te_fsdp.errors import CheckpointError
 
 #: Begins each member of a zip file.
 _MEMBER = b"PK\x03\x04"
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
-BEHIND = b"PK\x07\x08"
+_BEHIND = b"PK\x07\x08"
 
 
 # ---------------------------------------------------------------------------------------------------- the pickle
@@ -119,19 +124,12 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A ``torch.save`` file: a whole file, or a part of one, as DCP strings them together.
-
-    Attributes:
-        file: The file.
-        key: Name of what is in it, for messages.
-        offset: Byte at which it begins.
-        length: Its bytes; -1: to the end of the file.
-    """
+    """A ``torch.save`` file: a whole file, or as many bytes of one from an offset, as DCP strings them together."""
 
     file: Path
     key: str = ""
     offset: int = 0
-    length: int = -1
+    length: int = -1  # to the end of the file
 
     @property
     def label(self) -> str:
@@ -213,34 +211,26 @@ class Window:
 
 
 def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Stored:
-    """A tensor without data as one that is read from its file.
-
-    Args:
-        tensor: From :meth:`Window.objects`.
-        key: Name, for messages.
-        like: The stored tensor of which ``tensor`` is a view; ``None``: itself.
-    """
+    """A tensor from :meth:`Window.objects`, or a view of one, ``like``, as one that is read from its file."""
     record: Record = (tensor if like is None else like).record  # type: ignore[attr-defined]
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return Stored(key, record, shape, tensor.dtype, stride, int(tensor.storage_offset()))
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
-    """Write nested dicts, lists and plain values with lazy tensors in them. Local operation.
+    """Write nested dicts, lists and plain values with lazy tensors in them, overwriting the file. Local operation.
 
     Neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
-
-    Args:
-        path: The file; overwritten.
-        objects: What ``torch.load`` shall give.
-        tick: Told the bytes of each block.
 
     Raises:
         CheckpointError: A tensor cannot be read.
     """
     gaps: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
+    written: list[Lazy] = []
+    found: list[Any] = []
 
     def gap_of(tensor: Lazy) -> torch.Tensor:
+        written.append(tensor)
         return gaps.setdefault(id(tensor), _torch.without_data(tensor.shape, tensor.dtype))
 
     try:
@@ -251,9 +241,10 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
         with path.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, sum(gap.untyped_storage().nbytes() for gap in gaps.values()))
         raise
+    _map(Window(path).objects(), found.append)
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
-        for tensor, gap in zip(_leaves(objects), _leaves(Window(path).objects()), strict=True):
+        for tensor, gap in zip(written, found, strict=True):
             if gaps.pop(id(tensor), None) is None:
                 continue
             offset, crc = gap.record.offset, 0
@@ -263,13 +254,9 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
                 file.write(block)
                 tick(len(block))
             sums[offset] = crc
-            if file.read(4) == BEHIND:
+            if file.read(4) == _BEHIND:
                 file.write(struct.pack("<I", crc))
-    _write_checksums(path, sums)
-
-
-def _write_checksums(path: Path, sums: dict[int, int]) -> None:
-    """Give the members whose data begin at some bytes their checksums in the directory of the zip file."""
+    # The same in the directory of the zip file, whose members are told by where their data begin.
     at = {record.offset: name for name, record in Window(path).records().items()}
     with zipfile.ZipFile(path, "a") as archive:
         by_name = {member.filename.partition("/")[2]: member for member in archive.infolist()}
@@ -278,8 +265,9 @@ def _write_checksums(path: Path, sums: dict[int, int]) -> None:
         archive.comment = archive.comment  # writes the directory anew
 
 
-def _map(value: Any, change: Callable[[Lazy], Any]) -> Any:
-    if isinstance(value, Lazy):
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts and lists with other things in the place of tensors, lazy or not."""
+    if isinstance(value, Lazy | torch.Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: _map(item, change) for key, item in value.items()}
@@ -288,13 +276,215 @@ def _map(value: Any, change: Callable[[Lazy], Any]) -> Any:
     return value
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors, lazy or not, in the order of :func:`_map`."""
-    if isinstance(value, Lazy | torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
+# ------------------------------------------------------------------------------------------- directories of DCP
+
+#: By length, shape and dtype: what comes before the data of some pieces, and where the elements of one of them lie.
+Heads = dict[tuple[int, tuple[int, ...], torch.dtype], list[tuple[bytes, Stored]]]
+
+
+@dataclass
+class Piece(Lazy):
+    """A rectangle that DCP wrote, with shape and dtype according to DCP's metadata.
+
+    To list the members of its file takes most of the time of a small tensor, and most files differ in the data alone:
+    what comes before these is compared with that of the pieces beside it that were looked at before (``heads``).
+    """
+
+    window: Window
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    heads: Heads = field(default_factory=dict, repr=False)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        return self.header.rows(first, last)
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return self.header.select(index)
+
+    @cached_property
+    def found(self) -> Any:
+        """Where the elements of a tensor lie, read when it is first asked for; or what else there is.
+
+        Raises:
+            CheckpointError: See :meth:`Window.objects`.
+        """
+        window = self.window
+
+        def read(at: int, count: int) -> bytes:
+            return bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
+
+        known = self._alike(self._known(read), read)
+        if known is not None:
+            return known
+        found = window.objects()
+        if not isinstance(found, torch.Tensor):
+            return found
+        like = stored(found, window.key)
+        count = like.record.offset - window.offset
+        head = bytes(read_bytes(window.file, window.offset, count, window.key))
+        self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
+        return like
+
+    @property
+    def header(self) -> Stored:
+        """Where its elements lie.
+
+        Raises:
+            CheckpointError: Another tensor is there than DCP's metadata says, or none.
+        """
+        is_tensor = isinstance(self.found, Stored)
+        got = (self.found.shape, self.found.dtype) if is_tensor else type(self.found).__name__
+        if got != (self.shape, self.dtype):
+            raise CheckpointError(
+                f"{self.window.key}: its bytes in {self.window.file}",
+                expected=(self.shape, self.dtype),
+                got=got,
+                fix="the checkpoint is damaged, take an earlier one",
+            )
+        return self.found
+
+    def within(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
+        """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them. In any thread.
+
+        With ``check`` they are compared with the checksum that ``torch.save`` wrote, if it did.
+
+        Raises:
+            CheckpointError: They have changed; or see :attr:`header`.
+        """
+
+        def read(at: int, count: int) -> bytes:
+            return bytes(data[at : at + count].numpy())
+
+        known = self._known(read)
+        begin, like = known or (self.header.record.offset - self.window.offset, self.header)
+        if check:
+            record = (self._alike(known, read) or self.header).record
+            record.check(view_of(data[begin : begin + record.count]))
+        first, strides = like.start, like.strides
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
+        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
+
+    def _known(self, read: Callable[[int, int], bytes]) -> tuple[int, Stored] | None:
+        """A piece that is alike up to the data, and where these begin; ``read`` gives bytes of the file."""
+        for head, like in self.heads.get((self.window.length, self.shape, self.dtype), ()):
+            if read(0, len(head)) == head:
+                return len(head), like
+        return None
+
+    def _alike(self, known: tuple[int, Stored] | None, read: Callable[[int, int], bytes]) -> Stored | None:
+        """Where the elements lie, with their checksum, if another piece is alike; from and as for :meth:`_known`."""
+        if known is None:
+            return None
+        (begin, like), window = known, self.window
+        mark, crc = struct.unpack("<4sI", read(begin + like.record.count, 8))
+        if mark != _BEHIND:  # where torch writes the checksum
+            return None
+        record = Record(window.file, window.offset + begin, like.record.count, crc or None, window.label)
+        return replace(like, key=window.key, record=record)
+
+
+@dataclass
+class Opened:
+    """Contents of a plain DCP directory, by key.
+
+    Attributes:
+        index: What lies where.
+        tensors: Its tensors.
+        others: Pickled objects.
+        paths: For keys that DCP flattened: where the value was in the nested dict.
+        windows: Every ``torch.save`` file in the directory's files.
+    """
+
+    index: Index
+    tensors: dict[str, Lazy] = field(default_factory=dict)
+    others: dict[str, Window] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    windows: list[Window] = field(default_factory=list)
+
+
+def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
+    """The contents of a plain DCP directory, whose metadata may have been read before. Local operation.
+
+    Raises:
+        CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
+    """
+    metadata = metadata or read_metadata(path)
+    file_of = functools.cache(lambda name: file_in(path, name))
+    windows: dict[str, list[Window]] = {}
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    with unreadable(path, DCP_METADATA):
+        for index, place in metadata.storage_data.items():
+            window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
+            if getattr(place, "transform_descriptors", None):
+                raise CheckpointError(
+                    f"{window.key} in {path}: stored with {place.transform_descriptors}",
+                    expected="plain bytes",
+                )
+            spans.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
+            windows.setdefault(window.key, []).append(window)
+        found = Index.of(metadata)
+        others = {k: windows[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
+        paths = dict(metadata.planner_data or {})
+        for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
+            raise ValueError(f"{key} is said to be at {paths[key]}")  # DCP joins the one out of the other
+        for name, own in spans.items():
+            own.sort()
+            for (begin, length, _), (other, _, key) in pairwise(own):
+                if other < begin + length:
+                    raise ValueError(f"{key} at byte {other} of {name}, where another piece is")
+    _check_files(path, {name: sum(own[-1][:2]) for name, own in spans.items()})
+    all_windows = [w for own in windows.values() for w in own]
+    return Opened(found, tensors_of(path, found), others, paths, all_windows)
+
+
+def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:
+    """All tensors of a directory, by key. Local operation.
+
+    Raises:
+        CheckpointError: Pieces that do not make up their tensor, or lie in other directories.
+    """
+    heads: Heads = {}
+    file_of = functools.cache(lambda name: file_in(path, name))
+    tensors: dict[str, Lazy] = {}
+    with unreadable(path, DCP_METADATA):
+        for key, rows in index.rows(index.tensors):
+            (shape, dtype), chunks = index.tensors[key], []
+            for number, begin, length, *box in rows.tolist():
+                offsets, sizes = tuple(box[: len(shape)]), tuple(box[len(shape) :])
+                window = Window(file_of(index.files[number]), key, begin, length)
+                chunks.append((offsets, Piece(window, sizes, dtype, heads)))
+            tensors[key] = Chunked(key, shape, dtype, chunks)
+    return tensors
+
+
+def file_in(path: Path, name: str) -> Path:
+    """A file of a directory, by the name that the metadata has for it. Local operation.
+
+    Raises:
+        CheckpointError: It lies elsewhere.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(
+            f"{path}: its {DCP_METADATA} refers to {name}",
+            expected="files in the directory",
+            fix="do not use it: no program that writes checkpoints does that",
+        )
+    return path / name
+
+
+def _check_files(path: Path, ends: Mapping[str, int]) -> None:
+    """Every file is there, and as long as what it holds."""
+    problems, seen = [], listing(path)
+    for name, end in sorted(ends.items()):
+        file = seen.get(name) or path / name
+        if not (name in seen or file.is_file()):
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size < end:
+            problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
+    if problems:
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix="copy the whole directory again"
+        )
