@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from te_fsdp.modules.context_parallel import context_parallel_shard as context_parallel_shard
     from te_fsdp.modules.context_parallel import set_context_parallel as set_context_parallel
     from te_fsdp.move.start import grad_comm as grad_comm
+    from te_fsdp.sharding.forward import register_forward_method as register_forward_method
     from te_fsdp.sharding.fully_shard import fully_shard as fully_shard
     from te_fsdp.sharding.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.sharding.grad_norm import report_nan as report_nan
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.reductions import sync as sync
     from te_fsdp.sharding.reductions import zero_grad as zero_grad
     from te_fsdp.sharding.report import report as report
-    from te_fsdp.sharding.steps import register_forward_method as register_forward_method
 
 # Where each public name lives, by role.
 _HOMES = {
@@ -74,7 +74,7 @@ _HOMES = {
     "context_parallel_shard": "te_fsdp.modules.context_parallel",
     "fully_shard": "te_fsdp.sharding.fully_shard",
     "fsdp_no_shard": "te_fsdp.sharding.no_shard",
-    "register_forward_method": "te_fsdp.sharding.steps",
+    "register_forward_method": "te_fsdp.sharding.forward",
     "materialize": "te_fsdp.sharding.materialize",
     "report": "te_fsdp.sharding.report",
     "clip_grad_norm_": "te_fsdp.sharding.grad_norm",

@@ -279,7 +279,7 @@ class Installed:
         gathered: The gathered one, or whatever else was assigned.
         release: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.all_gather`);
             ``None`` for nothing.
-        is_aside: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharding.kept_weights`).
+        is_aside: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharding.state`).
     """
 
     shard: DTensor | None = None

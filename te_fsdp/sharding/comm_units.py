@@ -266,7 +266,7 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
 
     Args:
         state: Of a model that FSDP2 has just sharded; its ``transports`` are filled.
-        wanted: One of :data:`te_fsdp.sharding.units.TRANSPORTS`.
+        wanted: One of :data:`te_fsdp.sharding.sharding_plan.WORDS`.
     """
     device, known = state.meshes.device, dict[str, _fsdp2_copies.CopiedGathers | str]()
     for name, unit in state.modules.items():

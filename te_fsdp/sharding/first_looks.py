@@ -5,7 +5,8 @@
     first backward        of a pipeline's stage: it is not split into one for inputs and one for weights
     first trained one     no weight is written to, which would change its gathered copy alone
     first step            the same parameters and hooks once more; others beside the model; optimizers that differ
-                          between ranks; state of another rank; copies of a weight that differ between ranks
+                          between ranks or cannot update shards; state of another rank; copies of a weight that
+                          differ between ranks
 
 Nothing here is repeated in later forwards and steps, but for a comparison of two numbers.
 """
@@ -22,23 +23,29 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
 from te_fsdp.all_ranks import is_capturing, is_simulated
-from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, shorten
+from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, PlacementError, shorten
 from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
-from te_fsdp.parameters import facts_of
+from te_fsdp.parameters import facts_of, label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.materialize import differing_copies
-from te_fsdp.sharding.state import mark_gathered, refuse_assigned
-from te_fsdp.sharding.unfit_optimizers import refuse_unfit
-from te_fsdp.sharding.units import refuse_hooks
+from te_fsdp.sharding.state import mark_gathered, refuse_assigned, refuse_hooks
 from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
+    from torch.optim import Optimizer
 
     from te_fsdp.sharding.state import ShardingState
     from te_fsdp.step_hooks import Step
+
+# Elements of a part that chance does not make equal to another.
+_TELLING = 16
+#: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).
+_UNFIT = ("Adafactor", "Rprop")
+#: The operator of a class's fused form, of those that DTensor may not know (torch 2.11 to 2.15 know Adam's).
+_FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: "_fused_adagrad_"}
 
 
 def before_first_forward(state: ShardingState) -> None:
@@ -49,10 +56,43 @@ def before_first_forward(state: ShardingState) -> None:
             assigned to ``.data``.
         InitError: Values that ``to_empty`` has left unset.
     """
-    _refuse_new_parameters(state)
-    _refuse_hooks(state)
-    refuse_assigned(state)
-    _refuse_unset(state)
+    _refuse_changed(state)
+    if not state.emptied:
+        return
+    state.emptied = False
+    unset = [
+        name
+        for name, tensor in [*state.parameters().items(), *state.model.named_buffers()]
+        if (local := _torch.local_of(tensor)).is_floating_point()
+        and local.numel()
+        and not _te.is_quantized(local)
+        and bool(local.isnan().all())
+    ]
+    if unset:
+        raise InitError(
+            f"{shorten(unset, 3)}: never initialised",
+            expected="values after to_empty, which gives memory alone",
+            got=f"{len(unset)} tensor(s) that nothing was written to",
+            why="They would hold whatever the memory held",
+            fix="call te_fsdp.materialize(model) in place of to_empty, or load a checkpoint",
+        )
+
+
+def refuse_inference_mode(state: ShardingState) -> None:
+    """Raise where weights that were first gathered under ``torch.inference_mode`` are to be trained. Local operation.
+
+    What FSDP2 allocates in a model's first forward then can never be written to outside of that mode.
+    """
+    if torch.is_inference_mode_enabled():
+        state.inferred = state.inferred or (bool(state.modules) and not state.roots())
+    elif state.inferred:
+        raise OrderError(
+            f"{type(state.model).__name__}: forward after a first one under torch.inference_mode",
+            expected="a first forward outside of it",
+            got="gathered weights that are inference tensors",
+            why="FSDP2 allocates them once, in the first forward, and torch writes to them in that mode alone",
+            fix="use torch.no_grad() for evaluation before training",
+        )
 
 
 def before_first_step(step: Step) -> None:
@@ -65,42 +105,34 @@ def before_first_step(step: Step) -> None:
         if is_capturing():
             return
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
-            _refuse_new_parameters(state)
-            _refuse_hooks(state)
-            refuse_assigned(state)
+            _refuse_changed(state)
             _refuse_state_of_others(step, parameters)
-            _refuse_main_weights_of_others(step, parameters)
             refuse_unfit(step.optimizer, parameters)
         if not is_simulated():
             _refuse_other_optimizers(state, step, parameters)
             _refuse_beside_the_model(state, step)
             if not state.optimizers:
-                _refuse_differing_copies(state, step.where)
+                with raised_on_all_ranks(state.meshes.device_mesh, step.where):
+                    _refuse_differing_copies(state)
                 with raised_on_all_ranks(state.meshes.device_mesh, step.where):
                     refuse_equal_shards(_equal_shards(state))
         state.optimizers[step.optimizer] = held, id(step.optimizer.state)
 
 
-def _refuse_hooks(state: ShardingState) -> None:
-    """Raise for gradient hooks of shards. What stays whole is hooked by what reduces its gradients."""
-    reduced = state.replicated.reduced() if state.replicated is not None else set()
-    refuse_hooks((name, p) for name, p in state.parameters().items() if id(p) not in reduced)
+def _refuse_changed(state: ShardingState) -> None:
+    """Raise for what has come since ``fully_shard``: trained parameters, gradient hooks, values assigned to ``.data``.
 
-
-def _refuse_new_parameters(state: ShardingState) -> None:
-    """Raise for trained parameters that ``fully_shard`` has not seen: nobody would average their gradients."""
+    Nobody would average the gradients of new parameters. What stays whole is hooked by what reduces its gradients.
+    """
     for _, unit in state.gathered():  # by hand, by a pipeline's schedule, or in the backward that steps
         mark_gathered(unit)
-    if state.meshes.device_mesh.size() == 1:
-        return
     reduced = state.replicated.reduced() if state.replicated is not None else set()
-    new = [
-        name
-        for name, p in state.parameters().items()
-        if p.requires_grad and not isinstance(p, DTensor) and id(p) not in reduced
-    ]
-    if new:
+    others = {name: p for name, p in state.parameters().items() if id(p) not in reduced}
+    new = [name for name, p in others.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if new and state.meshes.device_mesh.size() > 1:
         raise _not_in_the_model(new, len(new), "added or replaced since")
+    refuse_hooks(others.items())
+    refuse_assigned(state)
 
 
 def _not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
@@ -185,7 +217,7 @@ def watch_writes(state: ShardingState) -> None:
     gathered copy, which is released, and the shard stays as it was.
     """
     for unit in state.modules.values():
-        seen: list[int] = []
+        seen: list[tuple[torch.Tensor, Any, int]] = []
         handles: list[Any] = []
         # After FSDP2's hook, which gathers, and before the one that releases.
         before = _torch.untraced(functools.partial(_before_writes, seen))
@@ -194,24 +226,29 @@ def watch_writes(state: ShardingState) -> None:
         handles.append(unit.register_forward_hook(after, prepend=True))
 
 
-def _before_writes(seen: list[int], unit: nn.Module, args: Any) -> None:
+def _before_writes(seen: list[tuple[torch.Tensor, Any, int]], unit: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled():  # else perhaps in inference mode, where nobody counts
-        seen[:] = [_torch.version_of(parameter) for parameter, _ in _unquantized(unit)]
+        seen[:] = [
+            (parameter, record, _torch.version_of(parameter))
+            for parameter, record in _fsdp2.gathered_parameters(unit)
+            if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those behind torch's back
+        ]
 
 
 def _refuse_written(
-    state: ShardingState, seen: list[int], handles: list[Any], unit: nn.Module, args: Any, output: Any
+    state: ShardingState,
+    seen: list[tuple[torch.Tensor, Any, int]],
+    handles: list[Any],
+    unit: nn.Module,
+    args: Any,
+    output: Any,
 ) -> None:
     if _torch.in_backward() or not torch.is_grad_enabled():
         return
     while handles:
         handles.pop().remove()
-    now = _unquantized(unit)
-    written = [
-        record
-        for (parameter, record), version in zip(now, seen, strict=False)
-        if _torch.version_of(parameter) != version
-    ]
+    written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
+    seen.clear()
     if written:
         mark_gathered(unit)
         names = {id(p): name for name, p in state.parameters().items()}
@@ -223,12 +260,6 @@ def _refuse_written(
             why="It changes the gathered copy alone, which is released: the sharded weight stays as it was",
             fix="write to the parameters after the optimizer's step, under torch.no_grad()",
         )
-
-
-def _unquantized(unit: nn.Module) -> list[tuple[torch.Tensor, Any]]:
-    """The gathered parameters of a unit whose versions count: quantized ones are written behind torch's back."""
-    gathered = _fsdp2.gathered_parameters(unit)
-    return [(p, record) for p, record in gathered if not _te.is_quantized(_torch.local_of(p))]
 
 
 # ------------------------------------------------------------------------------------------------- split backwards
@@ -280,91 +311,19 @@ def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None
         handles.pop().remove()
 
 
-# ------------------------------------------------------------------------------------------------------ unset memory
-
-
-def leave_unset(model: nn.Module) -> None:
-    """Fill what ``to_empty`` has given memory with NaN, which :func:`before_first_forward` and any loss show."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            local = _torch.local_of(tensor)
-            if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
-                local.fill_(float("nan"))
-
-
-def _refuse_unset(state: ShardingState) -> None:
-    if not state.emptied:
-        return
-    state.emptied = False
-    unset = [
-        name
-        for name, tensor in [*state.parameters().items(), *state.model.named_buffers()]
-        if (local := _torch.local_of(tensor)).is_floating_point()
-        and local.numel()
-        and not _te.is_quantized(local)
-        and bool(local.isnan().all())
-    ]
-    if unset:
-        raise InitError(
-            f"{shorten(unset, 3)}: never initialised",
-            expected="values after to_empty, which gives memory alone",
-            got=f"{len(unset)} tensor(s) that nothing was written to",
-            why="They would hold whatever the memory held",
-            fix="call te_fsdp.materialize(model) in place of to_empty, or load a checkpoint",
-        )
-
-
-# --------------------------------------------------------------------------------------------------------- conversions
-
-
-def refuse_inference_mode(state: ShardingState) -> None:
-    """Raise where weights that were first gathered under ``torch.inference_mode`` are to be trained. Local operation.
-
-    What FSDP2 allocates in a model's first forward then can never be written to outside of that mode.
-    """
-    if torch.is_inference_mode_enabled():
-        state.inferred = state.inferred or (bool(state.modules) and not state.roots())
-    elif state.inferred:
-        raise OrderError(
-            f"{type(state.model).__name__}: forward after a first one under torch.inference_mode",
-            expected="a first forward outside of it",
-            got="gathered weights that are inference tensors",
-            why="FSDP2 allocates them once, in the first forward, and torch writes to them in that mode alone",
-            fix="use torch.no_grad() for evaluation before training",
-        )
-
-
-def refuse_conversion(state: ShardingState, fn: Any) -> None:
-    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local.
-
-    FSDP2 has allocated what it gathers into then.
-    """
-    if not state.roots():
-        return
-    kinds = {
-        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
-    }
-    for dtype, device in kinds:
-        became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-        if became != dtype:
-            raise OrderError(
-                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
-                expected="dtypes that stay",
-                why="FSDP2 has allocated what it gathers weights into",
-                fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
-            )
-
-
 # ------------------------------------------------------------------------------------------------- states and copies
 
 
 def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
-    """Raise for state that another rank has pickled: ``torch.load`` gives every rank that rank's part."""
+    """Raise for state that another rank has pickled, and for main weights that the optimizer does not update.
+
+    ``torch.load`` gives every rank that rank's part; a shallow copy of an optimizer has its state alone.
+    """
+    follows = hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer)
     for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            continue
-        for name, value in step.optimizer.state.get(parameter, {}).items():
-            if _torch.is_of_another_rank(value, parameter):
+        held = step.optimizer.state.get(parameter, {})
+        for name, value in held.items():
+            if isinstance(parameter, DTensor) and _torch.is_of_another_rank(value, parameter):
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
                     expected="this rank's part",
@@ -372,14 +331,7 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
                     why="torch.save writes of a sharded tensor the part of the rank that calls it",
                     fix="te_fsdp.checkpoint.save and load, on all ranks",
                 )
-
-
-def _refuse_main_weights_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
-    """Raise for main weights in the state of an optimizer that does not update them: a shallow copy of another."""
-    if hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer):
-        return
-    for parameter in parameters:
-        if MAIN in step.optimizer.state.get(parameter, ()):
+        if not follows and MAIN in held:
             raise OrderError(
                 f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
                 expected="an optimizer that te_fsdp.main_weights was called with",
@@ -389,22 +341,17 @@ def _refuse_main_weights_of_others(step: Step, parameters: list[torch.Tensor]) -
             )
 
 
-def _refuse_differing_copies(state: ShardingState, where: str) -> None:
+def _refuse_differing_copies(state: ShardingState) -> None:
     """Raise where ranks that hold copies hold different ones. Collective over the mesh if there are copies."""
-    with raised_on_all_ranks(state.meshes.device_mesh, where):
-        bad = differing_copies(state)
-        if bad:
-            raise InitError(
-                f"{shorten(bad)}: copies differ between ranks",
-                expected="equal values on all ranks that hold a weight's copies, before the first step",
-                got=f"{len(bad)} parameter(s) that differ",
-                why="Something was written to them rank by rank, such as nn.init with a seed for each rank",
-                fix="equal seeds on all ranks when weights are written; or te_fsdp.materialize(model, seed=...)",
-            )
-
-
-# Elements of a part that chance does not make equal to another.
-_TELLING = 16
+    bad = differing_copies(state)
+    if bad:
+        raise InitError(
+            f"{shorten(bad)}: copies differ between ranks",
+            expected="equal values on all ranks that hold a weight's copies, before the first step",
+            got=f"{len(bad)} parameter(s) that differ",
+            why="Something was written to them rank by rank, such as nn.init with a seed for each rank",
+            fix="equal seeds on all ranks when weights are written; or te_fsdp.materialize(model, seed=...)",
+        )
 
 
 def _equal_shards(state: ShardingState) -> list[str]:
@@ -431,3 +378,93 @@ def _equal_shards(state: ShardingState) -> list[str]:
             if is_same and not bool(is_constant(local)):
                 found.setdefault(name, f"{name} (all ranks of {axis})")
     return list(found.values())
+
+
+# -------------------------------------------------------------------------------------------------- unfit optimizers
+
+
+def refuse_unfit(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
+    """Raise for an optimizer whose step would fail, or be wrong, on the sharded ones of ``held``. Local operation.
+
+    docs/optimizers.md has the table of those that are exact.
+    """
+    sharded = [p for p in held if isinstance(p, DTensor)]
+    refusal = _why_unfit(optimizer, sharded) if sharded else None
+    if refusal is not None:
+        got, why, fix = refusal
+        raise PlacementError(
+            f"{type(optimizer).__name__} of sharded parameters",
+            expected="parameters that it can update",
+            got=got,
+            why=why,
+            fix=fix,
+        )
+
+
+def _why_unfit(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[str, str, str] | None:
+    """What it has got, why it cannot update that, and what to do."""
+    kind, got = type(optimizer), f"{len(sharded)} sharded ones"
+    if kind in [getattr(torch.optim, unfit) for unfit in _UNFIT]:
+        fix = "an optimizer that works element by element, such as torch.optim.AdamW"
+        return got, "It uses operations that torch's DTensor refuses", fix
+    if _te.is_fused_sgd(optimizer):
+        why = "TransformerEngine hands them to a kernel as DTensors, which have no memory of their own"
+        return got, why, "torch.optim.SGD(..., foreach=True)"
+    if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
+        fix = "te_fsdp.Muon(model, params, ...), which takes any shards"
+        return "some of which a rank has no rows", "torch's DTensor cannot update them", fix
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return _why_no_flat_vector(sharded)
+    # One operator for all parameters, that DTensor may have no rule for.
+    operator = next((name for fused, name in _FUSED.items() if isinstance(optimizer, fused)), None)
+    ids = set(map(id, sharded))
+    for group in optimizer.param_groups if operator is not None else ():
+        if not group.get("fused") or not any(id(p) in ids for p in group["params"]):
+            continue
+        by_tensor = isinstance(group.get("lr"), torch.Tensor)
+        if not _torch.has_rule(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
+            return (
+                f"{got}, and fused=True",
+                f"This torch's DTensor has no rule for {operator}",
+                f"{kind.__name__}(..., foreach=True), which takes a few kernels as well; Adam and AdamW take "
+                "fused=True",
+            )
+    return None
+
+
+def _why_no_flat_vector(sharded: list[DTensor]) -> tuple[str, str, str] | None:
+    """``LBFGS`` has one vector of all gradients: DTensor puts it together of equal parts of rows alone."""
+    fix = "sizes that dp_shard divides and no tp, parameters that are all trained; or torch.optim.AdamW"
+    for parameter in sharded:
+        if not _has_equal_rows(parameter):
+            got = f"{label_of(parameter)}, which ranks do not hold equal parts of rows of"
+            return got, "It puts all gradients into one vector, which DTensor does with such parts alone", fix
+        if not parameter.requires_grad:
+            why = "It takes zeros for a gradient that is not there, as a tensor that DTensor takes with no others"
+            return f"{label_of(parameter)}, which is not trained", why, fix
+    return None
+
+
+def _has_equal_rows(parameter: DTensor) -> bool:
+    """Whether each rank holds as many whole rows as any other, or all: the same on all ranks."""
+    mesh = parameter.device_mesh
+    cut = [
+        (mesh.size(axis), _torch.shard_dim_of(placement))
+        for axis, placement in enumerate(parameter.placements)
+        if _torch.shard_dim_of(placement) is not None and mesh.size(axis) > 1
+    ]
+    return not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
+
+
+def _has_empty_shards(parameter: DTensor) -> bool:
+    """Whether some rank holds nothing of it: the same on all ranks."""
+    lengths = list(parameter.shape)
+    # Later axes cut first.
+    for axis in reversed(range(parameter.device_mesh.ndim)):
+        dim = _torch.shard_dim_of(parameter.placements[axis])
+        if dim is not None:
+            ranks = parameter.device_mesh.size(axis)
+            lengths[dim], whole = -(-lengths[dim] // ranks), lengths[dim]
+            if lengths[dim] * (ranks - 1) >= whole and ranks > 1:
+                return True
+    return False

@@ -12,9 +12,12 @@ FSDP2 would divide by the number of ranks that hold the expert. It is told the o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,10 +27,10 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _fsdp2_grads, _fsdp2_patches, _torch
+from te_fsdp import _fsdp2, _fsdp2_grads, _fsdp2_patches, _te, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import require_flags, shorten
+from te_fsdp.errors import PlacementError, require_flags, shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.checks import Selection
@@ -43,16 +46,15 @@ from te_fsdp.sharding.comm_units import (
     take_in_shards,
 )
 from te_fsdp.sharding.first_looks import watch_first_backward, watch_writes
-from te_fsdp.sharding.materialize import check_replicas, check_same_model
+from te_fsdp.sharding.forward import watch_forward
+from te_fsdp.sharding.materialize import check_replicas, check_same_model, watch_conversions
 from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 from te_fsdp.sharding.outer_averages import watch_reductions
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
-from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wish, plan_sharding
+from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wanted, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
-from te_fsdp.sharding.steps import watch_forward, watch_steps
-from te_fsdp.sharding.units import Wanted
-from te_fsdp.sharding.wgrad_fusion import fuse_wgrad, refuse_whole, wgrad_fusion_set_aside
-from te_fsdp.step_hooks import replacing
+from te_fsdp.sharding.steps import AFTER_STEP, BEFORE_STEP
+from te_fsdp.step_hooks import replacing, run_around_steps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,12 +62,17 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
-    from te_fsdp.modules.plan import ModulePlan
-    from te_fsdp.sharding.no_shard import ReplicatedParameter
 
 _log = logging.getLogger("te_fsdp")
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
+
+#: Weights of the modules whose ``fuse_wgrad_accumulation`` is served. GroupedLinear's is still refused.
+_FUSED_WEIGHTS = {
+    "Linear": ("weight",),
+    "LayerNormLinear": ("weight",),
+    "LayerNormMLP": ("fc1_weight", "fc2_weight"),
+}
 
 
 def fully_shard(
@@ -91,7 +98,7 @@ def fully_shard(
     weights quantized, and tells attention of ``cp``. Build the optimizer afterwards. Collective over all ranks.
 
     Args:
-        model: A tree of TE modules and others; parameters on meta or on the device. Changed in place.
+        model: A tree of TE modules and others; parameters on meta or on the device. Changed in place, and returned.
         meshes: The job's meshes; or torch's, as :meth:`Meshes.from_device_mesh` takes it.
         units: What is gathered as one: module classes or names (``"layers.*"``: every child); ``te.TransformerLayer``.
         strategy: What is cut over ``dp_shard``: "no_shard", "optim", "optim_grads" or "optim_grads_params"
@@ -107,9 +114,6 @@ def fully_shard(
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
         zero_copy_gradients: Reduce large gradients uncopied (or the log says why not); "auto": with "copy_engine".
 
-    Returns:
-        ``model``.
-
     Raises:
         MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also units without a module or a
             forward, scalar parameters, a sharded model, contradicting arguments, shards that do not fit their format.
@@ -118,8 +122,10 @@ def fully_shard(
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
-    meshes = _meshes_for(model, meshes, average_gradients, check_inputs)
-    with collective_call("fully_shard", meshes.device_mesh), wgrad_fusion_set_aside(model) as fused:
+    require_flags("fully_shard", average_gradients=average_gradients, check_inputs=check_inputs)
+    meshes = as_meshes(meshes, "fully_shard")
+    require_model(model, "fully_shard(model, meshes)")
+    with collective_call("fully_shard", meshes.device_mesh), _wgrad_fusion_set_aside(model) as fused:
         request = Request(*asked, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
         _check_ranks(plan, fused)
@@ -130,18 +136,10 @@ def fully_shard(
     return model
 
 
-def _meshes_for(model: object, given: object, average_gradients: object, check_inputs: object) -> Meshes:
-    """The meshes, if all arguments are what they should be."""
-    require_flags("fully_shard", average_gradients=average_gradients, check_inputs=check_inputs)
-    meshes = as_meshes(given, "fully_shard")
-    require_model(model, "fully_shard(model, meshes)")
-    return meshes
-
-
 def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
     check_attention(plan.model, plan.meshes)
-    refuse_whole(fused, {key for key, row in plan.parameters.items() if row.storage.is_whole}, plan.model)
+    _refuse_fused(fused, plan)
     check_same_model(plan)
     check_replicas(plan)
 
@@ -170,36 +168,39 @@ def _begin(plan: ModelPlan) -> ShardingState:
 
 
 def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
-    """Bind the model and apply FSDP2 to it."""
-    with replacing(plan.model, "fully_shard"), _fsdp2.cutting_few_pieces():
-        bind(plan.model, plan.modules)
-        for binding in filter(None, map(binding_of, plan.model.modules())):
-            binding.weight_mesh_agreed = True  # one object gives both meshes
-        _apply_fsdp2(plan, state)
-
-
-def _apply_fsdp2(plan: ModelPlan, state: ShardingState) -> None:
-    """FSDP2 unit by unit, inner ones first: a parent's FSDP group takes what its units have left."""
+    """Bind the model; apply FSDP2 unit by unit, inner ones first: a parent's group takes what its units have left."""
     model, precision = plan.model, plan.precision
-    options: dict[str, Any] = {"mp_policy": plan.mp_policy}
-    stash = stash_quantized(model)
-    if precision is not None:
-        precision.widen(model)
-    options["shard_placement_fn"] = _placements(plan.modules)
-    options["ignored_params"] = {item.parameter for item in plan.replicated}
-    for name, row in reversed(plan.units.items()):
-        if name in plan.whole:
-            continue
-        unit = state.modules[name] = model.get_submodule(name)
-        options["mesh"] = _fsdp_mesh(plan.meshes, unit, row)
+    with replacing(model, "fully_shard"), _fsdp2.cutting_few_pieces():
+        bind(model, plan.modules)
+        for binding in filter(None, map(binding_of, model.modules())):
+            binding.weight_mesh_agreed = True  # one object gives both meshes
+        stash = stash_quantized(model)
         if precision is not None:
-            options["mp_policy"] = precision.fsdp2_policy(name)
-        fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
-    if plan.meshes.pp is not None and "" in plan.whole:
-        # A pipeline's stage says which microbatch is the last one to modules of FSDP2's alone: a unit of nothing.
-        fsdp2_fully_shard(model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters()))
-    divide_gradients(state, plan.mp_policy)
-    restore_quantized(stash)
+            precision.widen(model)
+        # Weights that FSDP2 shall cut along another dim than the first.
+        dims = {
+            id(m.module._parameters[name]): dim for m in plan.modules for name, dim in m.cuts.items() if dim
+        }
+        options: dict[str, Any] = {
+            "mp_policy": plan.mp_policy,
+            "shard_placement_fn": (lambda p: Shard(dims[id(p)]) if id(p) in dims else None) if dims else None,
+            "ignored_params": {item.parameter for item in plan.replicated},
+        }
+        for name, row in reversed(plan.units.items()):
+            if name in plan.whole:
+                continue
+            unit = state.modules[name] = model.get_submodule(name)
+            options["mesh"] = _fsdp_mesh(plan.meshes, unit, row)
+            if precision is not None:
+                options["mp_policy"] = precision.fsdp2_policy(name)
+            fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
+        if plan.meshes.pp is not None and "" in plan.whole:
+            # A pipeline's stage says which microbatch is the last one to modules of FSDP2's alone: a unit of nothing.
+            fsdp2_fully_shard(
+                model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters())
+            )
+        divide_gradients(state, plan.mp_policy)
+        restore_quantized(stash)
 
 
 def _is_expert(module: nn.Module) -> bool:
@@ -254,27 +255,14 @@ def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
 
 
-def _placements(modules: Iterable[ModulePlan]) -> Callable[[nn.Parameter], Shard | None] | None:
-    """FSDP2's ``shard_placement_fn`` for weights that it shall cut along another dim than the first."""
-    dims = {
-        id(item.module._parameters[name]): dim for item in modules for name, dim in item.cuts.items() if dim
-    }
-    return (lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None) if dims else None
-
-
-def _drop_flat_shards(plan: ModelPlan, state: ShardingState) -> None:
-    """No high-precision copies of quantized shards in FSDP2, neither now nor when a shard is quantized later."""
+def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: list[nn.Module]) -> None:
+    """What FSDP2 shall not keep, and what watches the model, and gathers it."""
     cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
     for unit in state.modules.values():
         for managed in _torch.managed_by(unit):
             if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
+                # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
                 _fsdp2_patches.keep_no_flat_shard(managed)
-
-
-def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: list[nn.Module]) -> None:
-    """What FSDP2 shall not keep, flat copies of quantized shards; then what watches the model, and gathers it."""
-    _drop_flat_shards(plan, state)
-    for unit in state.modules.values():
         _fsdp2_patches.remember_shard_meshes(unit)
         _fsdp2_patches.alias_whole_shards(unit)
         _fsdp2_grads.pass_whole_gradients(unit)
@@ -284,23 +272,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         state.precision_plan.install(state.model, plan.parameters.values())
     reduce_unused(state.model)
     watch_reductions(state)
-    if replicated := plan.replicated:
-        if rank() == 0:
-            _log.info("%s", _whole_parameters(replicated))
-        state.replicated = ReplicatedGradients(
-            state.model,
-            replicated,
-            state.meshes,
-            units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
-            grads_dtype=getattr(state.precision, "main_grads_dtype", None),
-            average=state.average_gradients,
-            beside_fsdp2=bool(state.modules),
-        )
-        if state.meshes.pp is not None and _torch.is_fsdp_module(state.model):
-            own = state.replicated
-            _fsdp2_patches.around_pipeline_step(
-                state.model, own.set_gradient_sync, own.reduce_after_microbatches
-            )
+    _reduce_whole(plan, state)
     state.model.__dict__[KEY] = state
     mark(state)
     tell_attention(state.model, state.meshes)
@@ -311,22 +283,154 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         watch_for_copies(state.model, state.meshes)
     compare_gradients(state.model, check_inputs)
     watch_forward(state)
+    watch_conversions(state)
     watch_first_backward(state)
     watch_writes(state)
-    watch_steps()
-    fuse_wgrad(state, fused)
+    run_around_steps(BEFORE_STEP, AFTER_STEP)
+    _fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)
     take_in_shards(state)
     reduce_from_where_they_lie(state, plan.mp_policy, plan.request.zero_copy_gradients)
 
 
-def _whole_parameters(replicated: Sequence[ReplicatedParameter]) -> str:
-    """What stays whole, in a line for the log."""
-    parameters = [item.parameter for item in replicated]
-    trained = sum(parameter.requires_grad for parameter in parameters)
-    elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
-    names = shorten([item.plan.label for item in replicated], 3)
-    return (
-        f"no_shard: {len(replicated)} parameters of {elements:,} elements stay whole on every data-parallel "
-        f"rank, {trained} of them trained: {names}"
+def _reduce_whole(plan: ModelPlan, state: ShardingState) -> None:
+    """Reduce the gradients of what stays whole, and say in a line of the log what that is."""
+    replicated = plan.replicated
+    if not replicated:
+        return
+    if rank() == 0:
+        parameters = [item.parameter for item in replicated]
+        elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
+        _log.info(
+            "no_shard: %d parameters of %s elements stay whole on every data-parallel rank, %d of them trained: %s",
+            len(replicated),
+            f"{elements:,}",
+            sum(parameter.requires_grad for parameter in parameters),
+            shorten([item.plan.label for item in replicated], 3),
+        )
+    own = state.replicated = ReplicatedGradients(
+        state.model,
+        replicated,
+        state.meshes,
+        units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
+        grads_dtype=getattr(state.precision, "main_grads_dtype", None),
+        average=state.average_gradients,
+        beside_fsdp2=bool(state.modules),
     )
+    if state.meshes.pp is not None and _torch.is_fsdp_module(state.model):
+        _fsdp2_patches.around_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)
+
+
+# ------------------------------------------------------------ gradients that TE adds up (``fuse_wgrad_accumulation``)
+#
+# With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``, or adds it to what is there, and gives
+# autograd none. FSDP2 would then reduce nothing, without an error. But FSDP2 itself keeps a whole gradient between
+# backwards that do not reduce, and reduces what it finds there: TE is handed that one, made anew when it is asked for.
+# Checked on torch 2.11 and 2.13 (``FSDPParam.unsharded_accumulated_grad``), read on 2.15 (the gathered parameter's
+# ``grad``).
+#
+# TE 2.18 to 2.20 asks weights that have ``__fsdp_param__`` for ``get_main_grad()`` during backward. Whether to
+# overwrite what it gets there TE takes from ``weight.overwrite_main_grad`` in forward, but looks at that in backward
+# alone, right before the product: it is an object that knows by then (``__bool__``).
+
+
+@contextlib.contextmanager
+def _wgrad_fusion_set_aside(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Without the option while the model is bound, which refuses it: FSDP2 alone would lose gradients. Local operation.
+
+    Yields the modules that have it, and get it back at the end: those of which TE reads the parameters themselves.
+    Split ones it concatenates first.
+    """
+    fused = [
+        module
+        for module in model.modules()
+        if getattr(module, "fuse_wgrad_accumulation", False)
+        and (names := _fused_weights(module))
+        and all(module._parameters.get(name) is not None for name in names)
+    ]
+    for module in fused:
+        module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    try:
+        yield fused
+    finally:
+        for module in fused:
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+
+
+def _fused_weights(module: nn.Module) -> tuple[str, ...]:
+    return _FUSED_WEIGHTS.get(_te.kind_of(module) or "", ())
+
+
+def _refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
+    """Raise for a fused module whose weights FSDP2 does not reduce. Local operation, the same on all ranks."""
+    names = {id(module): name for name, module in plan.model.named_modules()}
+    for module in fused:
+        for weight in _fused_weights(module):
+            if plan.parameters[id(module), weight].storage.is_whole:
+                raise PlacementError(
+                    f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
+                    why="TE gives no gradient that could be reduced",
+                    fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
+                )
+
+
+def _fuse_wgrad(state: ShardingState, fused: list[nn.Module]) -> None:
+    """Let TE accumulate the weight gradients of ``fused`` where FSDP2 finds them. Local operation."""
+    if not fused:
+        return
+    records = {}
+    for unit in state.modules.values():
+        for managed, group in _fsdp2.records_of(unit):
+            for owner, name in _torch.owners_of(managed):
+                records[id(owner), name] = _Buffer(managed, group)
+    holder: list[weakref.ref[torch.Tensor]] = []
+    for module in fused:
+        buffers = {name: records[id(module), name] for name in _fused_weights(module)}
+        module.register_forward_pre_hook(_torch.untraced(functools.partial(_give_buffers, buffers, holder)))
+
+
+class _Buffer:
+    """Where FSDP2 looks for one parameter's gradient. True while what is there is to be overwritten."""
+
+    def __init__(self, managed: Any, group: Any) -> None:
+        self.managed, self.group = weakref.ref(managed), weakref.ref(group)
+        self._is_new = self._was_asked = False
+
+    def __bool__(self) -> bool:
+        if _torch.backward_id() < 0:
+            return False  # nobody knows in forward: TE has to add, to zeros
+        self._was_asked = True
+        return self._is_new
+
+    def tensor(self) -> torch.Tensor:
+        """The local buffer, to be overwritten where nothing was accumulated. Local operation."""
+        managed, group = self.managed(), self.group()
+        assert managed is not None and group is not None
+        self._is_new = _fsdp2.accumulated(managed) is None
+        found = _fsdp2.accumulated_gradient(managed, group)
+        if self._is_new and not self._was_asked:
+            found.zero_()  # a TE that does not ask adds to it: the first time nobody knows
+        return found
+
+
+def _give_buffers(
+    buffers: dict[str, _Buffer], holder: list[weakref.ref[torch.Tensor]], module: nn.Module, args: Any
+) -> None:
+    """After FSDP2 has gathered: the tensors that TE will see say where their gradients go."""
+    for name, buffer in buffers.items():
+        local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
+        if not hasattr(local, "__fsdp_param__"):
+            local.__fsdp_param__, local.overwrite_main_grad = True, buffer
+            local.get_main_grad = functools.partial(_main_grad, buffer, holder, weakref.ref(local))
+
+
+def _main_grad(
+    buffer: _Buffer, holder: list[weakref.ref[torch.Tensor]], weight: weakref.ref[torch.Tensor]
+) -> torch.Tensor:
+    """The buffer, for TE. TE keeps it as an attribute of the weight: that of the weight before is dropped here."""
+    for earlier in holder:
+        tensor = earlier()
+        if tensor is not None:
+            tensor.__dict__.pop("main_grad", None)
+    holder[:] = [weight]
+    return buffer.tensor()

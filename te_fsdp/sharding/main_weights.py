@@ -31,10 +31,10 @@ from te_fsdp.all_ranks import collective_call, is_capturing
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.parameters import require_model, require_optimizer
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
+from te_fsdp.sharding.first_looks import refuse_unfit
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
 from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
 from te_fsdp.sharding.state import settle
-from te_fsdp.sharding.unfit_optimizers import refuse_unfit
 from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Initial values: drawn (``materialize``), compared before a model is cut, made equal (``broadcast_params``).
+"""Values of parameters: drawn (``materialize``), converted, compared over ranks, made equal (``broadcast_params``).
 
 ``materialize`` takes a model from meta to the device, every shard its part of one well-defined initialisation. What was
 initialised elsewhere must be the same on several ranks: the model itself, and the values of replicas.
@@ -6,28 +6,28 @@ initialised elsewhere must be the same on several ranks: the model itself, and t
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
-from te_fsdp.errors import InitError, MeshError, message, shorten
+from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import initialize_by_reset, target_device
 from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import Place, binding_of, places_of, plan_of, require_model
+from te_fsdp.parameters import Place, attributes_of, binding_of, carry_over, places_of, plan_of, require_model
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
+from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
 from te_fsdp.sharding.state import mark, mesh_of, settle, shard_of, sharding_state
 from te_fsdp.step_hooks import replacing
@@ -68,9 +68,6 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             afterwards. ``None``: use (and advance) the current default generator, which must then be equal on
             all ranks.
 
-    Returns:
-        ``model``.
-
     Raises:
         InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
             states.
@@ -78,20 +75,29 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     """
     require_model(model, "materialize(model)")
     settle(model)
-    pending = [(n, m) for n, m in model.named_modules() if _has_meta(m)]
+    pending = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+    ]
     mesh = mesh_of(model)
-    together = collective_call("materialize", mesh) if mesh is not None else contextlib.nullcontext()
     with (
-        together,
+        collective_call("materialize", mesh) if mesh is not None else nullcontext(),
         raised_on_all_ranks(mesh, "materialize"),
         _seeded(seed, model),
         replacing(model, "materialize"),
     ):
         _refuse_computed_weights(pending)
-        unset = _initialize_all(pending, _owners(model))
-        left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-        if unset or left:
-            raise InitError(_never_initialised(sorted({*unset, *left})))
+        left = set(_initialize_all(model, pending))
+        left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+        if left:
+            raise InitError(
+                f"{len(left)} tensor(s) were never initialised: {', '.join(sorted(left))}",
+                expected="an initialiser for each",
+                got="tensors on meta, or values that reset_parameters left unset",
+                why="They would hold whatever the memory held",
+                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
+            )
     state = sharding_state(model)
     if state is not None:
         if state.replicated is not None:
@@ -120,14 +126,15 @@ def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
         )
 
 
-def _initialize_all(
-    pending: list[tuple[str, nn.Module]], owners: dict[int, list[tuple[nn.Module, str]]]
-) -> list[str]:
-    """Initialise module after module; returns the names that were left unset.
+def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
+    """Initialise module after module, tied parameters together; returns the names that were left unset.
 
     An error of one module is raised after the last one: a rank that stopped early would leave the others waiting in
     the collectives of the modules to come.
     """
+    owners: dict[int, list[Place]] = {}
+    for place in places_of(model):
+        owners.setdefault(id(place.parameter), []).append(place)
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
@@ -136,27 +143,14 @@ def _initialize_all(
             unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
         except Exception as error:  # raised below
             first_error = first_error or error
-        _retie(module, before, owners)
+        for own, old in before.items():
+            new = module._parameters[own]
+            if old is not None and new is not old:
+                for place in owners[id(old)]:
+                    place.owner._parameters[place.name] = new
     if first_error is not None:
         raise first_error
     return unset
-
-
-def _has_meta(module: nn.Module) -> bool:
-    """Whether a module itself owns a tensor on meta."""
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in own)
-
-
-def _never_initialised(names: list[str]) -> str:
-    shown = ", ".join(names)
-    return message(
-        f"{len(names)} tensor(s) were never initialised: {shown}",
-        expected="an initialiser for each",
-        got="tensors on meta, or values that reset_parameters left unset",
-        why="They would hold whatever the memory held",
-        fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
-    )
 
 
 def _initialize(module: nn.Module) -> list[str]:
@@ -174,29 +168,7 @@ def _initialize(module: nn.Module) -> list[str]:
     return initialize_by_reset(module, module.reset_parameters)  # type: ignore[arg-type]
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every place that a parameter object is registered at: more than one for tied parameters."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for place in places_of(model):
-        owners.setdefault(id(place.parameter), []).append((place.owner, place.name))
-    return owners
-
-
-def _retie(
-    module: nn.Module,
-    before: dict[str, nn.Parameter | None],
-    owners: dict[int, list[tuple[nn.Module, str]]],
-) -> None:
-    """Hand a replaced parameter to the other modules that it was tied to."""
-    for name, old in before.items():
-        new = module._parameters[name]
-        if old is None or new is old:
-            continue
-        for owner, owner_name in owners[id(old)]:
-            owner._parameters[owner_name] = new
-
-
-@contextlib.contextmanager
+@contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
     """Run with a seed of its own and put the random states back; without a seed, run with the current state."""
     if seed is None:
@@ -208,6 +180,86 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(indices, device_type=kind):
         torch.manual_seed(seed)
         yield
+
+
+# --------------------------------------------------------------------------------------------------------- conversions
+
+
+def watch_conversions(state: ShardingState) -> None:
+    """Carry on what ``Module._apply`` leaves behind (``to``, ``half``, ``to_empty``), or refuse it. Local operation."""
+    _fsdp2_patches.around_apply(state.model, functools.partial(_apply_and_carry, state))
+
+
+def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Module._apply``, which swaps DTensors for new ones: Python attributes, te_fsdp's marks too, stay behind.
+
+    So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
+    """
+    state.pending_gathers.wait()
+    _refuse_conversion(state, args[0])
+    known, gradients = {}, {}
+    for name, parameter in state.parameters().items():
+        known[name] = attributes_of(parameter)
+        plan = plan_of(parameter)
+        if plan is not None and plan.gradient_dtype is not None:
+            gradients[name], parameter.grad = parameter.grad, None
+    try:
+        with replacing(state.model, "to_empty, or another call that converts the model"):
+            result = stock(*args, **kwargs)
+        if "to_empty" in getattr(args[0], "__qualname__", ""):
+            _leave_unset(state)
+        return result
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise OrderError(
+            f"{type(state.model).__name__}: a move to a device before its parameters have values",
+            expected="te_fsdp.materialize(model), which puts them where they belong",
+            got="parameters on meta",
+            fix="call te_fsdp.materialize(model, seed=...) in its place",
+        ) from error
+    finally:
+        for name, parameter in state.parameters().items():
+            carry_over(known[name], parameter)
+            if name in gradients:
+                gradient = gradients[name]
+                parameter.grad_dtype = gradient_dtype(parameter)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        mark(state, moved=True)
+
+
+def _refuse_conversion(state: ShardingState, fn: Any) -> None:
+    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local.
+
+    FSDP2 has allocated what it gathers into then.
+    """
+    if not state.roots():
+        return
+    kinds = {
+        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
+    }
+    for dtype, device in kinds:
+        became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+        if became != dtype:
+            raise OrderError(
+                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
+                expected="dtypes that stay",
+                why="FSDP2 has allocated what it gathers weights into",
+                fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
+            )
+
+
+@torch.no_grad()
+def _leave_unset(state: ShardingState) -> None:
+    """Fill what ``to_empty`` has given memory with NaN, which the first forward and any loss show."""
+    for tensor in [*state.model.parameters(), *state.model.buffers()]:
+        local = _torch.local_of(tensor)
+        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+            local.fill_(float("nan"))
+    state.emptied = state.on_meta = True
+
+
+# --------------------------------------------------------------------------------------------------------- made equal
 
 
 def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -314,8 +366,7 @@ def differing_copies(state: ShardingState) -> list[str]:
     return list(bad)
 
 
-# Characters of settings that a message shows.
-_MOST = 1000
+# ---------------------------------------------------------------------------------------------------------- comparisons
 
 
 def check_same_model(plan: ModelPlan) -> None:
@@ -325,9 +376,6 @@ def check_same_model(plan: ModelPlan) -> None:
     expert modules, the ranks that hold the same experts must have the same.
 
     Collective over the world: three max all-reduces of a few integers per axis.
-
-    Args:
-        plan: The model's, before it is bound.
 
     Raises:
         MeshError: The models or the settings differ.
@@ -348,7 +396,7 @@ def check_same_model(plan: ModelPlan) -> None:
         raise MeshError(
             "fully_shard: the ranks of the mesh were given different arguments",
             expected="the same units, strategies and dtypes everywhere",
-            got=f"here {settings[:_MOST]}",
+            got=f"here {settings[:1000]}",
             fix="call it with the same arguments on all ranks",
         )
     if models or experts_of_one:
@@ -372,71 +420,56 @@ def check_replicas(plan: ModelPlan) -> None:
 
     Collective over the world: max all-reduces of two integers per parameter and axis, small object gathers.
 
-    Args:
-        plan: The model's, before it is bound.
-
     Raises:
         InitError: Names the parameters that differ, or that do not.
     """
-    meshes, experts = plan.meshes, any(row.experts for row in plan.parameters.values())
-    held = _on_device(
-        (place.label, place.parameter, plan.parameters[id(place.owner), place.name])
-        for place in places_of(plan.model)
-    )
-    bad = _differing(held[False], meshes.device_mesh)
-    with raised_on_all_ranks(meshes.device_mesh if experts else None, "fully_shard"):
-        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
-        _check_none(bad, sum(map(len, held.values())))
+    meshes, rows = plan.meshes, plan.parameters
+    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in places_of(plan.model))
+    may_differ = any(row.experts for row in rows.values())
+    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
     if (meshes.tp is not None or meshes.ep is not None) and on_device(plan.modules):
         with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
             refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp, meshes.ep))
 
 
 def check_whole(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
-    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut.
-
-    Args:
-        parameters: Those on meta are left out.
-        meshes: The job's meshes.
-    """
-    held = _on_device((item.plan.label, item.parameter, item.plan) for item in parameters)
-    with raised_on_all_ranks(meshes.device_mesh, "materialize"):
-        bad = _differing(held[False], meshes.device_mesh)
-        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
-        _check_none(bad, sum(map(len, held.values())))
+    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut."""
+    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
+    _require_equal(found, meshes, meshes.device_mesh, "materialize")
 
 
-def _on_device(
+class _Held(NamedTuple):
+    """A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it."""
+
+    label: str
+    checksum: torch.Tensor
+    whole: bool
+
+
+def _require_equal(
     parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
-) -> dict[bool, list[_Held]]:
-    """What has values by now, of experts (``True``) and of others."""
+    meshes: Meshes,
+    told: DeviceMesh | None,
+    where: str,
+) -> None:
+    """Raise for what has values by now, and others on other ranks; on all ranks of ``told``, if not all see it."""
     held: dict[bool, list[_Held]] = {False: [], True: []}
     for label, parameter, plan in parameters:
         local = _torch.local_of(parameter)
         if not local.is_meta:
             whole = plan.rule is None or plan.rule.shard_dim is None
             held[plan.experts].append(_Held(label, checksum(local), whole))
-    return held
-
-
-def _check_none(bad: list[str], count: int) -> None:
-    if bad:
-        raise InitError(
-            f"{shorten(bad)}: values differ between ranks that must hold the same",
-            expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-            got=f"{len(bad)} of {count} parameters differ",
-            why="FSDP2 would cut each shard from another initialisation",
-            fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
-        )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it."""
-
-    label: str
-    checksum: torch.Tensor
-    whole: bool
+    with raised_on_all_ranks(told, where):
+        bad = _differing(held[False], meshes.device_mesh)
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        if bad:
+            raise InitError(
+                f"{shorten(bad)}: values differ between ranks that must hold the same",
+                expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
+                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
+                why="FSDP2 would cut each shard from another initialisation",
+                fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
+            )
 
 
 def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:

@@ -24,7 +24,6 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.layout import SyncMode
-from te_fsdp.sharding.kept_weights import show_gathered
 from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
 from te_fsdp.sharding.state import (
     ShardingState,
@@ -32,6 +31,7 @@ from te_fsdp.sharding.state import (
     recover,
     refuse_in_backward,
     required_state,
+    show_gathered,
     versions_of,
 )
 

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 
+from te_fsdp import _te
 from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.errors import PlacementError, PrecisionError
-from te_fsdp.layout import REPLICATED, STORAGE, Storage
+from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
+from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.modules.checks import Selection, find_experts, plan_modules
 from te_fsdp.modules.grouped import single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan
 from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
-from te_fsdp.sharding.units import (
-    DEFAULT,
-    Wanted,
-    check_accepted,
-    check_order,
-    check_word,
-    find_units,
-    nearest_strategy,
-    refuse_hooks,
-    unit_by_module,
-)
+from te_fsdp.sharding.state import check_accepted, check_order, is_container, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +29,38 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.quantized.shards import Key
 
+#: How users name units: classes, or names in the tree.
+Wanted = Iterable[type | str] | type | str
 #: How users name strategies: one, or one for each class or name.
 Wish = str | Mapping[type | str, str]
+#: What a model gets that names no strategy.
+DEFAULT = "optim_grads_params"
+#: Options of ``fully_shard`` -> their words; of transports see :mod:`te_fsdp.sharding.comm_units`.
+WORDS = {
+    "strategy": STRATEGIES,
+    "outer_strategy": OUTER_STRATEGIES,
+    "transport": ("auto", "nccl", "copy_engine"),
+}
+_HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
+_HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
+#: What to write here -> words of DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them.
+_ELSEWHERE = {
+    "strategy": {
+        "no_shard": "0 zero0 stage0 zerostage0 ddp no none false replicate",
+        "optim": "1 zero1 stage1 zerostage1 optimizer zero os",
+        "optim_grads": "2 zero2 stage2 zerostage2 shardgradop osg gradop",
+        "optim_grads_params": "3 zero3 stage3 zerostage3 fullshard fullyshard full fsdp fsdp2 params true osgp",
+        _HYBRID.format("optim_grads_params"): "hybridshard hsdp hybrid",
+        _HYBRID.format("optim_grads"): "hybridshardzero2",
+        _HFSDP: "hfsdp",
+    },
+    "outer_strategy": {
+        "no_shard": "0 zero0 ddp no none false replicate hsdp hybridshard",
+        "optim": "1 2 3 zero1 zero2 zero3 hfsdp full fullshard true optimgrads optimgradsparams shardgradop optimizer "
+        "zero",
+    },
+    "transport": {"nccl": "gloo", "auto": "default none", "copy_engine": "ce p2p symmmem symmetricmemory"},
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +85,6 @@ class ModelPlan:
     """All that is settled before anything changes.
 
     Attributes:
-        model: The root.
-        meshes: The job's meshes.
-        request: What the user asked for.
         units: Name -> storage of each unit, outer before inner; ``""`` is the root with what its units have left.
         whole: Names of modules that have parameters, in them or below them, all of which stay whole.
         parameters: Every place of a parameter, by its owner's id and the name that it has there before it is bound.
@@ -172,10 +191,9 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
 def _with_expert_units(
     model: nn.Module, meshes: Meshes, units: dict[str, str], selection: Selection
 ) -> dict[str, str]:
-    """``units`` and the expert modules, which cannot share a unit with parameters on other meshes. Local operation.
+    """``units`` and the expert modules, which cannot share a unit with parameters on other meshes.
 
-    Returns:
-        Name -> strategy, outer before inner; an expert module has that of the unit around it.
+    An expert module has the strategy of the unit around it.
     """
     if meshes.ep is None:
         return units
@@ -187,14 +205,12 @@ def _with_expert_units(
 def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, ParameterPlan]:
     """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
 
-    Local operation; changes nothing. Gives the same on all ranks that hold the same model.
+    Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
+    by its owner's id and its name there.
 
     Args:
         model: The root.
         units: Name -> storage of each unit, ``""`` for the root.
-
-    Returns:
-        Every place of a parameter, by its owner's id and its name there.
 
     Raises:
         PlacementError: A parameter registered at several places, of which some are replicated, or in several units.
@@ -208,7 +224,11 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
         storage = units[unit]
         if not storage.is_whole and (id(place.owner) in marked or is_replicated(place.owner, place.name)):
             storage = STORAGE[REPLICATED, storage.outer]
-        tied.setdefault(_tensor_of(place), []).append((place, unit, storage))
+        # What is one and the same where a parameter is tied, and where experts will be one parameter.
+        single = place.name.rstrip("0123456789")
+        is_single = single != place.name and single in single_names(place.owner)
+        tensor = (id(place.owner), single) if is_single else id(place.parameter)
+        tied.setdefault(tensor, []).append((place, unit, storage))
     rows: dict[Key, ParameterPlan] = {}
     for places in tied.values():
         _check_tied(places)
@@ -217,14 +237,6 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
             row = ParameterPlan(place.label, place.name, unit, storage, owners)
             rows.setdefault((id(place.owner), place.name), row)  # a module of several names: the first one
     return dict(sorted(rows.items(), key=lambda item: item[1].label))
-
-
-def _tensor_of(place: Place) -> object:
-    """What is one and the same where a parameter is tied, and where experts will be one parameter."""
-    single = place.name.rstrip("0123456789")
-    if single != place.name and single in single_names(place.owner):
-        return id(place.owner), single
-    return id(place.parameter)
 
 
 def _check_tied(places: Sequence[tuple[Place, str, Storage]]) -> None:
@@ -256,9 +268,9 @@ def _check_tied(places: Sequence[tuple[Place, str, Storage]]) -> None:
 def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
     """Names of the modules that have parameters in them or below them, all of which stay whole."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
-    places = places_of(model, remove_duplicate=False)
-    for path, is_whole in {(p.path, rows[id(p.owner), p.name].storage.is_whole) for p in places}:
-        around[is_whole].update(_enclosing(path))
+    for place in places_of(model, remove_duplicate=False):
+        own = around[rows[id(place.owner), place.name].storage.is_whole]
+        own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
 
 
@@ -268,47 +280,34 @@ def _stays_whole(rows: Mapping[Key, ParameterPlan], module: nn.Module, name: str
     return row is not None and row.storage.is_whole
 
 
-def _enclosing(path: str) -> Iterator[str]:
-    """Names of a module and of all modules around it."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
 def _completed(
     placed: Mapping[Key, ParameterPlan], modules: Iterable[ModulePlan]
 ) -> dict[Key, ParameterPlan]:
     """The rows, with what is known of their modules and by the names that they have when those are bound."""
     planned = {id(item.module): item for item in modules}
-    names = {
-        row.label: row.label.removesuffix(name)
-        + (planned[owner].registered(name) if owner in planned else name)
-        for (owner, name), row in placed.items()
-    }
-    rows = {}
+    rows, labels = {}, {}
     for (owner, name), row in placed.items():
-        owners, item = (
-            tuple(dict.fromkeys(names.get(label, label) for label in row.owners)),
-            planned.get(owner),
-        )
-        row = replace(row, label=names[row.label], owners=owners)
+        item = planned.get(owner)
         if item is not None:
             own = item.registered(name)
-            rule = item.rules.get(name, item.rules.get(own))
-            cut, experts = item.cuts.get(own), item.experts is not None
-            row = replace(row, name=own, rule=rule, experts=experts, cut_dim=cut)
+            labels[row.label] = row.label.removesuffix(name) + own
+            row = replace(
+                row,
+                label=labels[row.label],
+                name=own,
+                rule=item.rules.get(name, item.rules.get(own)),
+                experts=item.experts is not None,
+                cut_dim=item.cuts.get(own),
+            )
         rows[owner, name] = row
-    return rows
+    return {
+        key: replace(row, owners=tuple(dict.fromkeys(labels.get(label, label) for label in row.owners)))
+        for key, row in rows.items()
+    }
 
 
 def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
-    """The parameters that stay whole, each once, in the order of the rows: the same on all ranks. Local operation.
-
-    Args:
-        model: The root.
-        rows: All places of its parameters.
-    """
+    """The parameters that stay whole, each once, in the order of the rows: the same on all ranks. Local operation."""
     modules = {id(module): module for module in model.modules()}
     found = {
         row.label: ReplicatedParameter(row, modules[owner])
@@ -316,6 +315,9 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
         if row.storage.is_whole and row.label == row.owners[0]
     }
     return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
 
 
 def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish:
@@ -330,6 +332,135 @@ def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish
         expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
         fix="leave reshard_after_forward out",
     )
+
+
+def check_word(option: str, given: Any) -> str:
+    """What an option of :data:`WORDS` was given, if it is one of its words.
+
+    Raises:
+        PlacementError: It is none; suggests the word that it probably stands for.
+    """
+    words = WORDS[option]
+    if isinstance(given, str) and given in words:
+        return given
+    elsewhere = {theirs: ours for ours, many in _ELSEWHERE[option].items() for theirs in many.split()}
+    near = meant(given, words, elsewhere)
+    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    raise PlacementError(
+        f"fully_shard: {option}",
+        expected=f"one of {words}",
+        got=repr(given),
+        fix=fix if near is not None else f"one of these; {option} may be left out",
+    )
+
+
+def find_units(
+    model: nn.Module, units: Wanted | None, strategy: str | Mapping[type | str, str]
+) -> dict[str, str]:
+    """Name -> strategy of the modules that become units: the root and these, outer before inner, each once. Local.
+
+    Args:
+        model: The root.
+        units: Classes or names; ``None``: every ``te.TransformerLayer``.
+        strategy: One for all units, or one for each class or name. A key holds for the module that it names and for
+            all in it, as far as no key of a module further in says otherwise; that module becomes a unit. ``""``
+            is the root. What no key reaches gets :data:`DEFAULT`.
+
+    Raises:
+        PlacementError: A class or name without a module; two classes that want different strategies for a module.
+    """
+    names = dict(model.named_modules())
+    if units is None:
+        layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
+        chosen = {name for name, module in names.items() if isinstance(module, layer)}
+    else:
+        wanted = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
+        chosen = {name for want in wanted for name in _find(names, want)}
+    given: dict[str, str] = {}
+    if isinstance(strategy, Mapping):
+        given = _strategies_by_name(names, strategy)
+        chosen |= given.keys()
+    else:
+        given[""] = check_word("strategy", strategy)
+    inner = [name for name in names if name in chosen and name]
+    return {name: nearest_strategy(name, given) for name in ["", *inner]}
+
+
+def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
+    """Names of the modules that a class, a name or a name with ``.*`` stands for."""
+    if isinstance(want, type):
+        found = [n for n, m in names.items() if isinstance(m, want)]
+    elif not isinstance(want, str):
+        raise PlacementError(
+            f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+            expected="a class, or a name in the tree",
+            fix="name modules as model.named_modules() does",
+        )
+    elif want.endswith(".*"):
+        prefix = want[:-1]
+        found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
+    else:
+        found = [want] if want in names else []
+    if not found:
+        near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
+        kinds = {type(module).__name__ for module in names.values()}
+        raise PlacementError(
+            f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+            expected=f"a class or a name out of {shorten([n for n in names if n], 8)}",
+            fix=f"the class {want} itself, not its name"
+            if want in kinds
+            else f"{near!r}, if that is meant"
+            if near
+            else "name modules as model.named_modules() does",
+        )
+    return found
+
+
+def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, str]:
+    """A mapping of classes and names, as one of names: a name beats a class."""
+    found: dict[str, str] = {}
+    for want in sorted(strategy, key=lambda want: isinstance(want, str)):
+        word = check_word("strategy", strategy[want])
+        for name in _find(names, want):
+            if isinstance(want, type) and found.get(name, word) != word:
+                raise PlacementError(
+                    f"{name or 'model'}: two strategies",
+                    expected="one class of the mapping that it is an instance of, or equal strategies",
+                    got=f"{found[name]} and {word}",
+                    fix="name the module",
+                )
+            for own in _with_forward(names, name):
+                found[own] = word
+    return found
+
+
+def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
+    """The module itself, or the children of a container: a container cannot be gathered."""
+    if not name or not is_container(names[name]):
+        return [name]
+    return [
+        own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")
+    ]
+
+
+def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
+    """The strategy of the innermost module around ``name`` that has one."""
+    while name not in given and name:
+        name = name.rpartition(".")[0]
+    return given.get(name, DEFAULT)
+
+
+def unit_by_module(model: nn.Module, units: Collection[str]) -> dict[str, str]:
+    """The innermost unit around each module, by name; a module of several names has them all. Local operation."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = {id(modules[name]): name for name in units}
+    inside: dict[str, str] = {}
+    for name, module in modules.items():  # parents come before their children
+        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
+    return inside
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from te_fsdp import _fsdp2, _te, _torch, parameters
-from te_fsdp.errors import OrderError, shorten
+from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.move.pending import PendingGathers
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -39,17 +43,15 @@ KEY = "_te_fsdp_sharding"
 
 @dataclass
 class Computed:
-    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.computed_alike`).
+    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.forward`).
 
     Attributes:
         mode: Training, and with gradients.
         modes: Those that there were.
         under: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
-        names: Of the parameters.
-        places: Where each is registered.
+        places: Full name of each parameter, and where it is registered.
         trained: Which of them were trained in that forward.
         units: Name of a unit -> its last recipe in training.
-        kinds: Classes of units that have run in training.
         pairs: Recipes before and now of what this forward has met for.
         meetings: Names of the axes of a mesh -> how often its ranks have met.
     """
@@ -57,13 +59,11 @@ class Computed:
     mode: tuple[bool, bool] | None = None
     modes: set[tuple[bool, bool]] = field(default_factory=set)
     under: tuple[Any, Any] | None = None
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
     trained: list[bool] | None = None
     units: dict[str, Any] = field(default_factory=dict)
-    kinds: set[type] = field(default_factory=set)
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    meetings: dict[tuple[str, ...] | None, int] = field(default_factory=dict)
+    meetings: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -71,17 +71,15 @@ class ShardingState:
     """What training needs to know about a sharded model.
 
     Attributes:
-        model: The root model.
-        meshes: The job's meshes.
         units: Name -> storage of each unit; ``""`` is the root with what its units have left.
         outer: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``.
-        precision: The precision policy, or ``None``.
-        replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
-        modules: Name -> module of the units that FSDP2 manages, inner before outer.
-        outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
+        precision: The policy, or ``None``.
         average_gradients: Whether gradients are means over data-parallel ranks, or sums.
         precision_plan: What ``precision`` means for each parameter, or ``None``.
         plans: Full name -> what is settled about a parameter.
+        modules: Name -> module of the units that FSDP2 manages, inner before outer.
+        replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
+        outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
         sync_mode: How the backwards to come count.
         last_microbatch: Whether the loop has said that the backward to come is the last one of its step; without that,
             others may follow.
@@ -96,19 +94,19 @@ class ShardingState:
         pending_gathers: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
         versions: Name of a unit -> :func:`versions_of` it when it was gathered.
         nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
-        stepping: Weak reference to the optimizer whose step runs, or has raised.
+        stepping: The optimizer whose step runs, or has raised.
         mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
         methods: How many methods of the model run that gather as forward does, and may call it.
         on_meta: Whether parameters may still be on meta.
         aside: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
         recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
+        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
+        copied: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is
+            copied, or empty.
         computed: How the last forwards were computed, which ranks must do alike.
         optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
         emptied: Whether ``to_empty`` may have left memory that nothing was written to.
         inferred: Whether the first forward ran under ``torch.inference_mode``.
-        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
-        copied: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is
-            copied, or empty.
     """
 
     model: nn.Module
@@ -214,11 +212,7 @@ def state_of(parameter: torch.Tensor) -> ShardingState | None:
 
 
 def required_state(model: nn.Module, where: str) -> ShardingState:
-    """The state of a model.
-
-    Raises:
-        OrderError: It has none.
-    """
+    """The state of a model; :class:`OrderError` if it has none."""
     state = sharding_state(model)
     if state is None:
         raise OrderError(
@@ -261,7 +255,13 @@ def recover(state: ShardingState) -> None:
     After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
     microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
     """
-    _recover_step(state)
+    optimizer = state.stepping() if state.stepping is not None else None
+    end_step(state)
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and main_parameters.pairs:
+        # ``zero_grad`` of the optimizer has not reached the gradients of parameters whose places they had taken.
+        main_parameters.swap_out(optimizer)
+        state.failed = any(p.grad is not None for p in state.parameters().values())
     phases = {root: _fsdp2.interrupted(root) for root in state.roots()}
     lost = "backward" in phases.values()
     for root, phase in phases.items():
@@ -283,19 +283,6 @@ def recover(state: ShardingState) -> None:
         state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
 
 
-def _recover_step(state: ShardingState) -> None:
-    """Undo what a step that has raised put in place of gradients and parameters. Local operation.
-
-    ``zero_grad`` of its optimizer has not reached the gradients of parameters whose places main parameters had taken.
-    """
-    optimizer = state.stepping() if state.stepping is not None else None
-    end_step(state)
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.pairs:
-        main_parameters.swap_out(optimizer)
-        state.failed = any(p.grad is not None for p in state.parameters().values())
-
-
 def end_step(state: ShardingState) -> None:
     """Take back what was done to a model for a step that is over, or has raised. Local operation."""
     state.stepping = None
@@ -315,9 +302,7 @@ def refuse_in_backward(where: str) -> None:
 def mark(state: ShardingState, *, moved: bool = False) -> None:
     """Let each parameter that the model has now know ``state``, and what is settled about it. Local operation.
 
-    Args:
-        state: The model's state.
-        moved: Whether parameters have other memory than before, by a conversion.
+    ``moved`` says that parameters have other memory than before, by a conversion.
     """
     reference = weakref.ref(state)
     state.computed.places.clear()
@@ -350,3 +335,148 @@ def refuse_assigned(state: ShardingState) -> None:
             why="torch leaves the values of a DTensor as they are then, and says nothing",
             fix="with torch.no_grad(): parameter.copy_(value)",
         )
+
+
+def check_order(model: nn.Module) -> None:
+    """Raise if FSDP2 or ``fully_shard`` was applied to any part before, or to a model that holds this. Local."""
+    for name, module in model.named_modules():
+        if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
+            raise OrderError(
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="the model that it was made of",
+                got="a wrapper that reduces gradients, or cuts parameters, itself",
+                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
+            )
+        if _torch.is_fsdp_module(module):
+            raise OrderError(
+                f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                expected="a model without FSDP2",
+                got=type(module).__name__,
+                why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            raise OrderError(
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a plain parameter or a DTensor on the tp mesh",
+                got=f"placements {tuple(parameter.placements)}",
+                fix="build the model anew",
+            )
+        # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
+        state = state_of(parameter)
+        if state is not None:
+            raise OrderError(
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a model that fully_shard was not called on",
+                got=f"a parameter of a sharded {type(state.model).__name__}",
+                why="Its gradients would be averaged twice",
+                fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
+            )
+
+
+def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
+    """What FSDP2 would refuse half way, when some units are cut already."""
+    for name in units:
+        module = model.get_submodule(name)
+        if is_container(module):
+            raise PlacementError(
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="a module with a forward",
+                got="a container without",
+                why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                fix=f'units="{name}.*" for each of its children'
+                if name
+                else "shard the module that calls it",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise PlacementError(
+                f"{name}: fully_shard of a scalar parameter",
+                expected="at least one dim to cut",
+                got="shape ()",
+                fix="make it a tensor of shape (1,)",
+            )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only lists others, and has no forward."""
+    listing = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    return listing and type(module).forward is torch.nn.Module.forward
+
+
+def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
+    """Raise for gradient hooks that never run, or would be lost. Local operation.
+
+    Args:
+        named: Parameters that FSDP2 manages, or is to manage, by name.
+        sharded: Whether it does so by now: then hooks that run after a gradient was added are right.
+
+    Raises:
+        OrderError: Names the first.
+    """
+    hooked = [
+        name
+        for name, p in named
+        if _torch.has_gradient_hooks(p) or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        raise OrderError(
+            f"{hooked[0]}: a gradient hook on a parameter that {'is' if sharded else 'is about to be'} sharded",
+            expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
+            got=f"{len(hooked)} parameter(s) with hooks"
+            + (" by register_hook" if sharded else " from before fully_shard"),
+            why="FSDP2 puts a new parameter in each one's place, and autograd gives gradients to the gathered ones: "
+            "the hook would never run",
+            fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- kept weights
+#
+# A forward without gradients leaves gathered weights of ``optim`` and ``optim_grads``, which no backward releases: kept
+# for the next one, while the model shows its shards. Who reads or writes ``model.parameters()`` after an evaluation
+# (averages, clipping by hand, a new optimizer) would else work on copies that the next step throws away.
+
+
+def show_shards(state: ShardingState) -> None:
+    """Let a model's parameters be its shards, where units stay gathered. Local operation; nothing is freed."""
+    for name, unit in state.gathered():
+        if name in state.aside or state.units[name].gather == "pass":
+            continue
+        for parameter, record in _fsdp2.gathered_parameters(unit):
+            for module, own in _torch.owners_of(record):
+                if module._parameters.get(own) is parameter:
+                    _note_aside(module, own, True)
+                    # Not by an assignment, after which a quantized weight would free what it holds.
+                    module._parameters[own] = _fsdp2.sharded_of(record)
+        state.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+
+
+def show_gathered(state: ShardingState, name: str, unit: nn.Module) -> None:
+    """Undo :func:`show_shards` for a unit; release its weights if the shards were written to. Local operation."""
+    versions = state.aside.pop(name, None)
+    if versions is None or not _fsdp2.is_gathered(unit):
+        return
+    if (
+        not _torch.in_backward()
+        and not state.waiting
+        and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
+    ):
+        unit.reshard()  # type: ignore[operator]
+        state.versions.pop(name, None)
+        return
+    for parameter, record in _fsdp2.gathered_parameters(unit):
+        shard = _fsdp2.sharded_of(record)
+        if parameter.requires_grad != shard.requires_grad:
+            parameter.requires_grad_(shard.requires_grad)
+        for module, own in _torch.owners_of(record):
+            _note_aside(module, own, False)
+            setattr(module, own, parameter)
+
+
+def _note_aside(module: nn.Module, name: str, is_aside: bool) -> None:
+    binding = parameters.binding_of(module)
+    pair = None if binding is None else binding.installed.get(name)
+    if pair is not None:
+        pair.is_aside = is_aside

@@ -1,320 +1,41 @@
-"""What happens by itself around forward, other methods that gather, and ``optimizer.step()`` of sharded models.
+"""What happens by itself around ``optimizer.step()`` of sharded models, and which ways of clearing reach what waits.
 
-before a forward   what an exception has left half done is mended; new weights on their way are waited for, stale
-                   gathered ones refused
-before a step      :data:`BEFORE_STEP`: gradients are complete, or it raises; replicas over tp get equal ones
-after a step       :data:`AFTER_STEP`: kept weights are released, so that the next forward gathers the new ones
+before a step    :data:`BEFORE_STEP`: gradients are complete, or it raises; replicas over tp get equal ones
+after a step     :data:`AFTER_STEP`: kept weights are released, so that the next forward gathers the new ones
 """
 
 from __future__ import annotations
 
 import functools
+import struct
 import weakref
-from types import MethodType
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _torch
-from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.modules.initialize import check_initialised
-from te_fsdp.modules.inputs import check_inputs
+from te_fsdp import _fsdp2_patches, _torch
+from te_fsdp.agree import are_equal
+from te_fsdp.errors import MeshError, OrderError, shorten
 from te_fsdp.modules.rank_checks import require_equal_gradients
-from te_fsdp.parameters import attributes_of, carry_over, facts_of, is_replicated, places_of, plan_of
+from te_fsdp.parameters import facts_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
-from te_fsdp.sharding.clearing import clear_with, clear_with_modules
-from te_fsdp.sharding.closures import look_after_closure
 from te_fsdp.sharding.comm_units import gather_anew
-from te_fsdp.sharding.computed_alike import require_computed_alike, require_same_recipe
-from te_fsdp.sharding.first_looks import (
-    before_first_forward,
-    before_first_step,
-    leave_unset,
-    refuse_conversion,
-    refuse_inference_mode,
-)
-from te_fsdp.sharding.kept_weights import show_gathered, show_shards
-from te_fsdp.sharding.main_weights import (
-    lend_main_weights,
-    note_written,
-    optimizers_of,
-    refuse_edited,
-    remember,
-)
+from te_fsdp.sharding.first_looks import before_first_step
+from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refuse_edited, remember
 from te_fsdp.sharding.outer_averages import check_step
-from te_fsdp.sharding.precision import gradient_dtype
-from te_fsdp.sharding.reductions import (
-    has_failed,
-    require_reduced,
-    require_sound,
-)
-from te_fsdp.sharding.state import (
-    ShardingState,
-    end_step,
-    is_assigned,
-    mark,
-    mark_gathered,
-    recover,
-    refuse_assigned,
-    shard_of,
-    sharding_state,
-    state_of,
-    versions_of,
-)
-from te_fsdp.step_hooks import (
-    StepFunctions,
-    gradients_of,
-    refuse_replaced,
-    replacing,
-    run_around_steps,
-    sync_tp_replicas,
-)
+from te_fsdp.sharding.reductions import forget_waiting, require_reduced, zero_grad
+from te_fsdp.sharding.state import ShardingState, end_step, shard_of, sharding_state, state_of
+from te_fsdp.step_hooks import StepFunctions, gradients_of, refuse_replaced, sync_tp_replicas
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from te_fsdp.step_hooks import Step
-
-
-def watch_steps() -> None:
-    """Take part in every optimizer step from now on; later calls do nothing."""
-    run_around_steps(BEFORE_STEP, AFTER_STEP)
-
-
-def watch_forward(state: ShardingState) -> None:
-    """Look after the weights of a model before each forward of it and of its units."""
-    for name, unit in state.modules.items():
-        # Before FSDP2's own hook, which gathers.
-        before = _torch.untraced(functools.partial(_before_unit, state, name))
-        unit.register_forward_pre_hook(before, prepend=True)
-        if state.units[name].gather != "pass":
-            _fsdp2_patches.before_unshard(unit, functools.partial(show_gathered, state, name, unit))
-    state.model.register_forward_pre_hook(
-        _torch.untraced(functools.partial(_before_forward, state)), prepend=True
-    )
-    state.model.register_forward_hook(_torch.untraced(functools.partial(_after_forward, state)))
-    _fsdp2_patches.around_apply(state.model, functools.partial(_apply_and_carry, state))
-    clear_with_modules()
-
-
-def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Module._apply``, which swaps DTensors for new ones: Python attributes, te_fsdp's marks too, stay behind.
-
-    So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
-    """
-    state.pending_gathers.wait()
-    refuse_conversion(state, args[0])
-    known, gradients = {}, {}
-    for name, parameter in state.parameters().items():
-        known[name] = attributes_of(parameter)
-        plan = plan_of(parameter)
-        if plan is not None and plan.gradient_dtype is not None:
-            gradients[name], parameter.grad = parameter.grad, None
-    try:
-        with replacing(state.model, "to_empty, or another call that converts the model"):
-            result = stock(*args, **kwargs)
-        if "to_empty" in getattr(args[0], "__qualname__", ""):
-            leave_unset(state.model)
-            state.emptied = state.on_meta = True
-        return result
-    except NotImplementedError as error:
-        if "meta tensor" not in str(error):
-            raise
-        raise OrderError(
-            f"{type(state.model).__name__}: a move to a device before its parameters have values",
-            expected="te_fsdp.materialize(model), which puts them where they belong",
-            got="parameters on meta",
-            fix="call te_fsdp.materialize(model, seed=...) in its place",
-        ) from error
-    finally:
-        for name, parameter in state.parameters().items():
-            carry_over(known[name], parameter)
-            if name in gradients:
-                gradient = gradients[name]
-                parameter.grad_dtype = gradient_dtype(parameter)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        mark(state, moved=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- forward
-
-
-def watch_method(unit: nn.Module, method: str) -> None:
-    """Look after the weights and gradients of a unit, or of the model, around one more method, as around forward."""
-    found = next(map(state_of, map(shard_of, unit.parameters())), None)
-    if found is None:
-        return  # torch's own fully_shard has sharded it
-    state, stock = found, getattr(unit, method)
-    names = [name for name, own in state.modules.items() if own is unit]
-    replicated = state.replicated if unit is state.model else None
-    check = _torch.untraced(check_inputs)
-
-    @functools.wraps(stock)
-    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if unit is state.model:
-            _before_forward(state, unit, args)
-            check(unit, args, kwargs, method)
-        if replicated is not None:
-            replicated.attach()
-        for name in names:
-            _before_unit(state, name, unit, args)
-        state.methods += unit is state.model
-        try:
-            output = stock(*args, **kwargs)
-        finally:
-            state.methods -= unit is state.model
-        _after_forward(state, unit, args, output)
-        if replicated is not None:
-            replicated.watch(output)
-        return output
-
-    setattr(unit, method, MethodType(watched, unit))
-
-
-def _check_initialised(state: ShardingState) -> None:
-    """Before FSDP2 does: it would advise ``to_empty``, which leaves whatever the memory held. Local operation."""
-    check_initialised(state.parameters().items())
-    before_first_forward(state)
-    state.on_meta = False
-
-
-def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
-    if state.on_meta:
-        _check_initialised(state)
-    if not _torch.in_backward() and not state.methods:
-        refuse_inference_mode(state)
-        recover(state)
-        has_failed(state)  # gradients that were cleared since are forgotten before there are new ones
-        if state.replicated is not None and state.replicated.settle():
-            # Now and not at the step: this rank's reductions would meet those of another microbatch.
-            state.failed = True
-            require_sound(state, "forward")
-        for root in state.roots() if state.unfinished else ():
-            _fsdp2.forget_forward_order(root)
-        if not _is_marked(state):
-            mark(state)
-        require_computed_alike(state)
-        if state.waiting and not state.cleared:
-            # Optimizers are met at their first step: those of a first microbatch that is given up are looked for.
-            for optimizer in optimizers_of(state.parameters().values()):
-                clear_with(optimizer, state)
-            state.cleared = True
-
-
-def _is_marked(state: ShardingState) -> bool:
-    """Whether the parameters are still those that were marked: initialisation and loading replace them.
-
-    Those that FSDP2 does not manage are marked anew by what reduces their gradients.
-
-    Raises:
-        OrderError: ``.data`` of one was assigned. Of each unit one is looked at: whoever does that does it to all.
-    """
-    for unit in state.modules.values():
-        first = next(iter(_fsdp2.sharded_parameters(unit)), None)
-        if first is not None and is_assigned(first):
-            refuse_assigned(state)
-        if first is not None and state_of(first) is None:
-            return False
-    return True
-
-
-def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
-    """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
-    if state.on_meta:
-        _check_initialised(state)
-    state.pending_gathers.before_forward(name, unit)
-    if name in state.aside:
-        show_gathered(state, name, unit)
-    if _torch.in_backward():  # recomputed activations
-        _fsdp2.begin_again(unit)
-        return
-    require_same_recipe(state, name)
-    started = state.gathers.pop(name, None) is not None  # this forward waits for it
-    if not started and not _fsdp2.is_gathered(unit):
-        # Released again in each forward and backward: only start_param_gather can make these stale.
-        if state.units[name].gather == "pass":
-            state.versions.pop(name, None)
-        else:
-            state.versions[name] = versions_of(unit)
-        return
-    gathered_at = state.versions.get(name)
-    if gathered_at is None:
-        return
-    now = versions_of(unit)
-    changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
-    if changed:
-        names = {id(parameter): own for own, parameter in state.parameters().items()}
-        raise OrderError(
-            f"{names[changed[0]]}: forward with a gathered weight from before the last update",
-            expected="weights gathered after the optimizer's step",
-            got="a shard that was written to while the whole weight was kept",
-            why="Only the steps of torch.optim.Optimizer's subclasses release kept weights by themselves",
-            fix="call te_fsdp.release_params(model) after the update",
-        )
-
-
-def _after_forward(state: ShardingState, module: nn.Module, args: Any, output: Any) -> None:
-    """Gathered parameters that are kept are those that ``model.parameters()`` gives: let them be recognised."""
-    for name, unit in state.modules.items():
-        kept = state.units[name].gather != "pass"
-        if kept and name not in state.recognised and _fsdp2.is_gathered(unit):
-            mark_gathered(unit)
-            state.recognised.add(name)
-    if module is state.model and not (torch.is_grad_enabled() or state.methods or _torch.in_backward()):
-        show_shards(state)
-
-
-def register_forward_method(module: nn.Module, method: str) -> None:
-    """Let a method of a unit gather the unit's weights as ``forward`` does, for example ``generate`` or ``encode``.
-
-    FSDP2 gathers in the hooks of ``forward``; a method that is called on its own sees shards and fails. Local
-    operation; the method itself becomes collective, as ``forward`` is. Nothing is gathered for modules that are not
-    sharded (:func:`te_fsdp.fsdp_no_shard`), whose weights are always whole; if the whole model is one, its gradients
-    are watched.
-
-    Args:
-        module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
-        method: Name of the method.
-
-    Raises:
-        OrderError: The module is no unit.
-        PlacementError: It has no such method.
-
-    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which does nothing for other modules.
-    """
-    if not callable(getattr(module, method, None)):
-        raise PlacementError(
-            f"register_forward_method: {type(module).__name__} has no method {method!r}",
-            expected="the name of a method",
-        )
-    if _torch.is_fsdp_module(module):
-        register_fsdp_forward_method(module, method)
-        watch_method(module, method)
-    elif sharding_state(module) is not None:
-        watch_method(module, method)
-    elif not _is_whole(module):
-        raise OrderError(
-            f"register_forward_method({type(module).__name__}, {method!r})",
-            expected="a unit, after te_fsdp.fully_shard",
-            got="a module that gathers nothing by itself",
-            why="Its weights are gathered by the unit around it, so the method would see shards",
-            fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
-            "a method of the unit",
-        )
-
-
-def _is_whole(module: nn.Module) -> bool:
-    """Whether all parameters in a module are replicated, and there are some."""
-    own = [is_replicated(place.owner, place.name) for place in places_of(module)]
-    return bool(own) and all(own)
-
-
-# --------------------------------------------------------------------------------------------------------------- steps
 
 
 def refuse_gathered(step: Step) -> None:
@@ -368,6 +89,40 @@ def look_for_nan(step: Step) -> None:
     for state, _ in step.models:
         if state.nan_report is not None:
             state.nan_report.check()
+
+
+def look_after_closure(step: Step) -> None:
+    """Look at the gradients that a closure leaves, and at the losses that steer ``LBFGS``, after each call of it.
+
+    What is looked at before a step is over by then. ``LBFGS`` decides by the loss where to stop, and where a search
+    along its direction goes on: ranks whose losses differ would part, and wait for each other.
+    """
+    if step.closure is not None and step.models:
+        step.closure = functools.partial(_looked_after, step, step.closure)
+
+
+def _looked_after(step: Step, closure: Callable[[], Any]) -> Any:
+    """One call of a closure. Collective over the mesh for ``LBFGS``: one max all-reduce of two integers."""
+    loss = closure()
+    for state, parameters in step.models:
+        require_reduced(state, f"{step.where}(closure)", parameters)
+        if state.nan_report is not None:
+            state.nan_report.check()
+    mesh = step.models[0][0].meshes.device_mesh
+    if not isinstance(step.optimizer, torch.optim.LBFGS) or mesh.size() == 1:
+        return loss
+    (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
+    halves = [bits >> 32, bits & 0xFFFFFFFF]
+    if not bool(are_equal(halves, mesh).all()):
+        raise MeshError(
+            f"{step.where}(closure): losses that differ between ranks",
+            expected="the same loss on all ranks, the mean over their data",
+            got=f"here {float(loss)!r}",
+            why="It decides by the loss where to stop: the ranks would part, and wait for each other",
+            fix="after loss.backward(): loss = loss.detach().clone(); torch.distributed.all_reduce(loss); return "
+            "loss / the number of ranks",
+        )
+    return loss
 
 
 def require_outer_averages(step: Step) -> None:
@@ -468,3 +223,96 @@ AFTER_STEP: StepFunctions = (
     forget_nan,
     release_weights,
 )
+
+
+# ------------------------------------------------------------------------------------------------------------ clearing
+#
+#     te_fsdp.zero_grad(model)       forgets all gradients that wait for their reduction (``reductions.py``)
+#     module.zero_grad()             of the model, or of a module around it: all; of a part: as of an optimizer
+#     optimizer.zero_grad()          those that it has, if no others wait with them
+#     parameter.grad = None          none: FSDP2 keeps what waits apart from the sharded parameter
+#
+# What waits of a microbatch that was given up (a loss of NaN) would else be in the next step.
+
+
+@functools.cache
+def clear_with_modules() -> None:
+    """Let ``zero_grad`` of modules forget what waits, too. Modules without sharded parameters see no change. Local."""
+    _fsdp2_patches.around_zero_grad(_zero_grad)
+
+
+def _zero_grad(stock: Callable[..., None], module: nn.Module, set_to_none: bool) -> None:
+    """In the place of torch's, which reaches ``.grad`` of the parameters that a module has now.
+
+    Raises, before anything has changed, for a part of a model whose gradients wait together with others.
+    """
+    whole = [state for inner in module.modules() if (state := sharding_state(inner)) is not None]
+    now = list(module.parameters())
+    shards = list(map(shard_of, now))
+    parts = {id(state): state for state in map(state_of, shards) if state is not None and state not in whole}
+    if _torch.in_backward() or not (whole or parts):
+        stock(module, set_to_none)
+        return
+    held = {id(parameter): parameter for parameter in (*now, *shards)}
+    waiting = [
+        state for state in parts.values() if state.waiting and _is_all_held(state, held, module, "a module")
+    ]
+    for state in whole:
+        zero_grad(state.model, set_to_none=set_to_none)
+        for parameter in (*state.model.parameters(), *state.parameters().values()):
+            held.pop(id(parameter), None)
+    for parameter in held.values():
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
+    for state in waiting:
+        forget_waiting(state)
+
+
+def clear_with(optimizer: Optimizer, state: ShardingState) -> None:
+    """Let ``optimizer.zero_grad()`` forget gradients that wait for their reduction too. Local operation.
+
+    Whoever has put a ``zero_grad`` of its own on the optimizer keeps it.
+    """
+    ours = optimizer.__dict__.get("zero_grad")
+    if ours is None:
+        ours = optimizer.zero_grad = _ZeroGrad(optimizer)  # type: ignore[method-assign]
+    if isinstance(ours, _ZeroGrad):
+        ours.states.add(state)
+
+
+class _ZeroGrad:
+    """``zero_grad`` of one optimizer, in the place of its class's; ``states`` are those of its sharded models."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # not kept alive
+        self.states: weakref.WeakSet[ShardingState] = weakref.WeakSet()
+        functools.update_wrapper(self, type(optimizer).zero_grad)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises, before anything has changed, where other parameters' gradients wait for the same reductions."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it is what this was called on
+        waiting = [] if _torch.in_backward() else [state for state in self.states if state.waiting]
+        if waiting:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            waiting = [state for state in waiting if _is_all_held(state, held, optimizer, "an optimizer")]
+        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        for state in waiting:
+            forget_waiting(state)
+
+
+def _is_all_held(state: ShardingState, held: Collection[int], holder: object, what: str) -> bool:
+    """Whether an optimizer, or a module, holds all parameters whose gradients wait; raises if it holds some of them."""
+    pending = state.pending()
+    left = {key: label for key, label in pending.items() if key not in held}
+    if left and len(left) < len(pending):
+        raise OrderError(
+            f"{type(holder).__name__}.zero_grad: gradients of {len(pending)} parameter(s) wait for their reduction",
+            expected=f"{what} over all of them",
+            got=f"one that does not hold {shorten(list(left.values()), 3)}",
+            why="What was added up over microbatches is reduced, or forgotten, together",
+            fix="call te_fsdp.zero_grad(model), which forgets all gradients",
+        )
+    return not left

@@ -128,14 +128,14 @@ def refused() -> None:
 
 def never_asking(axes: dict[str, int]) -> dict[str, int]:
     """:func:`twins` with a TE that does not look at whether to overwrite a gradient, but adds."""
-    from te_fsdp.sharding import wgrad_fusion
+    from te_fsdp.sharding import fully_shard
 
-    stock = wgrad_fusion._Buffer.__bool__
-    wgrad_fusion._Buffer.__bool__ = lambda self: False
+    stock = fully_shard._Buffer.__bool__
+    fully_shard._Buffer.__bool__ = lambda self: False
     try:
         return twins(axes)
     finally:
-        wgrad_fusion._Buffer.__bool__ = stock
+        fully_shard._Buffer.__bool__ = stock
 
 
 def twins(
