@@ -1,6 +1,6 @@
 """Directories of checkpoints: visible only when whole, written by one job at a time, not removed while they are read.
 
-A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.locks`), and
+A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.paths`), and
 renames it at the end; an old checkpoint is renamed before its files are removed. What a killed job leaves behind is
 hidden, never taken for a checkpoint, and removed by a later save. All this holds for what is converted, too.
 
@@ -9,51 +9,65 @@ hidden, never taken for a checkpoint, and removed by a later save. All this hold
     DIR/.step-200.te_fsdp-saving.OWNER        being written, or left by a killed job
     DIR/.step-50.te_fsdp-removing.OWNER       being removed, or left by a killed job
     DIR/.step-60.te_fsdp-replaced.OWNER       its place is being taken, or was when the job was killed
+
+Object storage has neither renaming nor locks: there a checkpoint is whole when its manifest is there. A save writes
+under a name of its own below its target. The manifest, written last and only where none lies, names that folder: of two
+jobs that save to one path the first to end has it, and neither writes what the other one reads.
+
+    s3://bucket/run/step-100/te_fsdp.json                  whole, with what is in the folder that it names
+    s3://bucket/run/step-100/te_fsdp-data.OWNER/...
+    s3://bucket/run/step-200/te_fsdp-data.OWNER/...       being written or removed, or left by a killed job
+
+What a process of another machine has left there, which gives no sign of life, goes a day after it last wrote.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, cast
 
-from te_fsdp.checkpoint import object_store
-from te_fsdp.checkpoint.locks import LOCK, Owner, check, exists, release, release_dead, take
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
-    INDEX,
-    MARK,
     Manifest,
-    check_files,
     has_manifest,
+    problems_shown,
     read_manifest,
     save_number,
 )
-from te_fsdp.checkpoint.remote import is_remote, place_of
-from te_fsdp.checkpoint.sums import DamagedFileError, checksum
+from te_fsdp.checkpoint.paths import (
+    LOCK,
+    Owner,
+    RemotePath,
+    check,
+    is_remote,
+    place_of,
+    release,
+    release_dead,
+    take,
+    written_by,
+)
+from te_fsdp.checkpoint.sums import sync, telling_why
 from te_fsdp.errors import CheckpointError, message
 
 _log = logging.getLogger("te_fsdp")
 _SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
 _HIDDEN = re.compile(rf"(?s)\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
-#: After so many seconds a temporary directory of another machine's process counts as abandoned.
+#: Begins the names of folders on object storage; an object in one from its beginning on, by which other jobs find it
+#: and this one sees that it may write.
+_DATA, _BEGUN = "te_fsdp-data.", "writing"
+#: After so many seconds what a process of another machine was writing counts as abandoned.
 _ABANDONED = 24 * 3600
-#: Last bytes of DCP's metadata, among which is the mark of the save.
-_END = 4096
-_FULL = {
-    errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
-    errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
-    errno.EFBIG: ("a file would be too large", "raise the limit (ulimit -f), or that of the file system"),
-}
+_FREE = "a path where nothing lies"
 
 
 def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> Path:
@@ -64,13 +78,13 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
     Args:
         target: What is to appear.
         force: Whether it may take the place of what lies there; ``None`` in a save, which may not.
-        is_file: Whether it is a file, of which the hidden path is returned only.
+        is_file: Whether only the hidden path is returned, for a file.
 
     Raises:
         CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
     """
     if is_remote(target):
-        return object_store.begin(target, force=force, is_file=is_file)
+        return _begin_folder(target, force, is_file)
     owner = Owner.new()
     with telling_why(target):
         if not target.parent.exists():  # else what is wrong with it shows below
@@ -89,9 +103,8 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
     return temporary
 
 
-def _hidden_name(path: Path, mark: str, owner: Owner | None = None) -> Path:
-    """A new name beside a checkpoint, for it while it is being written, or removed."""
-    return path.with_name(f".{path.name}{mark}.{owner or Owner.new()}")
+def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
+    return path.with_name(f".{path.name}{mark}.{owner}")
 
 
 def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
@@ -104,8 +117,8 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
             still to be called.
     """
     if is_remote(temporary):
-        return object_store.commit(temporary)
-    owner = _owner_of(temporary)
+        return _commit_folder(temporary)
+    owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
     check(target, owner)
     _check_free(target, force)
     sync(temporary)
@@ -128,31 +141,33 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
 def discard(temporary: Path) -> None:
     """Remove the hidden path of what failed, and give the lock back. Nothing after :func:`commit`. Local operation."""
     if is_remote(temporary):
-        return object_store.discard(temporary)
+        return _discard_folder(temporary)
     remove(temporary)
     found = _HIDDEN.fullmatch(temporary.name)
     assert found is not None
-    release(temporary.with_name(found[1]), _owner_of(temporary))
-
-
-def _owner_of(hidden: Path) -> Owner:
-    return Owner.parse(hidden.name.rpartition(f"{_SAVING}.")[2])
+    release(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
 def _check_free(target: Path, force: bool | None) -> None:
     if force or not os.path.lexists(target):
         return
-    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
-        return
-    fix = "" if force is None else "choose another path, or replace what lies there with --force"
-    raise exists(target, "a path where nothing lies, or an empty directory", fix)
+    if not target.is_dir() or target.is_symlink() or any(target.iterdir()):
+        fix = None if force is None else "choose another path, or replace what lies there with --force"
+        raise _exists(target, f"{_FREE}, or an empty directory", fix)
+
+
+def _exists(target: Any, place: str, fix: str | None = None) -> CheckpointError:
+    """The error of a path where something lies; a save's, unless told what to do."""
+    return CheckpointError(
+        f"{target}: exists already",
+        expected=place,
+        why="What lies there is replaced by nobody, so that a crash can never damage it",
+        fix=fix or "save under another name, such as step-<number>, or remove the old one first",
+    )
 
 
 def _remove_left(left: Path, target: Path) -> None:
-    """Remove a hidden path that nobody works on any more.
-
-    Its process is known to be dead, or has lost the target's lock to this one, or gave no sign of life for a day.
-    """
+    """Remove a hidden path whose process is dead, has lost the target's lock to this one, or was silent for a day."""
     found = _HIDDEN.fullmatch(left.name)
     if found is None:
         return
@@ -187,7 +202,7 @@ def new_directory(
     """Yield a hidden directory beside ``target``, which becomes ``target`` when the block ends well.
 
     Args:
-        target: Where the directory shall lie.
+        target: Where it shall lie.
         force: Replace what lies there; it stays until the new one is whole.
         needed: Bytes that will be written, for messages.
         is_file: Yield the hidden path alone, for a file.
@@ -208,46 +223,10 @@ def new_directory(
             discard(temporary)
 
 
-@contextmanager
-def telling_why(target: Path, needed: int | None = None) -> Iterator[None]:
-    """Say what the system has refused to write, of a full disk that it is full, whatever became of the system's error.
-
-    Args:
-        target: What is being written.
-        needed: Bytes that this process has to write.
-
-    Raises:
-        CheckpointError: In the place of the system's error.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # DCP's are no Exceptions, and torch.save raises another one when it closes its file.
-        cause: BaseException | None = error
-        while cause is not None and getattr(cause, "errno", None) not in _FULL:
-            cause = cause.__cause__ or cause.__context__
-        if not isinstance(cause, OSError) or is_remote(target):
-            if not isinstance(error, OSError):
-                raise
-            raise CheckpointError(
-                f"{target}: cannot be written ({error.strerror or error}: {error.filename or target})",
-                why="Nothing has appeared there",
-                fix="check the path and the permissions",
-            ) from error
-        what, fix = _FULL[cause.errno]  # type: ignore[index]
-        place = next(path for path in target.parents if path.exists())
-        raise CheckpointError(
-            f"{target}: {what} ({cause.strerror})",
-            expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
-            got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
-            fix=f"{fix}, or write elsewhere",
-        ) from error
-
-
 def remove(path: Path) -> None:
     """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
     if is_remote(path):
-        object_store.remove(path)
+        _try(path, path.remove_all)
     elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -255,31 +234,100 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries where the system can, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
+    """Remove what killed jobs have left here and beside, and begin a folder."""
+    if is_file or force:
+        raise CheckpointError(
+            f"{target}: cannot be {'replaced' if force else 'written'} on object storage",
+            expected="a checkpoint of te_fsdp, at a path where nothing lies",
+            got="--force" if force else "files without a manifest",
+            why="Without renaming only a manifest makes files appear in one step",
+            fix="choose another path" if force else "write to a local path, and copy that",
+        )
+    for beside in target.parent.iterdir():
+        if beside.name != target.name and not (beside / FILE_NAME).exists():
+            _remove_left_folders(beside)
+    if not all(map(_owner_of_folder, target.iterdir())):
+        raise _exists(target, _FREE)
+    for owner in _remove_left_folders(target):
+        if owner.is_alive():
+            raise written_by(target, owner)
+        more = "%s: begun by another job as well, %s; the first to end has it"
+        _log.warning(more, target, owner.describe())
+    folder = target / f"{_DATA}{Owner.new()}"
+    (folder / _BEGUN).write_bytes(b"")
+    return folder
+
+
+def _owner_of_folder(folder: RemotePath) -> Owner | None:
+    """Who writes, or wrote, a folder; ``None`` for what is none of ours."""
+    mark, _, text = folder.name.partition(".")
+    owner = Owner.parse(text)
+    return owner if f"{mark}." == _DATA and owner.machine else None
+
+
+def _remove_left_folders(target: RemotePath) -> list[Owner]:
+    """Remove the folders, below what has no manifest, that nobody works on any more; the owners of the others."""
+    left = []
+    for folder in target.iterdir():
+        if (owner := _owner_of_folder(folder)) is None:
+            continue
+        alive, last = owner.is_alive(), folder.touched()
+        # One save runs at a time: another one of this process has failed, and could not clean up.
+        if alive is False or owner.is_here or (alive is None and last and time.time() - last > _ABANDONED):
+            _log.info("%s was left by a job that was killed", folder)
+            remove(cast(Path, folder))
+        else:
+            left.append(owner)
+    return left
+
+
+def _commit_folder(folder: RemotePath) -> None:
+    """Make what was written visible, by the manifest in the folder; raises if another job has been faster."""
+    target, data = folder.parent, (folder / FILE_NAME).read_bytes()
+    manifest = target / FILE_NAME
     try:
-        os.fsync(handle)
+        manifest.create(data)
+    except FileExistsError as error:
+        if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
+            raise _exists(target, _FREE) from error
+    for name in (FILE_NAME, _BEGUN):
+        _try(target, (folder / name).unlink)
+
+
+def _discard_folder(folder: Any) -> None:
+    """Remove the folder of what failed; nothing after :func:`commit`, nor where that cannot be told."""
+    target = folder.parent
+    try:
+        if (target / FILE_NAME).exists() and read_manifest(target).folder == folder.name:
+            return
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: not removed, since what lies at %s cannot be read: %s", folder, target, error)
+        return
+    remove(folder)
+
+
+def _try(path: RemotePath, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except FileNotFoundError:
+        return
     except OSError as error:
-        if error.errno in _FULL or not path.is_dir():  # told late, by file systems over a network
-            raise
-        _log.debug("%s: this file system cannot sync directories", path)
-    finally:
-        os.close(handle)
+        _log.warning("%s: cannot be removed: %s", path, error)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint in a directory of checkpoints. Local operation.
 
     Newest is what was saved last, by the number that each save gives its checkpoint, whatever the names, the steps and
-    the clock: a rolled-back run finds its own last checkpoint. See :func:`in_order`. What is not whole (no readable
-    manifest, files missing or of the wrong size) is passed over with a warning.
+    the clock: a rolled-back run finds its own last one. What is not whole (no readable manifest, files missing or of
+    the wrong size) is passed over with a warning.
 
     Args:
         directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``.
 
     Returns:
-        Path of the checkpoint, of ``directory`` itself if it is one; ``None`` where nothing is, not even a directory.
+        Path of the checkpoint, of ``directory`` itself if it is one; ``None`` where nothing is.
     """
     place = place_of(directory)
     while True:
@@ -292,7 +340,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def _is_whole(path: Path, manifest: Manifest) -> bool:
-    problems = _problems(path, manifest)
+    problems = problems_shown(path, manifest)
     if problems and path.exists():
         _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
     return not problems
@@ -301,9 +349,8 @@ def _is_whole(path: Path, manifest: Manifest) -> bool:
 def in_order(paths: Iterable[Path]) -> list[tuple[Path, Manifest]]:
     """Those checkpoints whose manifests can be read, the oldest first; the others with a warning. Local operation.
 
-    In the order of their save numbers. Two jobs may give the same one at the same time: then in that of their steps
-    (``extra["step"]``, else the last number in the name). Those of earlier versions of te_fsdp, which have no number,
-    come before all others, in the order of their times.
+    In the order of their save numbers; where two jobs gave the same one, of their steps (``extra["step"]``, else the
+    last number in the name). Those of earlier versions, without a number, come first, in the order of their times.
     """
     found = []
     for path in paths:
@@ -328,27 +375,16 @@ def next_number(directory: Path) -> int:
     return 1 + max((save_number(path) for path in visible(directory)), default=0)
 
 
-def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Path]:
+def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
     """Give all but the last few checkpoints of a directory hidden names; they are no checkpoints from then on.
 
-    Renaming is one step, so that a crash leaves each of them whole or hidden. Rank 0 alone calls this, after
-    the newest one has become visible. What another job has saved since counts as newer, and stays.
-
-    Args:
-        newest: The checkpoint that was just made; always kept.
-        manifest: Its manifest.
-        keep_last: How many to keep, the newest included; ``None`` for all.
-
-    Returns:
-        The hidden directories, still to be removed.
+    Renaming is one step, so that a crash leaves each of them whole or hidden. What another job has saved since counts
+    as newer, and stays. Rank 0 alone calls this, once the newest, which counts, is visible, and removes what it gets.
     """
-    if keep_last is None:
-        return []
     beside = in_order(path for path in visible(newest.parent) if path != newest)
     older = [path for path, other in beside if other.number < manifest.number]
-    gone = [
-        hidden for path in older[: max(0, len(older) + 1 - keep_last)] if (hidden := _hide(path)) is not None
-    ]
+    hidden = [_hide(path) for path in older[: max(0, len(older) + 1 - keep_last)]]
+    gone = [path for path in hidden if path is not None]
     if gone and not is_remote(newest):
         # The new names must be on disk before the first file goes: a partial directory must not reappear.
         sync(newest.parent)
@@ -356,10 +392,11 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int | None) -> list[Pa
 
 
 def _hide(path: Path) -> Path | None:
-    """Rename a checkpoint that nobody reads; ``None`` if it stays."""
+    """Make a checkpoint that nobody reads none; what is to be removed, or ``None`` if it stays."""
     try:
         if is_remote(path):
-            return object_store.hide(path)
+            (path / FILE_NAME).unlink()
+            return path
         with (path / FILE_NAME).open("r+b") as manifest:
             try:
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,7 +405,7 @@ def _hide(path: Path) -> Path | None:
                 return None
             except OSError:
                 _log.debug("%s: this file system has no locks", path)
-            hidden = _hidden_name(path, _REMOVING)
+            hidden = _hidden_name(path, _REMOVING, Owner.new())
             os.rename(path, hidden)
             return hidden
     except FileNotFoundError:
@@ -382,8 +419,7 @@ def _hide(path: Path) -> Path | None:
 def in_use(path: Path) -> Iterator[None]:
     """Keep a checkpoint from being removed by ``keep_last``, in this or another process. Local operation.
 
-    Best effort: a file system without locks, object storage, or a manifest that we may not open gives none. Where
-    there is no checkpoint, nothing is done.
+    Best effort: a file system without locks, object storage, or a manifest that we may not open gives none.
     """
     with ExitStack() as opened:
         try:
@@ -393,31 +429,6 @@ def in_use(path: Path) -> Iterator[None]:
         except OSError as error:
             _log.debug("%s: no lock of this file system: %s", path, error)
         yield
-
-
-def _problems(path: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with a checkpoint, as far as that shows without reading its tensors."""
-    problems, folder = check_files(path, manifest), manifest.at(path)
-    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
-    if problems:
-        return problems
-    try:
-        if listed is None or checksum(metadata) != listed[1]:
-            return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
-    except OSError as error:
-        return [f"{DCP_METADATA}: {error.strerror or error}"]
-    if INDEX in manifest.files:
-        # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
-        with metadata.open("rb") as file:
-            file.seek(max(0, listed[0] - _END))
-            mark = MARK.search(file.read())
-        try:
-            manifest.check_identity(mark and mark[0].decode())
-        except DamagedFileError as error:
-            return [f"{DCP_METADATA}: {error}"]
-    elif (folder / INDEX).is_file():
-        return [f"{INDEX}: not listed in the manifest"]
-    return []
 
 
 def visible(directory: Path) -> list[Path]:
@@ -436,9 +447,7 @@ def visible(directory: Path) -> list[Path]:
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Manifest of a checkpoint whose files are all there, with the sizes that they were written with.
-
-    Local operation.
+    """Manifest of a checkpoint whose files are all there, in the sizes that were written. Local operation.
 
     Raises:
         CheckpointError: No checkpoint there, an unreadable manifest, or missing or truncated files.
@@ -446,16 +455,12 @@ def open_checkpoint(path: Path) -> Manifest:
     if not has_manifest(path):
         raise CheckpointError(_nothing_there(path))
     manifest = read_manifest(path)
-    damaged(path, _problems(path, manifest))
+    damaged(path, problems_shown(path, manifest))
     return manifest
 
 
 def damaged(path: Path, problems: list[str]) -> None:
-    """Raise if there are problems with the files of a checkpoint. Local operation.
-
-    Raises:
-        CheckpointError: All of them in one text.
-    """
+    """Raise if there are problems with the files of a checkpoint: CheckpointError, all in one. Local operation."""
     if problems:
         raise CheckpointError(
             f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",
@@ -482,9 +487,11 @@ def _nothing_there(path: Path) -> str:
         return message(f"{path}: a directory of checkpoints", expected="one of them", got=got, fix=fix)
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
     close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.4) or beside[-3:]
-    fix = "check the path; no checkpoint lies near it"
-    if close:
-        fix = f"in {path.parent} there is {', '.join(close)}"
+    fix = (
+        f"in {path.parent} there is {', '.join(close)}"
+        if close
+        else "check the path; no checkpoint lies near it"
+    )
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
     elif path.is_file():

@@ -16,22 +16,29 @@ time, and keeps the rows that it wants. A piece of it that has changed shows in 
 The other way, that rank 0 reads ``.metadata`` and sends each rank its part, leaves all ranks waiting for that minute.
 SQLite reads no object storage, and a row takes it 60 bytes.
 
-Checkpoints from before there was an index, and plain DCP directories, are read by their ``.metadata``.
+Checkpoints from before there was an index, and plain DCP directories, are read by their ``.metadata``: a pickle, read
+with its own classes alone, and never with more memory than it is worth. Those that te_fsdp has not written have no
+checksum. What is damaged is not believed: names that metadata does not have are refused, and so are numbers under which
+the pickle keeps objects, where they are larger than the file. Python's unpickler makes a table of that length, of tens
+of GiB where a damaged string is taken for instructions.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import math
 import pickle
+import pickletools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -45,9 +52,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from te_fsdp import _torch
-from te_fsdp.checkpoint.dcp_metadata import unpickle_metadata
 from te_fsdp.checkpoint.entries import references
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, unreadable
 from te_fsdp.checkpoint.sums import (
     CheckedFile,
     DamagedFileError,
@@ -60,7 +66,6 @@ from te_fsdp.checkpoint.sums import (
 )
 from te_fsdp.errors import CheckpointError, shorten
 
-_DAMAGED = "the checkpoint is damaged, load an earlier one"
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
 FIXED = 3
 #: Pieces from which on a block is full.
@@ -81,8 +86,6 @@ class Stored:
     """A tensor and its pieces.
 
     Attributes:
-        shape: Of the tensor.
-        dtype: Element type.
         boxes: int64, (pieces, 2, dims): where each begins, and its shape.
         writers: int64, (pieces, 2): the rank that writes it, and the number that it has there.
     """
@@ -154,13 +157,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
 def pieces_of(
     files: list[str], tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype, Rows]], mark: str
 ) -> list[bytes]:
-    """The pieces of an index: its blocks, and its head.
-
-    Args:
-        files: Names, by the numbers that rows have.
-        tensors: Key, shape, dtype and rows of each.
-        mark: Of the save.
-    """
+    """The pieces of an index: its blocks, and its head; given key, shape, dtype and rows of each tensor."""
     blocks: list[list[tuple[str, list[int], str, int]]] = []
     packed: list[bytes] = []
     found: list[Rows] = []
@@ -300,11 +297,9 @@ class Index:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """What lies where in a checkpoint of te_fsdp. Local operation; of the index, reads the head alone.
+    """What lies where in a checkpoint of te_fsdp; where it has no index, by DCP's metadata. Local operation.
 
-    Args:
-        path: The directory.
-        manifest: Says what the index must be, and of which save. Without one in it, DCP's metadata is read.
+    Of the index, reads the head alone; what is read is compared with the manifest.
 
     Raises:
         CheckpointError: It is unreadable, has changed, or is of another save.
@@ -312,15 +307,11 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):
             return Index.of(read_metadata(path, manifest))
-    file = manifest.at(path) / INDEX
+    opened = partial(CheckedFile, manifest.at(path) / INDEX, manifest.files[INDEX], manifest.save_id)
 
-    def read(opened: CheckedFile, begin: int, lengths: list[int]) -> memoryview:
-        return view_of(
-            opened.read(begin, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
-        )
-
-    def opened() -> CheckedFile:
-        return CheckedFile(file, manifest.files[INDEX], manifest.save_id)
+    def read(stream: CheckedFile, begin: int, lengths: list[int]) -> memoryview:
+        data = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
+        return view_of(stream.read(begin, lengths, data))
 
     with unreadable(path, INDEX), opened() as stream:
         *places, (begin, (length, _)) = (stream.pieces or {}).items()
@@ -340,21 +331,6 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                     yield from (found for found in _unpack(packed, block) if found[0] in wanted)
 
     return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
-
-
-@contextmanager
-def unreadable(path: Path, name: str) -> Iterator[None]:
-    """Whatever goes wrong is said of a file of a directory; what is said already stays as it is."""
-    try:
-        yield
-    except Exception as error:
-        is_damage = isinstance(error, DamagedFileError)
-        if isinstance(error, CheckpointError) and not is_damage:
-            raise
-        raise CheckpointError(
-            f"{path}: unreadable {name} ({'' if is_damage else f'{type(error).__name__}: '}{error})",
-            fix="check the permissions" if isinstance(error, PermissionError) else _DAMAGED,
-        ) from error
 
 
 def check_index(path: Path, manifest: Manifest) -> Index:
@@ -384,9 +360,7 @@ def stored_tensors(
 ) -> Iterator[tuple[str, list[int] | None, str | None]]:
     """Key, shape and dtype of the tensors that a manifest lists and files hold; no shape for components.
 
-    Args:
-        manifest: Of a checkpoint.
-        empty: Tensors without elements instead, which are stored nowhere.
+    With ``empty``, tensors without elements instead, which are stored nowhere.
     """
     plain: list[tuple[str, list[int], str]] = []
     for name, described in {**manifest.parameters, **manifest.buffers}.items():
@@ -406,12 +380,11 @@ def stored_tensors(
     yield from (one for one in plain if empty != bool(math.prod(one[1])))
 
 
-def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """DCP's metadata of a directory, compared with the manifest's checksum before it is unpickled. Local operation.
+# ------------------------------------------------------------------------------------------------ DCP's metadata
 
-    Args:
-        path: The directory.
-        manifest: Of a checkpoint of te_fsdp; also says of which save the metadata must be.
+
+def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
+    """DCP's metadata of a directory, compared before it is unpickled with the manifest, if it has one. Local operation.
 
     Raises:
         CheckpointError: It is unreadable, has changed, or is of another save.
@@ -424,3 +397,100 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
         if manifest is not None:
             manifest.check_identity(getattr(metadata.storage_meta, "save_id", None))
     return metadata
+
+
+#: All that DCP's metadata is made of, besides dtypes.
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Properties(TensorProperties):
+    """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        made: Any = self
+        made.__class__ = TensorProperties  # dataclasses of two classes are never equal
+        made.__setstate__(state[: _fields_of_properties()])
+
+
+@functools.cache
+def _fields_of_properties() -> int:
+    return len(TensorProperties().__getstate__())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        self._named: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _KNOWN.get(module, ())
+        if not known and module == "torch":
+            known = isinstance(getattr(torch, name, None), torch.dtype)
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
+        found = _Properties if name == "TensorProperties" else super().find_class(module, name)
+        if isinstance(found, type):
+            self._named.setdefault(found, dict(vars(found)))
+        elif isinstance(found, FunctionType):
+            found = functools.partial(found)  # attributes are set on this one, then
+        return found
+
+    def restore(self) -> list[str]:
+        """Put back what the pickle has set on classes; which attributes of which."""
+        changed, nothing = [], object()
+        for one, before in self._named.items():
+            for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
+                changed.append(f"{one.__name__}.{name}")
+                if name in before:
+                    setattr(one, name, before[name])
+                else:
+                    delattr(one, name)
+        return changed
+
+
+def unpickle_metadata(data: bytes) -> Metadata:
+    """DCP's ``.metadata``, a pickle, read with its own classes alone.
+
+    Raises:
+        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged. Damaged ones may
+            raise anything.
+    """
+    _refuse_large_numbers(data)
+    unpickler = _Unpickler(io.BytesIO(data))
+    try:
+        with without_collector():
+            metadata = unpickler.load()
+    finally:
+        changed = unpickler.restore()
+    if changed:
+        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
+    if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():
+        raise pickle.UnpicklingError(f"no {', '.join(sorted(absent))} in it")
+    return metadata
+
+
+def _refuse_large_numbers(data: bytes) -> None:
+    """Raise for objects kept under a number that is larger than the pickle."""
+    for code, number, _ in pickletools.genops(data):
+        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
+            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")

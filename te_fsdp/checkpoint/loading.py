@@ -46,7 +46,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     prepare_loading,
     restore_groups,
 )
-from te_fsdp.checkpoint.remote import absolute
+from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
 from te_fsdp.checkpoint.stages import as_one, check_whole_job, elsewhere, name_of, stage_of, without
 from te_fsdp.checkpoint.sums import without_collector

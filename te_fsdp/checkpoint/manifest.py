@@ -20,12 +20,13 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.remote import is_remote, listing
+from te_fsdp.checkpoint.paths import is_remote, listing
 from te_fsdp.checkpoint.sums import (
     CheckedFile,
     DamagedFileError,
     Listed,
     Tick,
+    checksum,
     silent,
     synced,
     without_collector,
@@ -51,6 +52,11 @@ _OURS = "te_fsdp-"
 MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
 #: Nested levels. Python's own limit on recursion is not far above.
 _DEEPEST = 200
+#: Last bytes of DCP's metadata, among which is its mark.
+_END = 4096
+_DAMAGED = "the checkpoint is damaged, load an earlier one"
+#: What is wrong with a file. Deep nesting ends the recursion of the parser; bad UTF-8 is a ValueError.
+_WRONG = (OSError, ValueError, RecursionError)
 #: Entries of an object up to which each is looked at.
 _FEW = 8
 
@@ -60,12 +66,7 @@ class InvalidError(ValueError):
 
 
 class Kind(NamedTuple):
-    """Values without parts.
-
-    Attributes:
-        expected: In words.
-        fits: Whether a value is one.
-    """
+    """Values without parts: what they are, in words, and whether a value is one."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -290,11 +291,7 @@ class Manifest:
         return f"{_OURS}{self.save_id}-{digest.hexdigest()}"
 
     def check_identity(self, found: str | None) -> None:
-        """Compare with the mark that DCP's metadata has.
-
-        Raises:
-            DamagedFileError: The two are not of one save, or the manifest was changed after it.
-        """
+        """Raise DamagedFileError unless this mark, of DCP's metadata, is of the same save, and of all that is here."""
         ours = self.identity if self.save_id else None
         if found != ours and (ours or is_ours(found)):
             raise DamagedFileError(
@@ -308,13 +305,9 @@ def is_ours(mark: Any) -> bool:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into a directory, synced to disk. Local operation.
-
-    Raises:
-        CheckpointError: It could not be read back.
-    """
+    """Write the manifest into a directory, synced to disk; CheckpointError if it could not be read back. Local."""
     body, path = manifest.body, directory / FILE_NAME
-    with _unreadable(path, "keep plain values in extra and in the optimizer's options"):
+    with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options", _WRONG):
         first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
         text = _lines({**first, **body}).encode("ascii")
         # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
@@ -334,7 +327,7 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointError: It is unreadable, was changed, or was written by a newer te_fsdp.
     """
     path = directory / FILE_NAME
-    with _unreadable(path, "the checkpoint is damaged, load an earlier one"):
+    with unreadable(path, "manifest", errors=_WRONG):
         text = path.read_bytes()
         body = json.loads(text)
         if type(body) is not dict or type(body.get("format_version")) is not int:
@@ -392,22 +385,24 @@ def _parse(body: dict[str, Any]) -> Manifest:
 
 
 @contextmanager
-def _unreadable(path: Path, fix: str) -> Iterator[None]:
+def unreadable(
+    path: Path, name: str, fix: str = _DAMAGED, errors: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Errors that are met in reading are said of a file of a directory; what is said already stays as it is."""
     try:
         yield
-    # Deep nesting ends the recursion of the parser; bad UTF-8 is a ValueError.
-    except (OSError, ValueError, RecursionError) as error:
-        fix = "check the permissions" if isinstance(error, PermissionError) else fix
-        kind = "" if isinstance(error, InvalidError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{path}: unreadable manifest ({kind}{error})", fix=fix) from error
+    except errors as error:
+        is_damage = isinstance(error, DamagedFileError | InvalidError)
+        if isinstance(error, CheckpointError) and not is_damage:
+            raise
+        raise CheckpointError(
+            f"{path}: unreadable {name} ({'' if is_damage else f'{type(error).__name__}: '}{error})",
+            fix="check the permissions" if isinstance(error, PermissionError) else fix,
+        ) from error
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a manifest lies in a directory. Local operation.
-
-    Raises:
-        CheckpointError: This user may not look.
-    """
+    """Whether a manifest lies in a directory; CheckpointError where this user may not look. Local operation."""
     try:
         return (path / FILE_NAME).is_file()
     except OSError as error:
@@ -435,16 +430,10 @@ def check_files(
 ) -> list[str]:
     """What is wrong with listed files, in words: missing, of another size, or of another checksum. Local operation.
 
-    Args:
-        directory: Of the checkpoint.
-        manifest: Its manifest.
-        names: Which files; all by default.
-        checksums: Read them, and compare their checksums too.
-        tick: Told the bytes that were read.
+    Of all files, unless ``names`` are given. Checksums are compared where ``checksums`` says so, which reads the files.
     """
     problems, folder = [], manifest.at(directory)
-    # One request for a thousand files, instead of one for each.
-    seen = listing(folder)
+    seen = listing(folder)  # one request for a thousand files, instead of one for each
     for name in manifest.files if names is None else names:
         listed, path = manifest.files[name], seen.get(name) or folder / name
         try:
@@ -458,11 +447,34 @@ def check_files(
                 problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
-        except DamagedFileError as error:
-            problems.append(f"{name}: {error}")
-        except OSError as error:
-            problems.append(f"{name}: {error.strerror or error}")
+        except (DamagedFileError, OSError) as error:
+            problems.append(f"{name}: {getattr(error, 'strerror', None) or error}")
     return problems
+
+
+def problems_shown(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with a checkpoint, as far as that shows without reading its tensors. Local operation."""
+    problems, folder = check_files(path, manifest), manifest.at(path)
+    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
+    if problems:
+        return problems
+    try:
+        if listed is None or checksum(metadata) != listed[1]:
+            return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
+    except OSError as error:
+        return [f"{DCP_METADATA}: {error.strerror or error}"]
+    if INDEX in manifest.files:
+        # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
+        with metadata.open("rb") as file:
+            file.seek(max(0, listed[0] - _END))
+            mark = MARK.search(file.read())
+        try:
+            manifest.check_identity(mark and mark[0].decode())
+        except DamagedFileError as error:
+            return [f"{DCP_METADATA}: {error}"]
+    elif (folder / INDEX).is_file():
+        return [f"{INDEX}: not listed in the manifest"]
+    return []
 
 
 def _lines(body: dict[str, Any]) -> str:

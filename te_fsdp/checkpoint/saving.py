@@ -25,7 +25,6 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
-from te_fsdp.checkpoint.directory import hide_old
 from te_fsdp.checkpoint.entries import Entry, OwnParts, as_dict, encode, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
@@ -43,9 +42,9 @@ from te_fsdp.checkpoint.optimizer_state import (
     join_ranks_experts,
     optimizer_state,
 )
-from te_fsdp.checkpoint.remote import absolute, listing
+from te_fsdp.checkpoint.paths import absolute, listing
 from te_fsdp.checkpoint.stages import as_one, check_same_model, check_whole_job, join, stage_of
-from te_fsdp.checkpoint.sums import Listed, without_collector
+from te_fsdp.checkpoint.sums import Listed, telling_why, without_collector
 from te_fsdp.checkpoint.writing import (
     Plan,
     Writing,
@@ -459,7 +458,7 @@ def _complete(
     def mine() -> tuple[Any, dict[str, Listed]]:
         draw = bool(progress) and ranks.rank == 0
         with (
-            directories.telling_why(target, writing.bytes),
+            telling_why(target, writing.bytes),
             bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick,
         ):
             return writing.write(tick)
@@ -475,12 +474,13 @@ def _complete(
                 expected="a directory that all ranks share",
                 fix="save onto a file system that all nodes mount",
             )
-        with directories.telling_why(target):
+        with telling_why(target):
             manifest.number = directories.next_number(target.parent)
             writing.finish([places for places, _ in written], manifest)
             write_manifest(writing.path, manifest)
             directories.commit(writing.path, target)
-        hidden.extend(hide_old(target, manifest, keep_last))
+        if keep_last is not None:
+            hidden.extend(directories.hide_old(target, manifest, keep_last))
         return [None] * len(written)
 
     try:

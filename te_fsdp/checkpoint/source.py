@@ -47,6 +47,7 @@ from te_fsdp.checkpoint.manifest import (
     read_manifest,
 )
 from te_fsdp.checkpoint.model_state import tied_names
+from te_fsdp.checkpoint.paths import absolute, is_remote
 from te_fsdp.checkpoint.portable import torch_files
 from te_fsdp.checkpoint.portable.contents import (
     DCP_KIND,
@@ -58,7 +59,6 @@ from te_fsdp.checkpoint.portable.contents import (
 )
 from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.portable.state_dicts import open_dcp_contents
-from te_fsdp.checkpoint.remote import absolute, is_remote
 from te_fsdp.checkpoint.replicas import Share
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten

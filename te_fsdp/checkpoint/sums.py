@@ -13,18 +13,19 @@ differ, and to write one takes torch 0.1 ms, most of it in Python: so what stand
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import io
 import logging
 import math
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,7 +39,7 @@ except ImportError:  # an environment made by hand
     _IS_SLOW = True
 
 from te_fsdp.checkpoint.background import blocks_of, flat_rows
-from te_fsdp.checkpoint.remote import is_remote, read_at
+from te_fsdp.checkpoint.paths import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
 T = TypeVar("T")
@@ -47,6 +48,12 @@ _log = logging.getLogger("te_fsdp")
 Tick = Callable[[int], None]
 #: The manifest's entry of a file: bytes and CRC-32; with a third number, that of the part from this byte on, a table.
 Listed = list[int]
+
+_FULL = {
+    errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
+    errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
+    errno.EFBIG: ("a file would be too large", "raise the limit (ulimit -f), or that of the file system"),
+}
 
 _HEAD, _ROW = struct.Struct("<8s32sH"), struct.Struct("<QI")
 _MARK = b"te_fsdp\x01"
@@ -84,16 +91,6 @@ def checksum(path: Path) -> int:
         return _crc(file, path.stat().st_size, silent)
 
 
-@contextmanager
-def synced(path: Path) -> Iterator[Any]:
-    """A file to write, which is on disk when the context ends well; on object storage when it is closed."""
-    with path.open("wb") as file:
-        yield file
-        if not is_remote(path):
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def _crc(file: Any, length: int, tick: Tick) -> int:
     """CRC-32 of the next bytes of an open file; of those that there are, if they are fewer."""
     crc = 0
@@ -104,11 +101,74 @@ def _crc(file: Any, length: int, tick: Tick) -> int:
     return crc
 
 
+def view_of(data: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the host."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class Frame:
+@contextmanager
+def synced(path: Path) -> Iterator[Any]:
+    """A file to write, which is on disk when the context ends well; on object storage when it is closed."""
+    with path.open("wb") as file:
+        yield file
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def telling_why(target: Path, needed: int | None = None) -> Iterator[None]:
+    """Say what the system has refused to write, of a full disk that it is full, whatever became of the system's error.
+
+    Args:
+        target: What is being written.
+        needed: Bytes that this process has to write.
+
+    Raises:
+        CheckpointError: In the place of the system's error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # DCP's are no Exceptions, and torch.save raises another one when it closes its file.
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in _FULL:
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(cause, OSError) or is_remote(target):
+            if not isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"{target}: cannot be written ({error.strerror or error}: {error.filename or target})",
+                why="Nothing has appeared there",
+                fix="check the path and the permissions",
+            ) from error
+        what, fix = _FULL[cause.errno]  # type: ignore[index]
+        place = next(path for path in target.parents if path.exists())
+        raise CheckpointError(
+            f"{target}: {what} ({cause.strerror})",
+            expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
+            got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
+            fix=f"{fix}, or write elsewhere",
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries where the system can, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno in _FULL or not path.is_dir():  # told late, by file systems over a network
+            raise
+        _log.debug("%s: this file system cannot sync directories", path)
+    finally:
+        os.close(handle)
+
+
+class Frame(NamedTuple):
     """A ``torch.save`` file of a contiguous tensor but for its elements.
 
     Attributes:
@@ -158,31 +218,8 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     return Frame(head, size, b"".join(tail))
 
 
-def write_pieces(
-    path: Path, blocks: Iterable[torch.Tensor], save_id: str
-) -> tuple[list[tuple[int, int]], Listed]:
-    """Write a file of tensors, synced to disk. Local operation.
-
-    Args:
-        path: The file.
-        blocks: Tensors of one dtype and shape each as the rows of one, on the host.
-        save_id: Of the save, 32 characters.
-
-    Returns:
-        First byte and bytes of each row's piece; and the manifest's entry of the file.
-    """
-    with synced(path) as raw:
-        file = SummedFile(raw)
-        places = [place for rows in blocks for place in file.write(rows)]
-        return places, file.finish(path.name, save_id)
-
-
 class SummedFile:
-    """A file of pieces. Summing up and writing release the interpreter, for all but small tensors.
-
-    Args:
-        raw: The file, open for writing.
-    """
+    """A file of pieces, open for writing. Summing up and writing release the interpreter, for all but small tensors."""
 
     def __init__(self, raw: Any) -> None:
         _say_if_slow()
@@ -218,7 +255,7 @@ class SummedFile:
         self.size += length
 
     def finish(self, name: str, save_id: str) -> Listed:
-        """Add the table; the manifest's entry of the file."""
+        """Add the table, with the save's id of 32 characters; the manifest's entry of the file."""
         table = _HEAD.pack(_MARK, save_id.encode(), len(name.encode())) + name.encode()
         table += b"".join(_ROW.pack(*row) for row in self.sums)
         self.raw.write(table)
@@ -226,11 +263,6 @@ class SummedFile:
 
 
 # ------------------------------------------------------------------------------------------------------- reading
-
-
-def view_of(data: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor on the host."""
-    return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
 class DamagedFileError(CheckpointError):
@@ -244,9 +276,9 @@ class DamagedFileError(CheckpointError):
 
 
 class CheckedFile:
-    """A file of a checkpoint that is compared with its checksums as it is read.
+    """A file of a checkpoint that is compared with its checksums as it is read. Use it as a context.
 
-    Use it as a context. Files that te_fsdp wrote before format 3 have no table: only their size is known.
+    Files that te_fsdp wrote before format 3 have no table: only their size is known.
 
     Args:
         path: The file.
@@ -281,7 +313,7 @@ class CheckedFile:
         self._file.close()
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
-        """The bytes of consecutive pieces. Any thread may call this.
+        """The bytes of consecutive pieces of these lengths, from a byte on. Any thread may call this.
 
         Args:
             offset: Byte at which the first begins.
@@ -302,9 +334,7 @@ class CheckedFile:
             if expected is None or expected[0] != length:
                 error = DamagedFileError(f"no piece of {length} bytes begins at byte {offset}")
             elif crc32(view[:length]) != expected[1]:
-                error = DamagedFileError(
-                    f"its contents have changed (CRC-32 of bytes {offset} to {offset + length})"
-                )
+                error = _changed(offset, length)
             if error is not None:
                 error.begin = offset
                 raise error
@@ -344,16 +374,17 @@ class CheckedFile:
         spans = {0: (self.size, crc)} if self.pieces is None else self.pieces
         for at, (length, expected) in spans.items():
             if _crc(reader, length, tick) != expected:
-                raise DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})")
+                raise _changed(at, length)
+
+
+def _changed(at: int, length: int) -> DamagedFileError:
+    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})")
 
 
 def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
     """Things that lie side by side in a file together, up to so many bytes; larger ones alone.
 
-    Args:
-        items: In their order in the file.
-        span: First byte of one, and its bytes.
-        most: Bytes of a run.
+    ``items`` are in their order in the file, ``span`` gives the first byte of one, and its bytes.
     """
     run: list[T] = []
     first = end = 0

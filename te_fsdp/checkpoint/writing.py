@@ -25,9 +25,9 @@ from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
+from te_fsdp.checkpoint.paths import is_remote
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.remote import is_remote
-from te_fsdp.checkpoint.sums import Listed, Tick, checksums, silent, without_collector, write_pieces
+from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, checksums, silent, synced, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
 #: Where a piece begins in the original, and its shape.
@@ -148,16 +148,14 @@ class Writing:
         """
         if self.problem is not None:
             raise self.problem
-        self.tick, numbers, name = tick, list[int](), file_of(self.ranks.rank)
-
-        def rows() -> Iterator[torch.Tensor]:
-            for own, block in self.blocks():
-                numbers.extend(own)
-                yield block
-
-        lies, listed = write_pieces(self.path / name, rows(), self.save_id)
-        places = np.array([(n, *place) for n, place in zip(numbers, lies, strict=True)], dtype=np.int64)
-        places = places.reshape(-1, 3)
+        self.tick, name = tick, file_of(self.ranks.rank)
+        lies: list[tuple[int, int, int]] = []
+        with synced(self.path / name) as raw:
+            file = SummedFile(raw)
+            for numbers, rows in self.blocks():
+                lies += [(n, *place) for n, place in zip(numbers, file.write(rows), strict=True)]
+            listed = file.finish(name, self.save_id)
+        places = np.array(lies, dtype=np.int64).reshape(-1, 3)
         if self.is_known and not np.array_equal(places, self.plan.places):
             raise CheckpointError(
                 f"{self.path}: save: tensors were written in another order than by the save that planned it",

@@ -17,6 +17,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
+from te_fsdp.checkpoint.paths import place_of
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.portable.convert import (
     Transform,
@@ -35,7 +36,6 @@ from te_fsdp.checkpoint.portable.huggingface import (
     values_for_huggingface,
     write_huggingface,
 )
-from te_fsdp.checkpoint.remote import place_of
 from te_fsdp.cli import ckpt_show
 from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
 from te_fsdp.cli.main import (

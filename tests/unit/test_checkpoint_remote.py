@@ -16,10 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import object_store
-from te_fsdp.checkpoint.locks import Owner
+from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.remote import RemotePath, absolute, place_of
+from te_fsdp.checkpoint.paths import Owner, RemotePath, absolute, place_of
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import remote_storage
@@ -209,20 +208,20 @@ def test_two_jobs_at_one_path(
 ) -> None:
     path = place_of(f"{memory}/a")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
-    theirs = object_store.begin(path, force=None, is_file=False)
+    theirs = directory.begin(path, force=None, is_file=False)
     monkeypatch.undo()
     checkpoint.save(f"{memory}/mine", trained(1.0)[0])
     mine = place_of(f"{memory}/mine")
     (theirs / "te_fsdp.json").write_bytes((mine / "te_fsdp.json").read_bytes())
     checkpoint.save(path, trained(5.0)[0])  # we end first
     assert "begun by another job as well, process 7 on elsewhere" in caplog.text
-    assert "exists already" in text_of(object_store.commit, theirs)
-    object_store.discard(theirs)
+    assert "exists already" in text_of(directory.commit, theirs, path)
+    directory.discard(theirs)
     assert not theirs.exists() and torch.equal(loaded_weights(path), trained(5.0)[0].weight)
 
     other = place_of(f"{memory}/b")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
-    theirs = object_store.begin(other, force=None, is_file=False)
+    theirs = directory.begin(other, force=None, is_file=False)
     monkeypatch.setattr(Owner, "is_alive", lambda self: True if self.pid == 7 else None)
     assert "another job is writing it: expected one writer for a path, got process 7 on elsewhere" in text_of(
         checkpoint.save, other, trained()[0]
@@ -232,10 +231,10 @@ def test_two_jobs_at_one_path(
     foreign = place_of(f"{memory}/data/te_fsdp-data.v1/x")
     foreign.write_bytes(b"x")
     now = time.time()
-    monkeypatch.setattr(object_store.time, "time", lambda: now + 86399)
+    monkeypatch.setattr(directory.time, "time", lambda: now + 86399)
     checkpoint.save(f"{memory}/c", trained()[0])
     assert theirs.exists()
-    monkeypatch.setattr(object_store.time, "time", lambda: now + 86500)
+    monkeypatch.setattr(directory.time, "time", lambda: now + 86500)
     checkpoint.save(f"{memory}/d", trained()[0])
     assert not theirs.exists() and foreign.exists()
 

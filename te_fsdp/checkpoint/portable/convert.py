@@ -18,6 +18,7 @@ import torch
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
 from te_fsdp.checkpoint.entries import decode
 from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
+from te_fsdp.checkpoint.paths import is_remote, place_of
 from te_fsdp.checkpoint.portable.contents import (
     CHECKPOINT,
     MANIFEST_KEY,
@@ -39,7 +40,6 @@ from te_fsdp.checkpoint.portable.state_dicts import (
     open_torch_contents,
 )
 from te_fsdp.checkpoint.portable.torch_files import write_torch
-from te_fsdp.checkpoint.remote import is_remote, place_of
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import differences, from_json, in_words, own_differences

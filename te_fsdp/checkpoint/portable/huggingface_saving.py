@@ -25,7 +25,7 @@ import torch.distributed as dist
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.directory import new_directory, sync
+from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters, tied_names
 from te_fsdp.checkpoint.optimizer_state import describe_state
@@ -41,7 +41,7 @@ from te_fsdp.checkpoint.portable.lazy import (
 )
 from te_fsdp.checkpoint.portable.safetensors import deal, write_file, write_index
 from te_fsdp.checkpoint.stages import check_whole_job
-from te_fsdp.checkpoint.sums import silent
+from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import semantics_of

@@ -17,7 +17,7 @@ from checkpointing.models import Case, Run
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The bytes of each read of tensors and tables from object storage, by this rank."""
-    from te_fsdp.checkpoint.remote import RangeFile
+    from te_fsdp.checkpoint.paths import RangeFile
 
     read_at, counts = RangeFile.read_at, []
 
@@ -35,7 +35,7 @@ def counted() -> Iterator[list[int]]:
 def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
     """Train a step, and save where all ranks see object storage."""
     import te_fsdp
-    from te_fsdp.checkpoint.remote import place_of
+    from te_fsdp.checkpoint.paths import place_of
     from tests.unit import remote_storage
 
     remote_storage.register()
