@@ -56,9 +56,7 @@ def world_size() -> int:
 def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, on every rank: values are pickled, so keep them small. Collective over the ranks.
 
-    Args:
-        value: This rank's.
-        over: The ranks, of a mesh a 1-D one; ``None``: the world.
+    ``over`` is a group, a 1-D mesh, or ``None`` for the world.
     """
     group = over.get_group() if isinstance(over, DeviceMesh) else over
     size = world_size() if group is None else group.size()
@@ -83,13 +81,13 @@ def gather_if_any(value: T) -> list[T]:
 
     Collective over the world: an all-reduce of one number, and :func:`gather` if any value is true.
     """
-    if world_size() > 1 and not on_any_rank(bool(value)):
-        return []
-    return gather(value) if value or world_size() > 1 else []
+    return gather(value) if on_any_rank(bool(value)) else []
 
 
 def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
     """Whether it holds on any rank; ``None``: of the world. Collective as :func:`maximum`, of one number."""
+    if over is None and world_size() == 1:
+        return mine
     told = torch.tensor([int(mine)], device=_device(over))
     maximum(told, over)
     return bool(told.item())
@@ -105,14 +103,10 @@ def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
 def maximum(
     values: torch.Tensor, over: DeviceMesh | dist.ProcessGroup | None = None, *, leave_out: Sequence[str] = ()
 ) -> None:
-    """Maximum over ranks, element by element and in place.
+    """Maximum over ranks (``None``: the world), element by element and in place.
 
-    Collective: one all-reduce over a group, or over each axis of a mesh, axis after axis, so that it reaches everyone.
-
-    Args:
-        values: Numbers, on a device of the ranks' process groups.
-        over: The ranks; ``None``: the world.
-        leave_out: Axes of the mesh over which nothing is sent.
+    Collective: one all-reduce over a group, or over each axis of a mesh but those to ``leave_out``, axis after axis, so
+    that it reaches everyone. ``values`` lie on a device of the ranks' process groups.
     """
     if not isinstance(over, DeviceMesh):
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
@@ -129,15 +123,10 @@ def are_equal(
     device: torch.device | str | None = None,
     leave_out: Sequence[str] = (),
 ) -> torch.Tensor:
-    """Which of some integers are the same on all ranks; all ranks find the same.
+    """Which of some integers between -2^62 and 2^62 are the same on all ranks; all ranks find the same.
 
-    Collective as :func:`maximum`, of two integers for each.
-
-    Args:
-        values: Integers between -2^62 and 2^62.
-        over: The ranks; ``None``: the world.
-        device: Of numbers that are no tensor; by default one that the ranks' process group takes.
-        leave_out: Axes of the mesh whose ranks may differ.
+    Collective as :func:`maximum`, of two integers for each. Numbers that are no tensor go to ``device``, by default one
+    that the ranks' process group takes.
 
     Returns:
         bool, shape and device of ``values``.
@@ -163,12 +152,9 @@ def digest(data: str | bytes) -> int:
 def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
 
-    Collective over ``mesh`` when the context ends: an all-reduce of one number per axis, and where a rank failed a
-    gather of its text. The context itself may hold collectives only if every rank reaches them, failing or not.
-
-    Args:
-        mesh: The ranks concerned; ``None`` for this rank alone.
-        where: Name of the operation, for the message on the ranks that did not fail themselves.
+    Collective over ``mesh`` (``None``: this rank alone) when the context ends: an all-reduce of one number per axis,
+    and where a rank failed a gather of its text. The context itself may hold collectives only if every rank reaches
+    them, failing or not. ``where`` is the operation, for the message on the ranks that did not fail themselves.
 
     Raises:
         TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
@@ -178,17 +164,16 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
         yield
     except Exception as error:  # passed on below, on every rank
         mine = error
-    told = set() if mine is None else {(rank(), type(mine).__name__, str(mine))}
+    told: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                told = set().union(*gather(told, mesh.get_group(axis)))
+        told = by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
     if mine is not None:
         raise mine
-    if told:
-        first, kind, text = min(told)
-        known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
-        raise known(f"{where} failed on rank {first}: {kind}: {text}")
+    for first, problem in sorted(told.items()):
+        if problem is not None:
+            kind, text = problem
+            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise known(f"{where} failed on rank {first}: {kind}: {text}")
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
@@ -197,14 +182,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
     Raises:
         TeFsdpError: What the function raised; other exceptions come as CheckpointError.
     """
-    outcome: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            outcome[0] = call()
-        except TeFsdpError as error:
-            outcome[1] = error
-        except Exception as error:
-            outcome[1] = CheckpointError(f"rank 0: {type(error).__name__}: {error}")
+    outcome: list[Any] = [*_attempt(call, "rank 0: ")] if rank() == 0 else [None, None]
     if world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -213,9 +191,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
 
 def all_agree(call: Callable[[], T]) -> T:
-    """Run a function on every rank; if it raises on any, raise the same error on all.
-
-    Collective over the world.
+    """Run a function on every rank; if it raises on any, raise the same error on all. Collective over the world.
 
     Raises:
         TeFsdpError: The first failing rank's; its text names the ranks if not all failed.
@@ -227,7 +203,7 @@ def all_agree(call: Callable[[], T]) -> T:
     raise problem from (mine.__cause__ if mine is not None else None)
 
 
-def _attempt(call: Callable[[], T]) -> tuple[T | None, TeFsdpError | None]:
+def _attempt(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError | None]:
     """The function's result, or what it raised as an error of ours."""
     from torch.distributed.checkpoint import CheckpointException  # by here the caller has imported DCP
 
@@ -236,7 +212,7 @@ def _attempt(call: Callable[[], T]) -> tuple[T | None, TeFsdpError | None]:
     except TeFsdpError as error:
         return None, error
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        mine = CheckpointError(f"{type(error).__name__}: {error}")
+        mine = CheckpointError(f"{where}{type(error).__name__}: {error}")
         mine.__cause__ = error
         return None, mine
 
@@ -272,16 +248,15 @@ def own_ranks() -> Ranks:
     """
     if world_size() == 1:
         return Ranks(0, 1, None)
-    world = dist.group.WORLD
-    group = _groups().get(world)
-    if group is None:
-        group = _groups()[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return Ranks(rank(), world_size(), group)
+    world, groups = dist.group.WORLD, _groups()
+    if world not in groups:
+        groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return Ranks(rank(), world_size(), groups[world])
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank 0 in the middle, the others around it; pickled messages over a group that nobody else uses.
+    """Rank 0 in the middle, the others around it; pickled messages over a gloo group that nobody else uses.
 
     It works in any thread, one at a time, and goes on working when the program destroys its process groups:
     the methods of the group itself are called, not torch.distributed's functions, which would refuse.
@@ -303,10 +278,6 @@ class Ranks:
         """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
 
         Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere.
-
-        Args:
-            mine: What each rank contributes.
-            on_rank_0: Takes the contributions by rank, returns the replies by rank.
 
         Raises:
             TeFsdpError: The first failing rank's; its text names the ranks if not all failed. Other

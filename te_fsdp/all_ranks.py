@@ -23,11 +23,11 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,8 @@ class _Process:
     timeout: float = DEFAULT_TIMEOUT
     thread: threading.local = field(default_factory=threading.local)
     #: Default process group -> ranks -> number and name of their last call. Gone with the process group.
-    last: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
-        default_factory=weakref.WeakKeyDictionary
+    last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
+        default_factory=WeakKeyDictionary
     )
 
 
@@ -105,14 +105,10 @@ def collective_timeout() -> float:
 
 @contextmanager
 def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """What is in the context begins when all ranks have come to it.
+    """What is in the context begins when all ranks have come to it; calls in the context do not wait again.
 
-    Calls in the context do not wait again: all ranks are here. Collective over the ranks, through the store of the
-    default process group; nothing is sent where that has one rank or is torch's fake one.
-
-    Args:
-        call: Name of the public call, for messages; the same on all ranks.
-        mesh: The ranks that make it; ``None``: all.
+    Collective over the ranks of ``mesh`` (``None``: all), through the store of the default process group; nothing is
+    sent where that has one rank or is torch's fake one. ``call`` names the public call, the same on all ranks.
 
     Raises:
         CollectiveError: On all ranks that come: some did not within :func:`set_collective_timeout`, or made another
@@ -122,9 +118,10 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
     if getattr(thread, "inside", False):
         yield
         return
-    ranks = _ranks(mesh)
-    if len(ranks) > 1:
-        _Meeting.next(call, ranks).wait()
+    if dist.is_initialized() and not is_simulated():
+        ranks = range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist())
+        if len(ranks) > 1:
+            _Meeting.next(call, tuple(ranks)).wait()
     thread.inside = True
     try:
         yield
@@ -144,15 +141,6 @@ def _start_of_job() -> str:
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else ""
     return f"{dist.get_world_size()}.{restarts}/"
-
-
-def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Who makes a call, in ascending order; none where there is nobody to wait for."""
-    if not dist.is_initialized() or is_simulated():
-        return ()
-    if mesh is None:
-        return tuple(range(dist.get_world_size()))
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 @dataclass(frozen=True)

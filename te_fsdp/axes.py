@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from te_fsdp import _torch
 from te_fsdp.agree import digest, gather
 from te_fsdp.all_ranks import is_simulated
-from te_fsdp.errors import MeshError, meant, message
+from te_fsdp.errors import MeshError, meant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,10 +44,7 @@ _ELSEWHERE = {
 def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[str | None]:
     """What each axis of a mesh is called here; ``None`` for one over which ranks hold other models, or of one rank.
 
-    Args:
-        mesh: With named axes.
-        names: The mesh's own names -> names out of :data:`ALL_AXES`, :data:`STAGES`, or ``None``. Others are taken as
-            they are.
+    ``names`` maps the mesh's own names to those out of :data:`ALL_AXES`, :data:`STAGES`, or ``None``; others stay.
 
     Raises:
         MeshError: A name that is no axis on either side, two axes of one name, or an axis of unknown meaning.
@@ -74,7 +73,15 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
             own = STAGES if size > 1 else None
         if own is not None and own not in (STAGES, *ALL_AXES):
-            raise MeshError(_unknown_axis(name, size, have))
+            near = meant(name, ALL_AXES, _ELSEWHERE) or "dp_shard"
+            raise MeshError(
+                f"Meshes.from_device_mesh: axis {name!r} of size {size}",
+                expected=f"axes out of {ALL_AXES}",
+                got=have,
+                why="te_fsdp binds axes by name: over an axis that it leaves out, no gradient is reduced",
+                fix=f"names={{{name!r}: {near!r}}} for what it means, or names={{{name!r}: None}} if ranks along it "
+                "hold other weights, as stages of a pipeline do",
+            )
         if own is not None and own in found:
             raise MeshError(
                 f"{where}: two axes that are {own!r}",
@@ -86,26 +93,8 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
     return found
 
 
-def _unknown_axis(name: str, size: int, have: tuple[str, ...]) -> str:
-    near = meant(name, ALL_AXES, _ELSEWHERE) or "dp_shard"
-    return message(
-        f"Meshes.from_device_mesh: axis {name!r} of size {size}",
-        expected=f"axes out of {ALL_AXES}",
-        got=have,
-        why="te_fsdp binds axes by name: over an axis that it leaves out, no gradient is reduced",
-        fix=f"names={{{name!r}: {near!r}}} for what it means, or names={{{name!r}: None}} if ranks along it hold other "
-        "weights, as stages of a pipeline do",
-    )
-
-
 def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
-    """Raise :class:`MeshError` unless ``mesh`` is ``None`` or has exactly one axis.
-
-    Args:
-        mesh: The mesh to look at.
-        argument: Name of the argument, for the message.
-        where: Name of the module or function, for the message.
-    """
+    """Raise :class:`MeshError` unless ``mesh`` is ``None`` or has exactly one axis."""
     if mesh is None:
         return
     if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
@@ -124,11 +113,6 @@ def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
 
     Process groups number their ranks in ascending order, whatever the order in the mesh. DTensor goes by the mesh,
     FSDP2 and TE go by the group: on another order a shard would be taken for its neighbour.
-
-    Args:
-        mesh: The mesh to look at.
-        argument: Name of the argument, for the message.
-        where: Name of the module or function, for the message.
     """
     if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
         raise MeshError(
@@ -140,13 +124,60 @@ def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
         )
 
 
-def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless dp_shard, cp and ep, taken as one axis, ascend.
+def check_holds_tp(
+    tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str, which: str
+) -> None:
+    """Raise :class:`MeshError` unless the ranks that cut a weight include those that cut it by tp."""
+    if tp_mesh is None or weight_mesh is None:
+        return
+    tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
+    if not tp <= weight:
+        raise MeshError(
+            f"{where}: {which}_mesh",
+            expected=f"a mesh that contains the tp ranks {sorted(tp)}",
+            got=f"ranks {sorted(weight)}",
+            fix=f"pass te_fsdp.Meshes(...).{which}, the flattened (dp_shard, tp) mesh",
+        )
 
-    Args:
-        ranks: 3-D, the middle axis being those three in this order.
-        mesh: The mesh that it was made of, for the message.
-    """
+
+def check_experts_apart(
+    ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str
+) -> None:
+    """Raise :class:`MeshError` if ranks that hold different experts are ranks that hold pieces of one."""
+    ep = set(ep_mesh.mesh.flatten().tolist())
+    for mesh, argument, attribute in (
+        (tp_mesh, "tp_mesh", "tp"),
+        (weight_mesh, "expert_weight_mesh", "expert_weight"),
+    ):
+        both = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
+        if len(both) > 1:
+            raise MeshError(
+                f"{where}: {argument}",
+                expected="one rank of ep_mesh at most, this one",
+                got=f"ranks {both} of both",
+                why="Ranks along ep hold different experts, and share no weight",
+                fix=f"pass te_fsdp.Meshes(...).{attribute}",
+            )
+
+
+def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
+    """The mesh of parameters of all experts, ``ep`` or (``ep``, ``tp``). Local operation."""
+    if tp_mesh is None:
+        return ep_mesh
+    try:
+        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
+    except RuntimeError as error:
+        raise MeshError(
+            f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
+            expected="axes of one mesh",
+            got=f"{ep_mesh} and {tp_mesh}",
+            why=str(error),
+            fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
+        ) from error
+
+
+def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise unless dp_shard, cp and ep, taken as one axis, the middle one of 3-D ``ranks``, ascend."""
     if bool((ranks.diff(dim=1) < 0).any()):
         raise MeshError(
             "Meshes.from_device_mesh: axes dp_shard, cp and ep",
@@ -161,10 +192,7 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
     """Raise :class:`MeshError` unless a mesh of stages, given beside that of a stage, lies across it in this rank.
 
-    Args:
-        mesh: Of the stage.
-        found: What its axes are called here.
-        pp: Of the stages; ``None``: none was given.
+    ``found`` is what the axes of the stage's mesh are called here.
     """
     if pp is None:
         return
@@ -200,9 +228,8 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
         each = _all_models(ranks.tolist())
         found = [torch.tensor(model, device="cpu") for model in each]
         numbers = sorted(n for model in found for n in model.flatten().tolist())
-        if numbers != list(range(dist.get_world_size())) or any(
-            model.shape != ranks.shape[1:] for model in found
-        ):
+        alike = all(model.shape == ranks.shape[1:] for model in found)
+        if numbers != list(range(dist.get_world_size())) or not alike:
             raise MeshError(
                 "Meshes.from_device_mesh: a mesh of a part of the ranks",
                 expected="on every rank the mesh that it is part of, all of one shape",
@@ -222,9 +249,6 @@ def _all_models(mine: list) -> list:
 
     Collective over the world: a number from each rank, then each kind of list from the first rank that has it, so that
     a rank receives one number for each rank and one rank's list for each model.
-
-    Args:
-        mine: This rank's, ``(models, stages, dp_replicate, dp_shard, tp)`` as nested lists of ranks.
     """
     digests = gather(digest(str(mine)))
     lists: list[list] = []
@@ -240,13 +264,9 @@ _STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 
 
 def check_started(sizes: Mapping[str, int]) -> None:
-    """Raise where a launcher has started several processes that ``torch.distributed`` knows nothing of.
+    """Raise ``MeshError`` where a launcher has started several processes that ``torch.distributed`` knows nothing of.
 
-    Args:
-        sizes: Of the axes, as asked for; all 1: a job of one process is meant.
-
-    Raises:
-        MeshError: No ``RANK``: each process would be a job of its own.
+    There is no ``RANK`` then, and each would be a job of its own. Where all ``sizes`` are 1, such jobs are meant.
     """
     said = {name: os.environ.get(name, "") for name in _STARTED}
     several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
@@ -262,11 +282,7 @@ def check_started(sizes: Mapping[str, int]) -> None:
 
 
 def check_device_type(given: str | torch.device) -> str:
-    """The type of device that is meant.
-
-    Raises:
-        MeshError: None that torch knows, or one device of it.
-    """
+    """The type of device that is meant; ``MeshError`` for none that torch knows, or one device of it."""
     try:
         device = torch.device(given)
     except RuntimeError:
@@ -305,29 +321,23 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != 1}
     text = " * ".join(f"{axis}({size})" for axis, size in shown.items())
     free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1 or any(
-        isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0 for s in sizes.values()
-    ):
+    wrong = [s for s in sizes.values() if isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0]
+    if len(free) > 1 or wrong:
         raise MeshError(
             f"Meshes.build: {text}",
             expected="positive sizes, at most one of them -1",
             got=tuple(shown.values()),
             fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
         )
-    product = 1
-    for size in sizes.values():
-        product *= size if size != -1 else 1
+    product = math.prod(size for size in sizes.values() if size != -1)
     if free and world_size % product == 0:
         return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
     if not free and product == world_size:
         return sizes
-    others = product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1)
-    fitting = [n for n in (world_size // others,) if n >= 1 and n * others == world_size]
-    fix = (
-        f"dp_shard={fitting[0]}, or dp_shard=-1 to use what is left"
-        if fitting
-        else "sizes whose product is WORLD_SIZE"
-    )
+    left, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
+    fix = "sizes whose product is WORLD_SIZE"
+    if left and not over:
+        fix = f"dp_shard={left}, or dp_shard=-1 to use what is left"
     if world_size == 1:
         fix += "; or start the script with torchrun --nproc-per-node N, where it runs alone now"
     raise MeshError(

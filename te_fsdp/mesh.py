@@ -64,9 +64,7 @@ _SHARD_AXES = ("dp_shard", "cp", "ep")
 
 @dataclass(frozen=True)
 class Meshes:
-    """Named axes over all ranks of a job.
-
-    Build with :meth:`build` or :meth:`from_device_mesh`, not by hand.
+    """Named axes over all ranks of a job. Build with :meth:`build` or :meth:`from_device_mesh`, not by hand.
 
     Attributes:
         device_mesh: 3-D mesh of dense parameters with the axes :data:`AXES` in that order, size-1 axes included. Its
@@ -131,30 +129,23 @@ class Meshes:
             return cls._of(mesh[AXES], sizes["cp"], sizes["ep"], mesh[STAGES])
 
     @classmethod
-    def _of(cls, mesh: DeviceMesh, cp: int, ep: int, pp: DeviceMesh | None = None) -> Meshes:
+    def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
         """Cut ``cp`` and ``ep`` out of the dense mesh's shard axis; groups of the other axes are shared."""
         shards = mesh.shape[AXES.index("dp_shard")]
-        experts = (
-            _torch.unflatten_mesh(mesh, "dp_shard", {"dp_shard": shards // ep, "ep": ep}) if ep > 1 else None
-        )
-        context = None
+        experts = context = None
+        if ep > 1:
+            experts = _torch.unflatten_mesh(mesh, "dp_shard", {"dp_shard": shards // ep, "ep": ep})
         if cp > 1:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
             context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
         found = cls(mesh, experts, context, pp)
-        found._begin()
-        return found
-
-    def _begin(self) -> None:
-        """Tell of slow axes, and make the process groups that stages must make together.
-
-        A stage may have no use for a group that another one needs, but making one takes all ranks of the job.
-        """
-        self._report_slow_axes()
-        if self.pp is not None:
-            _ = self.weight, self.expert_weight, self.amax, self.expert_amax
+        found._report_slow_axes()
+        if pp is not None:
+            # A stage may have no use for a group that another one needs, but making one takes all ranks of the job.
+            _ = found.weight, found.expert_weight, found.amax, found.expert_amax
             if not is_simulated():
                 own_ranks()
+        return found
 
     @classmethod
     def from_device_mesh(
@@ -195,9 +186,7 @@ class Meshes:
         check_stages(mesh, found, pp)
         whole = mesh.size() == dist.get_world_size()
         if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
-            adopted = cls(mesh)
-            adopted._begin()
-            return adopted
+            return cls._of(mesh)
         sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in (STAGES, *ALL_AXES)}
         # Models that have nothing in common, the stages of each, and each stage's ranks.
         order = [found.index(name) for name in (STAGES, *ALL_AXES) if name in found]
@@ -247,16 +236,16 @@ class Meshes:
     @property
     def fsdp(self) -> DeviceMesh | None:
         """``dp_shard``, or (``dp_replicate``, ``dp_shard``) for HSDP; ``None`` when both have size 1."""
-        if self.size("dp_replicate") == 1 and self.size("dp_shard") == 1:
-            return None
-        return self.fsdp_with_size_one
+        mesh = self.fsdp_with_size_one
+        return mesh if mesh.size() > 1 else None
 
     @property
     def fsdp_with_size_one(self) -> DeviceMesh:
         """As :attr:`fsdp`, but a 1-D mesh of one rank where that is ``None``: FSDP2 needs a mesh in any case."""
-        if self.size("dp_replicate") > 1:
-            return self.device_mesh["dp_replicate", "dp_shard"]
-        return self.device_mesh["dp_shard"]
+        return self._fsdp_of(self.device_mesh)
+
+    def _fsdp_of(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh["dp_replicate", "dp_shard"] if self.size("dp_replicate") > 1 else mesh["dp_shard"]
 
     @property
     def weight(self) -> DeviceMesh | None:
@@ -265,11 +254,13 @@ class Meshes:
         Collective over the world on first use when both axes are larger than 1 (a process group is made),
         cached later.
         """
-        if self.size("tp") == 1:
-            return self.device_mesh["dp_shard"] if self.size("dp_shard") > 1 else None
-        if self.size("dp_shard") == 1:
-            return self.device_mesh["tp"]
-        return self._flattened(self.device_mesh["dp_shard", "tp"], "weight")
+        return self._weight_of(self.device_mesh, self.size("dp_shard"), "weight")
+
+    def _weight_of(self, mesh: DeviceMesh, shards: int, name: str) -> DeviceMesh | None:
+        tp = self.size("tp")
+        if tp > 1 and shards > 1:
+            return self._flattened(mesh["dp_shard", "tp"], name)
+        return mesh["dp_shard" if tp == 1 else "tp"] if shards * tp > 1 else None
 
     @property
     def ep(self) -> DeviceMesh | None:
@@ -277,12 +268,9 @@ class Meshes:
         return None if self.expert_mesh is None else self.expert_mesh["ep"]
 
     def cp_parts(self, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """``cp`` as two 1-D meshes: ``inner`` neighbouring ranks, and one rank of each such group.
+        """``cp`` as two 1-D meshes: ``inner`` neighbouring ranks (it divides ``cp``), and one rank of each such group.
 
         Collective over the world: process groups are made.
-
-        Args:
-            inner: A divisor of the size of ``cp``.
         """
         cp = self.size("cp")
         cut = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
@@ -292,19 +280,13 @@ class Meshes:
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
         """As :attr:`fsdp`, for expert parameters: without ``ep``."""
-        if self.expert_mesh is None:
-            return self.fsdp
         mesh = self.expert_fsdp_with_size_one
         return mesh if mesh.size() > 1 else None
 
     @property
     def expert_fsdp_with_size_one(self) -> DeviceMesh:
         """As :attr:`expert_fsdp`, but a 1-D mesh of one rank where that is ``None``."""
-        if self.expert_mesh is None:
-            return self.fsdp_with_size_one
-        if self.size("dp_replicate") > 1:
-            return self.expert_mesh["dp_replicate", "dp_shard"]
-        return self.expert_mesh["dp_shard"]
+        return self._fsdp_of(self.expert_mesh or self.device_mesh)
 
     @property
     def expert_weight(self) -> DeviceMesh | None:
@@ -314,11 +296,7 @@ class Meshes:
         """
         if self.expert_mesh is None:
             return self.weight
-        shards, tp = self.expert_shards, self.size("tp")
-        if tp == 1 or shards == 1:
-            axis = "dp_shard" if tp == 1 else "tp"
-            return self.expert_mesh[axis] if shards * tp > 1 else None
-        return self._flattened(self.expert_mesh["dp_shard", "tp"], "expert_weight")
+        return self._weight_of(self.expert_mesh, self.expert_shards, "expert_weight")
 
     @property
     def amax(self) -> DeviceMesh | None:
@@ -326,12 +304,14 @@ class Meshes:
 
         ``None`` without stages, where that is the whole job. Collective over the world on first use, cached later.
         """
-        mesh = self.device_mesh
-        if mesh.size() == dist.get_world_size():
+        if self.device_mesh.size() == dist.get_world_size():
             return None
+        return self._amax_of(self.device_mesh, self.weight, "amax")
+
+    def _amax_of(self, mesh: DeviceMesh, weight: DeviceMesh | None, name: str) -> DeviceMesh:
         if self.size("dp_replicate") == 1:
-            return self.weight or mesh["dp_shard"]
-        return self._flattened(mesh["dp_replicate", "dp_shard", "tp"], "amax")
+            return weight or mesh["dp_shard"]
+        return self._flattened(mesh["dp_replicate", "dp_shard", "tp"], name)
 
     @property
     def expert_amax(self) -> DeviceMesh | None:
@@ -341,9 +321,7 @@ class Meshes:
         """
         if self.expert_mesh is None:
             return self.amax
-        if self.size("dp_replicate") == 1:
-            return self.expert_weight or self.expert_mesh["dp_shard"]
-        return self._flattened(self.expert_mesh["dp_replicate", "dp_shard", "tp"], "expert_amax")
+        return self._amax_of(self.expert_mesh, self.expert_weight, "expert_amax")
 
     def _flattened(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
         """Several axes as one. Collective over all ranks when a name is asked for first, local afterwards."""
@@ -426,11 +404,7 @@ class Meshes:
 
 
 def as_meshes(given: object, where: str) -> Meshes:
-    """What a user gave as ``meshes``: :class:`Meshes`, or torch's own mesh, which is adopted.
-
-    Raises:
-        MeshError: Something else, or a mesh that :meth:`Meshes.from_device_mesh` refuses.
-    """
+    """What a user gave as ``meshes``: :class:`Meshes`, or torch's own mesh, which is adopted; else ``MeshError``."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(given, Meshes):
@@ -458,11 +432,8 @@ def _tell_of_other_models(own: DeviceMesh) -> None:
 
 def device_of(kind: str) -> torch.device:
     """This process' device of a kind: the accelerator's current one, or the CPU. Local operation."""
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
+    index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def default_device_type() -> str:

@@ -86,7 +86,7 @@ class Facts:
         replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`), or never had it:
             a copy that nothing has given to a module as a successor.
         copy_of: Of such a copy: the record of what was copied.
-        looks: In how many steps to come its gradient is compared over tp (``modules/rank_checks.py``).
+        looks: In how many steps to come its gradient is compared over tp (:mod:`te_fsdp.step_hooks`).
         memory: Of a sharded parameter its ``id`` and :func:`te_fsdp._torch.memory_of` it, to see that its ``.data`` was
             assigned.
     """

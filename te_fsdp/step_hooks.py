@@ -12,11 +12,14 @@ parallelism each tp rank computes the whole gradient of norms, row-parallel bias
 numbers. On a GPU the results are not always the same: some kernels add in whatever order their blocks finish
 (measured on an H200: torch's embedding backward in fp32 gave 200 results in 200 runs; row-parallel biases of TE
 drifted apart within two steps). The difference is rounding, but the copies never meet again, and a checkpoint could
-hold one of them only.
+hold one of them only. So before every step the ranks take over the gradients of the first tp rank, after FSDP2 has
+reduced and cut them. Optimizers work element by element, so that parameters and states stay equal.
 
-Before every optimizer step the ranks therefore take over the gradients of the first tp rank: one broadcast of all
-small ones together, after FSDP2 has reduced and cut them. Optimizers work element by element, so that parameters and
-states stay equal.
+Where a parameter is marked ``sequence_parallel = True``, each rank computes a part, and all parts are added up. A layer
+that sequence parallelism feeds some of the tokens, and that nobody has marked, would learn from those of the first rank
+alone; one that is marked and sees all tokens, from ``tp`` times its gradient. So gradients are compared over ``tp``:
+whole ones before a parameter's first two steps, parts where they come to be, in a first backward. Two, since layers
+that begin at zero give some gradients of zero at first.
 
 **Steps of optimizers that hold parameters which binding, sharding or initialising has replaced** would be lost:
 
@@ -44,18 +47,33 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from te_fsdp import _torch
-from te_fsdp.errors import OrderError
+from te_fsdp import _te, _torch
+from te_fsdp.agree import raised_on_all_ranks
+from te_fsdp.all_ranks import is_capturing, is_simulated
+from te_fsdp.errors import GradientError, OrderError, shorten
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import COPIED, KEY, Facts, facts_of, label_of, noted
+from te_fsdp.parameters import COPIED, KEY, Binding, Facts, binding_of, facts_of, label_of, noted
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+
+
+# In how many steps gradients of a parameter are compared.
+_STEPS = 2
+# How far gradients of one parameter may lie apart over tp, in parts of their norm. Kernels that add in another order
+# change bf16 values by a unit in the last place, 1/256; sums in bf16 over hundreds of ranks by 1/40. Other tokens give
+# gradients that have less in common, but for batches of very many: the norm of the noise to that of the mean.
+_APART = 1 / 16
+# Four bits, rounded at random as each rank draws: 1/5.
+_APART_IN_4_BITS = 1 / 2
+# Parts of one gradient that lie nearer than this, in parts of their norm, are one gradient, rounded otherwise.
+_SAME = 1 / 128
 
 
 def held_by(optimizer: Optimizer) -> list[tuple[torch.Tensor, Facts]]:
@@ -73,7 +91,6 @@ class Step:
     """A step of an optimizer, before or after it, as the functions of the lists see it.
 
     Attributes:
-        optimizer: Whose step it is.
         where: ``"AdamW.step"``, for messages.
         closure: What it was given to run forward and backward within the step, or ``None``. Before a step another may
             be put in its place.
@@ -147,12 +164,7 @@ def _lists() -> _Lists:
 
 
 def run_around_steps(before: StepFunctions, after: StepFunctions) -> None:
-    """Run these around every optimizer step from now on. Of lists that hold one another the longer stays.
-
-    Args:
-        before: Run before each step, in this order.
-        after: Run after each step, in this order.
-    """
+    """Run these around every optimizer step from now on, in order. Of lists that hold one another the longer stays."""
     lists = _lists()
     if len(before) + len(after) > len(lists.before) + len(lists.after):
         lists.before, lists.after = before, after
@@ -161,8 +173,8 @@ def run_around_steps(before: StepFunctions, after: StepFunctions) -> None:
 def sync_tp_replicas(step: Step) -> None:
     """Replace gradients of parameters that each tp rank holds whole by the first tp rank's.
 
-    Collective over tp as :func:`take_over_gradients`. Parameters whose optimizer state is cut over further axes are
-    left to the optimizer's own hook: they are averaged there before.
+    Collective over tp. Parameters whose optimizer state is cut over further axes are left to the optimizer's own hook:
+    they are averaged there before.
     """
     take_over_gradients([p for p, facts in step.held if facts.tp_replica and facts.main_parameters is None])
 
@@ -174,11 +186,8 @@ def take_over_gradients(
     """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
 
     Collective over tp where there are such gradients: one broadcast per dtype, and one for each large tensor.
-    Looks only at parameters that te_fsdp has bound; shapes are those of this rank's shards.
-
-    Args:
-        parameters: In the same order, and with gradients for the same ones, on all tp ranks.
-        main_parameters: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
+    Parameters that te_fsdp has not bound are passed over; the others have gradients for the same ones, in one order,
+    on all tp ranks. ``main_parameters``: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -195,15 +204,124 @@ def take_over_gradients(
         broadcast(gradients, group)
 
 
+def compare_gradients(model: nn.Module, wanted: bool) -> None:
+    """Let gradients of what each rank of tp holds whole be looked at in the first steps, or no longer. Local."""
+    for binding in filter(None, map(binding_of, model.modules())):
+        binding.marked.clear()
+        if wanted and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+            # Of a loss that is a plain sum the gradient of a bias is the number of tokens.
+            marked = [
+                name for name, rule in binding.rules.items() if rule.partial_grad and "bias" not in name
+            ]
+            binding.marked.update(dict.fromkeys(marked, _STEPS))
+    for parameter in model.parameters():
+        facts = facts_of(parameter)
+        if facts is not None and facts.tp_replica:
+            facts.looks = _STEPS if wanted else 0
+
+
+@torch.no_grad()
+def refuse_same_gradient(binding: Binding, name: str, gradient: torch.Tensor) -> None:
+    """Look at this rank's part of a sum over tp, in the first backward in which it is not zero. Collective then.
+
+    Raises:
+        GradientError: All ranks of tp have computed the same.
+    """
+    if name not in binding.marked or is_simulated() or is_capturing():
+        return
+    assert binding.tp_mesh is not None
+    ((_, ratio),) = _apart_over_tp(binding.tp_mesh, [(gradient, gradient)])
+    if ratio < _SAME:
+        raise GradientError(
+            f"{binding.label(name)}: gradients that are the same over tp",
+            expected="another part of the gradient on each rank, of a parameter that is marked sequence_parallel",
+            got="the same on all ranks of a tp group",
+            why="They are added up: the parameter would learn from a multiple of its gradient",
+            fix="leave the mark off layers that see all tokens on each rank (sequence_parallel=False), or cut the "
+            "sequence before them. Where gradients shall be the same, pass check_inputs=False to fully_shard or "
+            "set_device_mesh",
+        )
+    binding.marked[name] -= 1
+    if ratio >= _SAME or not binding.marked[name]:
+        del binding.marked[name]
+
+
+def require_equal_gradients(step: Step) -> None:
+    """Compare the gradients of what every rank of tp holds whole, in the first steps of each parameter.
+
+    Collective then: a broadcast of each such gradient over tp, and two numbers for each over its mesh.
+
+    Raises:
+        GradientError: They differ by more than rounding, on all ranks of the model. They are as they were.
+    """
+    looked = [(parameter, facts) for parameter, facts in step.held if facts.looks and parameter.requires_grad]
+    if not looked or is_simulated() or is_capturing():
+        return
+    found: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for parameter, _ in looked:
+        gradient = gradient_of(parameter)
+        if gradient is not None and isinstance(parameter, DTensor):
+            found.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
+    recipes = [recipe for state, _ in step.models for recipe in _te.recipes_in_use(state.model)]
+    in_4_bits = any("NVFP4" in recipe or "Custom" in recipe for recipe in recipes)
+    with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
+        apart = [entry for mesh, held in found.items() for entry in _apart_over_tp(mesh, held)]
+        limit = _APART_IN_4_BITS if in_4_bits else _APART
+        _refuse_apart(step, [(parameter, ratio) for parameter, ratio in apart if ratio > limit])
+    for _, facts in looked:
+        facts.looks -= 1
+
+
+@torch.no_grad()
+def _apart_over_tp(
+    mesh: DeviceMesh, held: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[tuple[torch.Tensor, float]]:
+    """How far the gradients lie from those of the first tp rank, in parts of their norm. Collective over ``mesh``.
+
+    ``held`` are parameters, with the local tensors of their gradients; tp is the last axis. The same numbers on all
+    ranks: NaN without a gradient but zero, and with NaN in one.
+    """
+    group = mesh.get_group(mesh.ndim - 1)
+    if group.size() == 1:
+        return []
+    sums = torch.zeros((len(held), 2), dtype=torch.float64, device=held[0][1].device)
+    for row, (_, gradient) in zip(sums, held, strict=True):
+        first = gradient.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(first, group=group, group_src=0)
+        row[0] = torch.linalg.vector_norm(gradient - first, dtype=torch.float64).square()
+        row[1] = torch.linalg.vector_norm(first, dtype=torch.float64).square()
+    for axis in range(mesh.ndim):
+        dist.all_reduce(sums, group=mesh.get_group(axis))
+    # All ranks but the first differ from it; all have its norm.
+    ratios = (sums[:, 0] / (group.size() - 1) / (sums[:, 1] / group.size())).sqrt().tolist()
+    return [(parameter, ratio) for (parameter, _), ratio in zip(held, ratios, strict=True)]
+
+
+def _refuse_apart(step: Step, apart: list[tuple[torch.Tensor, float]]) -> None:
+    if not apart:
+        return
+    names = step.names
+    for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
+        binding = binding_of(owner)
+        names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
+    told = [
+        f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm" for parameter, ratio in apart
+    ]
+    raise GradientError(
+        f"{step.where}: gradients that differ over tp",
+        expected="the same on all ranks of a tp group, of parameters that each holds whole",
+        got=shorten(told, 3, ", "),
+        why="They come of other tokens or features on each rank, as sequence parallelism deals them out, and nobody "
+        "adds them up: those of the first rank would be taken",
+        fix="set parameter.sequence_parallel = True on the parameters of layers that see a part of the tokens, before "
+        "te_fsdp.fully_shard or set_device_mesh; or give these layers all tokens. Where gradients shall differ, pass "
+        "check_inputs=False to fully_shard or set_device_mesh",
+    )
+
+
 @contextlib.contextmanager
 def replacing(model: nn.Module, by: str, *, prefix: str = "") -> Iterator[None]:
-    """Mark the parameters that ``model`` has before the context and no longer has after it. Local operation.
-
-    Args:
-        model: The root of what is changed.
-        by: The call that replaces them, for the message.
-        prefix: Name of ``model`` in the user's tree.
-    """
+    """Mark the parameters that ``model`` has before the context and no longer after it. Local operation."""
     before = list(model.named_parameters(prefix=prefix))
     try:
         yield
@@ -231,7 +349,9 @@ def refuse_replaced(step: Step) -> None:
     is_copy = _torch.is_copy(step.optimizer) and step.optimizer not in _lists().right_copies
     if not marked and not is_copy:
         return
-    unmarked = _unmarked(step.optimizer) if is_copy else {}
+    held = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+    # Without a record, or with what a pickle leaves of one.
+    unmarked = {id(parameter): parameter for parameter in held if is_copy and not parameter.__dict__.get(KEY)}
     # Another model may share a parameter with the one that lost it, or be a copy as well: a step for that one is right.
     wanted = {*marked, *unmarked}
     for owner, name in registered_at(wanted):
@@ -263,12 +383,6 @@ def refuse_replaced(step: Step) -> None:
     )
 
 
-def _unmarked(optimizer: Optimizer) -> dict[int, torch.Tensor]:
-    """``id`` -> parameters of an optimizer that carry no record, or what a pickle leaves of one."""
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {id(parameter): parameter for parameter in held if not parameter.__dict__.get(KEY)}
-
-
 def _like_ours(unmarked: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """All, if they are copies of sharded models' parameters: with what a pickle leaves, or each like one of theirs."""
     ours = _ours() if unmarked else {}
@@ -282,13 +396,12 @@ def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
 def _ours() -> dict[tuple[Any, ...], str]:
     """Kind -> name of a parameter of each kind that the sharded models of this process have. For errors alone."""
     states: dict[int, Any] = {}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), nn.Module):
-            for parameter in candidate.__dict__.get("_parameters", {}).values():
-                facts = None if parameter is None else facts_of(parameter)
-                state = facts.state() if facts is not None and facts.state is not None else None
-                if state is not None:
-                    states[id(state)] = state
+    for module in _modules():
+        for parameter in module.__dict__.get("_parameters", {}).values():
+            facts = None if parameter is None else facts_of(parameter)
+            state = facts.state() if facts is not None and facts.state is not None else None
+            if state is not None:
+                states[id(state)] = state
     found: dict[tuple[Any, ...], str] = {}
     for state in states.values():
         for name, parameter in state.parameters().items():
@@ -311,17 +424,19 @@ def _named(parameter: torch.Tensor) -> tuple[str, str]:
 def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
     """Every module of this process that has a parameter, and its name there: parameters do not know their owners.
 
-    Local operation. Looks at all objects that the garbage collector knows: for setup and errors alone.
-
-    Args:
-        parameters: By ``id``; what is removed from it meanwhile is not looked for any longer.
+    Local operation, for setup and errors alone. Parameters are given by ``id``; what is removed meanwhile is not looked
+    for any longer.
     """
-    for candidate in gc.get_objects():
-        # By its type: proxies of all kinds answer isinstance with side effects.
-        if issubclass(type(candidate), nn.Module):
-            for name, parameter in candidate.__dict__.get("_parameters", {}).items():
-                if id(parameter) in parameters:
-                    yield candidate, name
+    for module in _modules():
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in parameters:
+                yield module, name
+
+
+def _modules() -> Iterator[nn.Module]:
+    """All objects of this process that the garbage collector knows and that are modules."""
+    # By type: proxies of all kinds answer isinstance with side effects.
+    return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
 
 
 # ---------------------------------------------------------------------------- gradients of an optimizer's parameters
@@ -358,12 +473,7 @@ def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Seen(NamedTuple):
-    """A gradient at some time, to tell later whether it is still what it was then.
-
-    Attributes:
-        gradient: The gradient, if it lives.
-        version: How often it had been written to in place.
-    """
+    """A gradient at some time, if it lives, and how often it had been written to: to tell later whether it is that."""
 
     gradient: weakref.ref[torch.Tensor]
     version: int

@@ -14,6 +14,7 @@ tensors would take their places: FSDP2, optimizers and te_fsdp's own notes hold 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,23 +28,28 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
 from te_fsdp.errors import CheckpointError, PlacementError, require_flags
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
-from te_fsdp.modules.checks import Selection, plan_modules
-from te_fsdp.modules.grouped import GroupedModule, adopt_single, check_switch
-from te_fsdp.modules.initialize import initialize_te_parameters
-from te_fsdp.modules.inputs import watch_inputs
-from te_fsdp.modules.plan import Meshing, check_divisible
-from te_fsdp.modules.rank_checks import (
-    compare_gradients,
+from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
+from te_fsdp.modules.initialize import (
     find_equal_shards,
+    initialize_te_parameters,
     on_device,
     refuse_equal_shards,
-    require_equal_gradients,
 )
+from te_fsdp.modules.inputs import watch_inputs
+from te_fsdp.modules.plan import HEADS, Meshing, check_multiple, plan_modules
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of, require_model
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.quantized.shards import requantize
-from te_fsdp.step_hooks import StepFunctions, refuse_replaced, replacing, run_around_steps, sync_tp_replicas
+from te_fsdp.step_hooks import (
+    StepFunctions,
+    compare_gradients,
+    refuse_replaced,
+    replacing,
+    require_equal_gradients,
+    run_around_steps,
+    sync_tp_replicas,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -92,7 +98,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())
-        check_divisible(kind, stock, args, kwargs)
+        _check_divisible(kind, stock, args, kwargs)
         super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
         if tp_mesh is not None or weight_mesh is not None:
             self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
@@ -114,6 +120,34 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
     """
     cls = type(kind, _bases(stock), {"__init__": __init__, "__doc__": doc, "__module__": "te_fsdp"})
     return cls
+
+
+#: Arguments of TE's constructors that are divided by ``tp_size``. Those of linears depend on ``parallel_mode``.
+_DIVIDED = {
+    "TransformerLayer": (*HEADS, "ffn_hidden_size"),
+    "MultiheadAttention": HEADS,
+    "DotProductAttention": HEADS,
+    "LayerNormMLP": ("ffn_hidden_size",),
+}
+_BY_MODE = {"column": ("out_features",), "row": ("in_features",)}
+
+
+def _check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if ``tp_size`` does not divide what TE's class would cut by it, given a constructor's arguments."""
+    try:
+        given = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
+    except TypeError:
+        return  # TE says which argument is wrong
+    given = {**given, **given.get("kwargs", {})}
+    group = given.get("tp_group")  # decides over tp_size, as in TE
+    tp_size = group.size() if group is not None else given.get("tp_size", 1)
+    names = _DIVIDED.get(kind, ())
+    if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        names = _BY_MODE.get(str(given.get("parallel_mode")), ())
+    for name in names:
+        size = given.get(name)
+        if isinstance(size, int) and isinstance(tp_size, int) and tp_size > 1:
+            check_multiple(kind, name, size, tp_size)
 
 
 @functools.cache

@@ -29,12 +29,11 @@ from te_fsdp import _fsdp2, _te, _te_modules, _torch
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
-from te_fsdp.modules.rank_checks import refuse_same_gradient
 from te_fsdp.parameters import BINDING, Binding, Installed, attributes_of, binding_of, carry_over, share
 from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.quantized.all_gather import GATHERS, check_cut, gather_missing, note_gathered, release_of
 from te_fsdp.quantized.shards import adopt_shard, follow_history
-from te_fsdp.step_hooks import note_replaced, replacing
+from te_fsdp.step_hooks import note_replaced, refuse_same_gradient, replacing
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,10 @@ optimizers understand; TE gets a ``GroupedTensor`` over that very memory wheneve
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp._te_modules import GroupedReads, grouped_path_problem
-from te_fsdp.errors import OrderError, PlacementError, PrecisionError
-from te_fsdp.layout import ExpertRange, ParameterRule, expert_index
+from te_fsdp.agree import gather
+from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
+from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.base import ResettableModule
 from te_fsdp.parameters import Binding, binding_of, carry_over
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
@@ -32,11 +33,80 @@ from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.quantized.alignment import Grid
 
+#: Which grouped modules are dealt out: names in the tree, classes, of them or of what holds some; ``None``: all.
+Selection: TypeAlias = Iterable[type | str] | None
 _SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+
+
+def find_experts(model: nn.Module, selection: Selection) -> set[str]:
+    """Names of the ``GroupedLinear`` modules that expert parallelism deals out, all by default. Local operation.
+
+    Raises:
+        PlacementError: An entry without a ``GroupedLinear``.
+    """
+    names = dict(model.named_modules())
+    grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
+    if selection is None:
+        return set(grouped)
+    chosen: set[str] = set()
+    for want in selection:
+        holders = [
+            n for n, m in names.items() if (n == want if isinstance(want, str) else isinstance(m, want))
+        ]
+        found = [n for n in grouped if any(n == h or not h or n.startswith(f"{h}.") for h in holders)]
+        if not found:
+            raise PlacementError(
+                f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
+                expected="a GroupedLinear, or a module that holds some",
+                got="none of that name or class",
+                fix="name modules as model.named_modules() does",
+            )
+        chosen.update(found)
+    return chosen
+
+
+def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:
+    """Which experts each module holds here. Collective over ``ep_mesh`` (an object gather); all find the same.
+
+    Args:
+        modules: Expert modules of this rank, by name.
+        ep_mesh: 1-D.
+        where: Name of the operation, for messages.
+
+    Raises:
+        MeshError: On all ranks of ``ep_mesh``: modules that differ in more than the number of experts, and experts that
+            are not dealt out as ``torch.chunk`` cuts.
+    """
+    # Number of experts, and all else in which the ranks must agree, as text.
+    options = ("in_features", "out_features", "use_bias", "parallel_mode", "tp_size", "params_dtype")
+    options += ("primary_weights_in_fp8", "single_grouped_weight", "single_grouped_bias")
+    mine = {
+        name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
+        for name, module in modules.items()
+    }
+    told = gather(mine, ep_mesh)
+    for rank, theirs in enumerate(told):
+        differ = [n for n in {**told[0], **theirs} if told[0].get(n, (0, ""))[1] != theirs.get(n, (0, ""))[1]]
+        if differ:
+            expected = told[0].get(differ[0], (0, "no such module"))[1]
+            raise MeshError(
+                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(told)}",
+                expected=f"on rank {rank} of ep as on the first: {expected}",
+                got=theirs.get(differ[0], (0, "no such module"))[1],
+                why="Experts of one layer may lie on any rank, and differ in their values alone",
+                fix="build the model from the same configuration on all ranks; num_gemms alone may differ",
+            )
+    here = ep_mesh.get_local_rank()
+    return {
+        name: expert_ranges([theirs[name][0] for theirs in told], name or "GroupedLinear")[here]
+        for name in told[0]
+    }
 
 
 def single_names(module: Any) -> tuple[str, ...]:

@@ -1,21 +1,28 @@
-"""Initialisation of sharded parameters: every rank computes its part of one unsharded initialisation.
+"""Initialisation of sharded parameters, and what ranks must not have drawn alike.
 
 Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its
 own boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one
 process with that state, on any mesh. The price is one original tensor of temporary memory.
+
+Modules that are built on the device are drawn before. With equal seeds on all ranks they get the same numbers on every
+rank of ``tp`` (and the same experts on every rank of ``ep``), where each holds another part. Training keeps them equal:
+the model has as many different rows as one rank holds. Constant parts (zeros, ones) are what any initialisation gives,
+and not looked at.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _te, _torch
-from te_fsdp.agree import are_equal, digest
-from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import InitError, OrderError
+from te_fsdp.agree import are_equal, digest, gather
+from te_fsdp.all_ranks import collective_call, is_simulated
+from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
 from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
@@ -28,21 +35,21 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.modules.plan import ModulePlan
+
 # TE raises when it finds these on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+#: Attribute that a user sets on a parameter whose parts are meant to be equal.
+MEANT = "equal_shards"
+# Odd multiplier of a linear congruential generator (Knuth): mixes positions for the checksum.
+_MULTIPLIER = 6364136223846793005
+# Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
+_PIECE = 1 << 23
 
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
-    """Raise if a forward is about to run on parameters that have no values yet. Local operation.
-
-    Args:
-        parameters: With their names.
-        prefix: Of the names.
-
-    Raises:
-        OrderError: Names the first one that is on meta.
-    """
+    """Raise ``OrderError`` if a forward is about to run on parameters that have no values yet. Local operation."""
     left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
     if left:
         raise OrderError(
@@ -69,19 +76,16 @@ def initialize_te_parameters(module: nn.Module) -> None:
     _check_module_random_state(module)
     first_error: Exception | None = None
     for name, parameter, elsewhere in _in_order(module, binding):
-        label = binding.label(name)
-        if elsewhere:
-            try:
-                _draw(module, name, parameter, label)  # and drop: the random state goes on as in one process
-            except Exception as error:  # raised below
-                first_error = first_error or error
-            continue
+        value = None
         try:
-            value = _draw(module, name, parameter, label)
+            value = _draw(module, name, parameter, binding.label(name))
         except (
             Exception
-        ) as error:  # raised below: until then the other ranks need this one in their collectives
+        ) as error:  # raised below: the other ranks need this one in their collectives till then
             first_error = first_error or error
+        if elsewhere:
+            continue  # and drop it: the random state goes on as in one process
+        if value is None:
             local = _torch.local_of(parameter)
             value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
         _store(module, name, parameter, value, binding)
@@ -119,22 +123,24 @@ def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> 
         fill = _te.init_function(module, name)
         for part in full if info.rule.layout.is_grouped else (full,):  # expert after expert, as TE draws them
             fill(part)
-        _check_filled(full, label)
+        if _has_sentinel(full):
+            raise InitError(
+                f"{label}: never initialised",
+                expected="an init method that fills the whole tensor",
+                got="values left unset",
+                fix="pass an init_method to the TE module that fills the tensor in place",
+            )
         return _take(full, info)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
-    """Initialise a module that TE does not know: its own ``reset_parameters`` on original-size tensors.
+    """Initialise a module that TE does not know: its own ``reset`` on original-size tensors.
 
-    Args:
-        module: The owner; its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the
-            device.
-        reset: Fills the module's parameters and buffers in place.
+    Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
+    check of the random state).
 
     Returns:
         Names of own parameters and floating-point buffers that ``reset`` did not fill.
-
-    Collective over the parameters' mesh (a check of the random state).
     """
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
@@ -198,14 +204,13 @@ def _check_module_random_state(module: nn.Module) -> None:
 
     Plain parameters have no mesh to agree on.
     """
-    own = binding_of(module)
-    if own is not None and own.ep_mesh is not None:
-        parameter = next(p for p in module._parameters.values() if p is not None)
-        check_random_state(own.ep_mesh, own.name or type(module).__name__, target_device(parameter))
-    for name, parameter in module._parameters.items():
+    binding = binding_of(module)
+    label = (binding.name if binding is not None else "") or type(module).__name__
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if binding is not None and binding.ep_mesh is not None:
+        check_random_state(binding.ep_mesh, label, target_device(next(iter(own.values()))))
+    for name, parameter in own.items():
         if isinstance(parameter, DTensor):
-            binding = binding_of(module)
-            label = binding.name if binding is not None and binding.name else type(module).__name__
             check_random_state(parameter.device_mesh, f"{label} ({name})", target_device(parameter))
             return
 
@@ -255,12 +260,12 @@ def _store(
 
 def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor whose values no initialiser produces: NaN, or the dtype's smallest integer."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
     return torch.full(shape, _sentinel_value(dtype), dtype=dtype, device=device)
 
 
-def _sentinel_value(dtype: torch.dtype) -> int | bool:
+def _sentinel_value(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
@@ -279,11 +284,125 @@ def _has_sentinel(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_signed and bool((tensor == _sentinel_value(tensor.dtype)).all())
 
 
-def _check_filled(full: torch.Tensor, label: str) -> None:
-    if _has_sentinel(full):
-        raise InitError(
-            f"{label}: never initialised",
-            expected="an init method that fills the whole tensor",
-            got="values left unset",
-            fix="pass an init_method to the TE module that fills the tensor in place",
-        )
+# ------------------------------------------------------------------------------------------- equal parts of a weight
+
+
+def on_device(planned: Iterable[ModulePlan]) -> bool:
+    """Whether modules that are not bound yet have parameters on the device. Local operation."""
+    return any(
+        parameter is not None and not parameter.is_meta
+        for item in planned
+        if binding_of(item.module) is None
+        for parameter in item.module._parameters.values()
+    )
+
+
+def find_equal_shards(
+    planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+) -> list[str]:
+    """Parameters of which two ranks hold equal parts that should differ. Changes nothing.
+
+    Over ``tp`` those that it cuts, over ``ep`` those of experts. Collective over the meshes where they have several
+    ranks: one object gather of a checksum per parameter over each. Parameters on meta, and those of modules that are
+    bound already, are left out.
+
+    Returns:
+        One entry per parameter, with the ranks that are equal; the same on all ranks of a tp group, or of an ep group.
+    """
+    if dist.is_initialized() and is_simulated():
+        return []
+    held = [
+        (f"{item.name}.{name}" if item.name else name, item, item.rules.get(name), _torch.local_of(parameter))
+        for item in planned
+        if binding_of(item.module) is None
+        for name, parameter in item.module._parameters.items()
+        if parameter is not None and not parameter.is_meta and not getattr(parameter, MEANT, False)
+    ]
+    found = []
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
+        found += _equal_over(tp_mesh, "tp", _drawn(cut))
+    if ep_mesh is not None and ep_mesh.size() > 1:
+        experts = {label: t for label, item, _, t in held if item.experts is not None}  # by local index
+        found += _equal_over(ep_mesh, "ep", _drawn(experts, copies=True))
+    return found
+
+
+def refuse_equal_shards(found: list[str]) -> None:
+    """Raise ``InitError`` if anything was found: it names the parameters, and the ways out."""
+    if not found:
+        return
+    raise InitError(
+        f"{shorten(found, 3, '; ')}: equal values where each rank holds another part",
+        expected="different values on ranks that hold different rows, columns or experts",
+        got="those of one random state, as equal seeds draw them",
+        why="Training would keep them equal, so that the model learns what one rank's part can",
+        fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
+        "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
+        "another seed on each of these ranks, and equal seeds for what they replicate; or load values before. "
+        f"Where equal parts are meant, set parameter.{MEANT} = True",
+    )
+
+
+def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
+    """Label -> checksum of those whose values are not all the same.
+
+    With ``copies`` without kinds of which this rank has several, all equal: experts that begin as copies of one layer.
+    """
+    if not held:
+        return {}
+    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched at once
+    constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
+    kinds = [label.rstrip("0123456789") for label in held]
+    by_kind: dict[str, list[int]] = {}
+    for kind, value in zip(kinds, sums, strict=True):
+        by_kind.setdefault(kind, []).append(value)
+    meant = {kind for kind, values in by_kind.items() if copies and len(values) > 1 and len(set(values)) == 1}
+    return {
+        label: value
+        for label, kind, value, same in zip(held, kinds, sums, constant, strict=True)
+        if not same and kind not in meant
+    }
+
+
+def _equal_over(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
+    """Which of them two ranks of a 1-D mesh have alike."""
+    everyone = gather(mine, mesh)
+    found: dict[str, str] = {}
+    for (one, first), (other, second) in combinations(enumerate(everyone), 2):
+        for label, value in first.items():
+            if second.get(label) == value:
+                found.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
+    return list(found.values())
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Position-dependent checksum of a tensor's bytes, int64 on its device, wrapping on overflow.
+
+    Halved, so that its negative exists too.
+    """
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE]
+        places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
+        # No linear function of the position: biases after Adam's first step are patterns of two values,
+        # and many such patterns have equal sums of positions.
+        places.mul_(_MULTIPLIER)
+        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
+        total += places.mul_(piece).sum()
+    return total // 2
+
+
+def is_constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all values of a tensor are the same: a bool on its device."""
+    words = _words(tensor)
+    return (words == words[:1]).all()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as a flat tensor of integers of the same size."""
+    # Of quantized tensors the values: padding of their scale buffers is left as the kernel finds it.
+    tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
+    data = tensor.detach().contiguous().view(-1)
+    return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])

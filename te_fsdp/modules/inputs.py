@@ -35,7 +35,7 @@ from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import are_equal, digest, gather, rank
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, message, shorten
-from te_fsdp.modules.rank_checks import checksum, is_constant
+from te_fsdp.modules.initialize import checksum, is_constant
 from te_fsdp.parameters import binding_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
 from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, PlacementError, shorten
-from te_fsdp.modules.rank_checks import MEANT, checksum, is_constant, refuse_equal_shards
+from te_fsdp.modules.initialize import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of, label_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN

@@ -33,10 +33,9 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import PlacementError, require_flags, shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
-from te_fsdp.modules.checks import Selection
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
+from te_fsdp.modules.grouped import Selection
 from te_fsdp.modules.inputs import watch_for_copies, watch_inputs
-from te_fsdp.modules.rank_checks import compare_gradients
 from te_fsdp.parameters import binding_of, noted, places_of, require_model
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (
@@ -54,7 +53,7 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wanted, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import AFTER_STEP, BEFORE_STEP
-from te_fsdp.step_hooks import replacing, run_around_steps
+from te_fsdp.step_hooks import compare_gradients, replacing, run_around_steps
 
 if TYPE_CHECKING:
     from torch import nn

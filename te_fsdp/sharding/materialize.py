@@ -21,8 +21,14 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.modules.base import ForeignModule
-from te_fsdp.modules.initialize import initialize_by_reset, target_device
-from te_fsdp.modules.rank_checks import checksum, find_equal_shards, on_device, refuse_equal_shards
+from te_fsdp.modules.initialize import (
+    checksum,
+    find_equal_shards,
+    initialize_by_reset,
+    on_device,
+    refuse_equal_shards,
+    target_device,
+)
 from te_fsdp.move.start import broadcast
 from te_fsdp.parameters import Place, attributes_of, binding_of, carry_over, places_of, plan_of, require_model
 from te_fsdp.quantized.components import components_of, finish_writing

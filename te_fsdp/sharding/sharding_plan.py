@@ -15,9 +15,8 @@ from te_fsdp import _te
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
-from te_fsdp.modules.checks import Selection, find_experts, plan_modules
-from te_fsdp.modules.grouped import single_names
-from te_fsdp.modules.plan import Meshing, ModulePlan
+from te_fsdp.modules.grouped import Selection, find_experts, single_names
+from te_fsdp.modules.plan import Meshing, ModulePlan, plan_modules
 from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision

@@ -20,7 +20,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.agree import are_equal
 from te_fsdp.errors import MeshError, OrderError, shorten
-from te_fsdp.modules.rank_checks import require_equal_gradients
 from te_fsdp.parameters import facts_of
 from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.comm_units import gather_anew
@@ -29,7 +28,13 @@ from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refus
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.reductions import forget_waiting, require_reduced, zero_grad
 from te_fsdp.sharding.state import ShardingState, end_step, shard_of, sharding_state, state_of
-from te_fsdp.step_hooks import StepFunctions, gradients_of, refuse_replaced, sync_tp_replicas
+from te_fsdp.step_hooks import (
+    StepFunctions,
+    gradients_of,
+    refuse_replaced,
+    require_equal_gradients,
+    sync_tp_replicas,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp.errors import InitError
-from te_fsdp.modules import rank_checks
+from te_fsdp.modules import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)
@@ -173,6 +173,6 @@ except ImportError as error:
 def test_checksums_tell_patterns_of_two_values_apart():
     """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
     patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
-    sums = {int(rank_checks.checksum(pattern)) for pattern in patterns}
+    sums = {int(initialize.checksum(pattern)) for pattern in patterns}
     assert len(sums) == len(patterns)
-    assert int(rank_checks.checksum(patterns[5])) == int(rank_checks.checksum(patterns[5].clone()))
+    assert int(initialize.checksum(patterns[5])) == int(initialize.checksum(patterns[5].clone()))

@@ -11,7 +11,7 @@ from torch import nn
 import te_fsdp
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
-from te_fsdp.modules import checks
+from te_fsdp.modules import plan as of_modules
 from te_fsdp.parameters import plan_of
 from te_fsdp.sharding import fully_shard as entry
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding, plan_storage
@@ -221,7 +221,7 @@ def test_fully_shard_plans_once(te, fake_world, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(name) or real(*args, **kwargs))
 
     counting(entry, "plan_sharding")
-    counting(checks, "plan_tree")
+    counting(of_modules, "plan_tree")
     te_fsdp.fully_shard(Net(te), te_fsdp.Meshes.build(device_type="cpu"), units=Block)
     assert calls == ["plan_sharding", "plan_tree"]
 
