@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_config import _KINDS
-from te_fsdp.checkpoint.portable.huggingface_layers import Form, Group, layer_differences
+from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
+from te_fsdp.checkpoint.portable.huggingface_model import layer_differences
 from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics

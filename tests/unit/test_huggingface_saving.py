@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from te_fsdp.checkpoint.portable.huggingface_saving import Description, describe_shares, plan_exchange
+from te_fsdp.checkpoint.portable.huggingface_model import Description, describe_shares, plan_exchange
 from te_fsdp.errors import CheckpointError
 
 

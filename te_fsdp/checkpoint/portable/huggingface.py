@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.agree import all_agree, rank
+from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.model_state import ModelState, model_state, tied_names
+from te_fsdp.checkpoint.model_state import ModelState, model_state, owned_parameters, tied_names
 from te_fsdp.checkpoint.portable.contents import (
     Contents,
     describe,
@@ -35,21 +36,32 @@ from te_fsdp.checkpoint.portable.huggingface_config import (
     read_config,
     write_config,
 )
-from te_fsdp.checkpoint.portable.huggingface_layers import (
+from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_model import (
+    Description,
+    Exchange,
+    Share,
     TeBlocks,
     TeNames,
-    check_fits,
+    Transfer,
+    describe_shares,
     parameter_names,
+    plan_exchange,
     semantics_of_config,
+    shares_of,
 )
-from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_saving import save_huggingface
-from te_fsdp.checkpoint.portable.lazy import Lazy, total_bytes
-from te_fsdp.checkpoint.portable.safetensors import open_safetensors, write_folder
+from te_fsdp.checkpoint.portable.lazy import Computed, Lazy, total_bytes
+from te_fsdp.checkpoint.portable.safetensors import (
+    deal,
+    open_safetensors,
+    write_file,
+    write_folder,
+    write_index,
+)
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.stages import check_whole_job
-from te_fsdp.checkpoint.sums import silent
-from te_fsdp.errors import CheckpointError
+from te_fsdp.checkpoint.sums import silent, sync
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import from_json, semantics_of, to_json
 from te_fsdp.sharding.main_weights import check_optimizer
 
@@ -73,6 +85,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("te_fsdp")
+#: Files are begun for more ranks to write at once only where each gets so many bytes.
+_SMALLEST_FILE = 256 << 20
 
 
 def import_huggingface(
@@ -161,13 +175,7 @@ def write_huggingface(
 ) -> list[str]:
     """Write a Hugging Face model's folder; it appears when it is whole. Returns its files. Local operation.
 
-    Args:
-        target: The folder.
-        tensors: Under Hugging Face's names.
-        config: The model's description, or a folder with it and with a tokenizer, which is copied.
-        tick: Told the bytes of each block that is written.
-        shard_bytes: Size of a file beyond which another is begun.
-        force: Replace what lies at the target.
+    ``config`` is the model's description, or a folder with it and with a tokenizer, which is copied.
 
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
@@ -232,11 +240,7 @@ def load_huggingface(
 def _compare(
     weights: WeightMap, model: nn.Module, state: ModelState, contents: Contents, wrong: list[str]
 ) -> None:
-    """All parameters of the model against what is there for them.
-
-    Raises:
-        CheckpointError: Naming everything that differs.
-    """
+    """All parameters of the model against what is there for them."""
     shapes = {name: described["shape"] for name, described in state.described.items()}
     theirs = {name: described["shape"] for name, described in contents.manifest.parameters.items()}
     ours = {*shapes, *tied_names(model)}
@@ -251,19 +255,170 @@ def _compare(
         "other shapes": differing,
         "layers that would compute something else": wrong,
     }
-    check_fits("load_huggingface", model, weights, differences)
+    _check_fits("load_huggingface", model, weights, differences)
+
+
+def _check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str, list[str]]) -> None:
+    """Raise what does not fit, if anything. Local operation.
+
+    To what was found, names by kind of difference, parameters are added whose rows are two blocks, but not where tensor
+    parallelism has cut them: each rank then takes other rows for gate and up than the unsharded model does.
+    """
+    forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
+    gated = {name for form in forms if form.groups == 1 for name in form.names}
+    found["gate above up, cut by tensor parallelism as one block (use expert parallelism)"] = [
+        owned.fqn
+        for owned in owned_parameters(model)
+        if (owned.fqn in gated or f"{owned.fqn}0" in gated)
+        and owned.info.rule.shard_dim == int(owned.is_grouped)
+        and owned.info.at.tp_size > 1
+    ]
+    problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
+    if problems:
+        raise CheckpointError(
+            f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
+            why="Nothing was changed",
+            fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
+        )
+
+
+@torch.no_grad()
+def save_huggingface(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    config: Any,
+    names: TeNames | None = None,
+    blocks: TeBlocks | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
+
+    Norms, heads, activation and how weights lie are read off the model; settings that ``config`` contradicts are
+    errors. Each tensor is put together on the one rank that writes its file, a group of tensors at a time (query, key
+    and value of a layer; gate and up; one expert): besides the model a rank has in the CPU's memory at most five times
+    the bytes of the largest group, and on its device the pieces of one parameter. The folder appears when it is whole
+    and on disk; training goes on as if nothing had been.
+
+    Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
+    te_fsdp's own (each piece from a rank that has it to the one that writes it). All ranks must reach the folder.
+
+    Args:
+        path: The folder to make; nothing may lie there yet but an empty directory.
+        model: Sharded or not, quantized or not.
+        optimizer: If it keeps main weights, these are written, rounded once.
+        config: A Hugging Face folder of the same model, whose tokenizer and the like are copied; or a ``transformers``
+            configuration, or the contents of a ``config.json``.
+        names: Names of the model's parts; default: those of :class:`TeNames`.
+        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
+        dtype: Of the files; ``None``: that of each parameter.
+        max_file_bytes: Size of a file beyond which another is begun.
+
+    Raises:
+        CheckpointError: Something lies at ``path``; a model that is not supported, or another than ``config`` says;
+            ranks that do not hold every element; files that cannot be written. The same on all ranks, and nothing
+            appears.
+        OrderError: An optimizer of other parameters.
+    """
+    target = Path(os.path.abspath(path))
+    with collective_call("checkpoint.save_huggingface"):
+        seen = all_agree(lambda: _look(model, optimizer, config, names, blocks))
+        saving = _Saving(*seen, dtype, max_file_bytes)
+        described, plan = own_ranks().round(
+            lambda: {name: share.about for name, share in saving.shares.items()}, saving.plan
+        )
+        with ExitStack() as stack:
+            folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
+            tensors = all_agree(lambda: saving.write(folder, described, plan))
+
+            def finish() -> None:
+                write_index(folder, tensors, saving.files(tensors))
+                write_config(folder, config, tensors)
+                stack.close()
+
+            from_rank_0(finish)
+
+
+def _look(
+    model: nn.Module, optimizer: Optimizer | None, config: Any, names: TeNames | None, blocks: TeBlocks | None
+) -> tuple[dict[str, Share], WeightMap]:
+    """What this rank holds of a model that is to be written, and the map, if it fits. Local operation."""
+    check_whole_job(model, None)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
+    _check_fits("save_huggingface", model, weights, {"layers that would compute something else": wrong})
+    shares, known = shares_of(model, optimizer), weights.shapes(te=True)
+    for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
+        if first in shares and first not in known and name in known:
+            shares[name] = shares.pop(first)
+    return shares, weights.like(config)
+
+
+class _Saving(NamedTuple):
+    """One rank's part of :func:`save_huggingface`."""
+
+    shares: dict[str, Share]
+    weights: WeightMap
+    dtype: torch.dtype | None
+    max_file_bytes: int
+
+    def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
+        """For each rank what it needs to know of all, and what it does."""
+        described = describe_shares(seen)
+        files = self.files(self.tensors(described, None)).values()
+        writers = {name: _writer(n, len(files), len(seen)) for n, names in enumerate(files) for name in names}
+        queues: list[list[list[str]]] = [[] for _ in seen]
+        for batch in self.weights.batches(to_te=False):
+            queue = queues[writers[batch[0].written(to_te=False)[0]]]
+            queue.append([name for group in batch for name in group.te.names if name in described])
+        return [(described, plan) for plan in plan_exchange(seen, queues)]
+
+    def tensors(self, described: dict[str, Description], exchange: Exchange | None) -> dict[str, Lazy]:
+        """What is written, of tensors that come over an exchange, or that are only described."""
+
+        def arriving(name: str, one: Description) -> Lazy:
+            # There, all of it and once, when its group has come.
+            return Computed(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
+
+        source = {name: arriving(name, one) for name, one in described.items()}
+        return self.weights.lazily(source, to_te=False, dtype=self.dtype)
+
+    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:
+        """Tensors by file; what is read together is in one."""
+        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // world_size())))
+        together = (batch[0].written(to_te=False) for batch in self.weights.batches(to_te=False))
+        return deal(tensors, together, most)
+
+    def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
+        """Write this rank's files. Collective over the world, even on a rank that fails."""
+        exchange = Exchange(own_ranks(), self.shares, described, plan)
+        tensors = self.tensors(described, exchange)
+        files = self.files(tensors)
+        try:
+            for n, (file, names) in enumerate(files.items()):
+                if _writer(n, len(files), world_size()) == rank():
+                    write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
+                    sync(folder / file)
+        finally:
+            exchange.drain()
+        return tensors
+
+
+def _writer(file: int, files: int, ranks: int) -> int:
+    """The rank that writes a file: spread over the world, whose neighbours share a host."""
+    return file * ranks // files if files <= ranks else file % ranks
+
+
+# --- for the command line
 
 
 def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: bool = False) -> Contents:
     """Contents of a folder with ``config.json`` and safetensors files, under TransformerEngine's names.
 
-    Local operation.
-
-    Args:
-        path: The folder.
-        blocks: Options of the layers that shall hold the weights.
-        names: Names of that model's parts.
-        untie: Whether a head that the Hugging Face model ties to the embedding gets values of its own.
+    With ``untie`` a head that the Hugging Face model ties to the embedding gets values of its own. Local operation.
 
     Raises:
         CheckpointError: A model that is not supported, or tensors that do not fit its description.
@@ -295,13 +450,9 @@ def _contents(path: Path, weights: WeightMap, source: Tensors) -> Contents:
 def values_for_huggingface(
     contents: Contents, like: Path, blocks: TeBlocks, names: TeNames
 ) -> dict[str, Lazy]:
-    """A checkpoint's weights as tensors of a Hugging Face model, converted when read. Local operation.
+    """A checkpoint's weights as tensors of the Hugging Face model in a folder, converted when read. Local operation.
 
-    Args:
-        contents: The checkpoint. What its modules compute stands in its manifest.
-        like: The Hugging Face model's folder.
-        blocks: Options of the layers that the manifest does not tell.
-        names: Names of the model's parts.
+    What its modules compute stands in its manifest, ``blocks`` are options of layers that this does not tell.
 
     Raises:
         CheckpointError: Weights that do not fit the model, or that lie otherwise than the options say; options that

@@ -139,13 +139,9 @@ class Architecture:
             )
         kwargs = self.te_attention_kwargs(layer)
         del kwargs["input_layernorm"]
-        mask = kwargs.pop("attn_mask_type")
-        mlp = {
-            "ffn_hidden_size": self.ffn,
-            "activation": self.activation,
-            "hidden_dropout": self.hidden_dropout,
-        }
-        return kwargs | mlp | {"self_attn_mask_type": mask}
+        mlp = {"ffn_hidden_size": self.ffn, "activation": self.activation}
+        mask = {"self_attn_mask_type": kwargs.pop("attn_mask_type")}
+        return kwargs | mlp | mask | {"hidden_dropout": self.hidden_dropout}
 
     def te_rotary_kwargs(self, layer: int = 0) -> dict[str, Any]:
         """Arguments of TransformerEngine's ``RotaryPositionEmbedding``, whose result each layer takes.
@@ -164,6 +160,40 @@ class Architecture:
             )
         base = self.window_rope_theta if windowed else self.rope_theta
         return {"dim": self.head_dim, "rotary_base": base, "interleaved": False}
+
+
+class Style(NamedTuple):
+    """Hugging Face's names of a model's parts, to which ``.weight`` and ``.bias`` are added."""
+
+    prefix: str
+    embedding: str
+    layer: str
+    attention_norm: str
+    qkv: tuple[str, ...]
+    proj: str
+    mlp_norm: str
+    fc1: tuple[str, ...]
+    fc2: str
+    final_norm: str
+
+
+# fmt: off
+STYLES = {
+    "llama": Style(
+        "model.", "embed_tokens", "layers.{}.",
+        "input_layernorm", tuple(f"self_attn.{part}_proj" for part in "qkv"), "self_attn.o_proj",
+        "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "norm",
+    ),
+    "gpt2": Style(
+        "transformer.", "wte", "h.{}.",
+        "ln_1", ("attn.c_attn",), "attn.c_proj",
+        "ln_2", ("mlp.c_fc",), "mlp.c_proj", "ln_f",
+    ),
+}
+#: Of an expert block: its prefix, and the projections of an expert.
+EXPERTS = ("mlp.", ("gate_proj", "up_proj"), "down_proj")
+MIXTRALS = ("block_sparse_moe.", ("w1", "w3"), "w2")
+# fmt: on
 
 
 class _Family(NamedTuple):
@@ -281,14 +311,13 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
         got = repr(config.get("model_type"))
         raise CheckpointError("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=got)
     config = {**family.defaults, **config}
-    problems = _of_other_kinds(config)
-    try:
-        architecture = None if problems else _architecture(config, family)
-        problems += [] if architecture is None else _unsupported(config, family)
-    except KeyError as error:
-        problems += _unsupported(config, family)
-        problems.append(f"{error.args[0]} is missing")
-        architecture = None
+    problems, architecture = _of_other_kinds(config), None
+    if not problems:
+        problems = _unsupported(config, family)
+        try:
+            architecture = _architecture(config, family)
+        except KeyError as error:
+            problems.append(f"{error.args[0]} is missing")
     if architecture is not None and architecture.heads % architecture.kv_heads:
         problems.append(f"{architecture.heads} query heads for {architecture.kv_heads} key heads")
     if problems or architecture is None:
@@ -319,11 +348,7 @@ def config_contents(source: Any) -> Mapping[str, Any]:
 
 
 def first_given(*descriptions: Any) -> Any:
-    """The first of a model's descriptions that was given.
-
-    Raises:
-        CheckpointError: None was.
-    """
+    """The first of a model's descriptions that was given; a CheckpointError where none was."""
     for description in descriptions:
         if description is not None:
             return description

@@ -184,7 +184,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     """One rank's disk is full, one cannot read its weights; errors, and what lies there afterwards. Then it works."""
     import te_fsdp
     from te_fsdp.checkpoint.portable import huggingface as hf
-    from te_fsdp.checkpoint.portable import huggingface_saving as saving
+    from te_fsdp.checkpoint.portable.huggingface_model import Exchange
     from te_fsdp.errors import CheckpointError
 
     model = build(config, te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type()))
@@ -197,7 +197,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
         raise RuntimeError("out of memory")
 
     outcome: dict[str, list[str]] = {"errors": [], "left": []}
-    for module, name, fault in ((saving, "write_file", full), (saving.Exchange, "_bytes_of", unreadable)):
+    for module, name, fault in ((hf, "write_file", full), (Exchange, "_bytes_of", unreadable)):
         stock = getattr(module, name)
         try:
             if dist.get_rank() == 1:
