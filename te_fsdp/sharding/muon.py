@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,11 +114,7 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[bad-override]
         """One step of all parameters that have a gradient. Collective over the ranks that hold pieces of a weight.
 
-        Args:
-            closure: Computes the loss again, with gradients; refused where ``AdamW.step(closure)`` is.
-
-        Returns:
-            What the closure returns.
+        Gives what ``closure`` returns, which is refused where ``AdamW.step(closure)`` is.
 
         Raises:
             OrderError: A copy of another Muon, which knows no model.
@@ -137,21 +134,27 @@ class Muon(Optimizer):
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 self._adamw(group)
-        self._muon([group for group in self.param_groups if group["algorithm"] == "muon"])
+        self._muon(self._model)
         return loss
 
-    def _muon(self, groups: list[dict[str, Any]]) -> None:
-        """As ``torch.optim.Muon``, but for who computes what."""
+    def _muon(self, model: nn.Module) -> None:
+        """As ``torch.optim.Muon``, but for who computes what. The plan is made anew for other parameters."""
         main_parameters = getattr(self, KEEPS_MAIN_WEIGHTS, None)
         pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
+        # Main weights are found by the parameters that they stand in for, which stay.
         held = [
-            (parameter, originals.get(id(parameter), parameter), group)
-            for group in groups
+            (parameter, original, group)
+            for group in self.param_groups
             for parameter in group["params"]
+            if group["algorithm"] == "muon"
+            and (original := originals.get(id(parameter), parameter)).requires_grad
         ]
-        held = [(parameter, original, group) for parameter, original, group in held if original.requires_grad]
-        plan = self._planned([(parameter, original) for parameter, original, _ in held])
+        key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
+        plan = self._plan
+        if plan is None or plan.key != key:
+            made = _planned(model, [(own, original) for own, original, _ in held], self._split_fused)
+            plan = self._plan = _Plan(key, *made)
         updates: dict[int, torch.Tensor] = {}
         for index, (parameter, _, group) in enumerate(held):
             if parameter.grad is not None:
@@ -164,8 +167,8 @@ class Muon(Optimizer):
             return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(whole)])
 
         with torch.profiler.record_function("te_fsdp::muon"):
-            for exchange in plan.exchanges:
-                updates |= exchange.run(updates, orthogonalized)
+            for ranks, weights in plan.exchanges:
+                updates |= _exchanged(ranks, weights, updates, orthogonalized)
         for index, flat in updates.items():
             parameter, _, group = held[index]
             local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
@@ -193,13 +196,13 @@ class Muon(Optimizer):
     def _adamw(self, group: dict[str, Any]) -> None:
         """As ``torch.optim.AdamW``."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        for state, parameter in ((self.state[p], p) for p in parameters):
+        states = [self.state[p] for p in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
             if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         if parameters:
-            states = [self.state[p] for p in parameters]
             adamw(
                 parameters,
                 [p.grad for p in parameters],  # type: ignore[bad-argument-type]
@@ -215,15 +218,6 @@ class Muon(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-
-    def _planned(self, held: list[tuple[torch.Tensor, torch.Tensor]]) -> _Plan:
-        """Who owns which matrix. Collective at the first step, and after the parameters have changed."""
-        # Main weights are found by the parameters that they stand in for, which stay.
-        key = tuple((id(original), tuple(_torch.local_of(parameter).shape)) for parameter, original in held)
-        assert self._model is not None
-        if self._plan is None or self._plan.key != key:
-            self._plan = _Plan(key, self._model, held, self._split_fused)
-        return self._plan
 
 
 def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -280,9 +274,9 @@ def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Weight:
-    """One weight, as this rank sees it.
+    """One weight.
 
     Attributes:
         index: Its place among all that Muon updates.
@@ -290,7 +284,8 @@ class _Weight:
         shape: Of the original.
         fused: The matrices in it.
         boxes: Rectangles of the original that make up this rank's local tensor.
-        rows_here: Of the local tensor.
+        boxes_of: Likewise of each of the ranks that hold pieces of it.
+        owner: Which of these computes it.
     """
 
     index: int
@@ -298,7 +293,8 @@ class _Weight:
     shape: tuple[int, ...]
     fused: _Fused
     boxes: tuple[Box, ...]
-    rows_here: int
+    boxes_of: Sequence[tuple[Box, ...]] = ()
+    owner: int = 0
 
     @property
     def heights(self) -> list[int]:
@@ -313,9 +309,9 @@ class _Weight:
 
     def matrices(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a whole weight."""
-        turns, columns = self.fused[0], self.shape[1]
         if len(self.fused[1]) == 1:
             return [whole]
+        turns, columns = self.fused[0], self.shape[1]
         parts = whole.view(turns, -1, columns).split(self.heights, 1)
         return [part.reshape(-1, columns) for part in parts]
 
@@ -329,55 +325,59 @@ class _Weight:
     def rows(self) -> list[torch.Tensor]:
         """Which rows of the local tensor belong to each matrix."""
         owners = torch.arange(len(self.heights)).repeat_interleave(torch.tensor(self.heights))
-        owners, local = owners.repeat(self.fused[0]), torch.empty(self.rows_here, dtype=torch.long)
+        owners = owners.repeat(self.fused[0])
+        rows_here = max((box.local[0] + box.sizes[0] for box in self.boxes), default=0)
+        local = torch.empty(rows_here, dtype=torch.long)
         for box in self.boxes:
             local[box.local_slices()[0]] = owners[box.original_slices()[0]]
         return [(local == index).nonzero().flatten() for index in range(len(self.heights))]
 
 
-class _Plan:
-    """Who owns which matrix.
+#: Ranks that hold pieces of some weights, ``None`` where this rank holds all of each; and these weights.
+_Exchange = tuple["dist.ProcessGroup | None", list[_Weight]]
 
-    Attributes:
-        key: What it holds for.
-        weights: In the order of the parameters that it was made for.
-        exchanges: One for each set of ranks that hold pieces of a weight.
-    """
 
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        model: nn.Module,
-        held: list[tuple[torch.Tensor, torch.Tensor]],
-        split_fused: bool,
-    ) -> None:
-        self.key = key
-        fused = fused_matrices(model) if split_fused else {}
-        places: dict[int, Place] = {}
-        for place in places_of(model):
-            places.setdefault(id(shard_of(place.parameter)), place)
-        self.weights: list[_Weight] = []
-        groups: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, list[_Weight]]] = {}
-        for parameter, original in held:
-            place = places.get(id(original))
-            if place is None:
-                raise OrderError(
-                    f"Muon.step: a parameter of shape {tuple(original.shape)}",
-                    expected="parameters of the model that Muon was built with",
-                    fix="build Muon after te_fsdp.fully_shard and te_fsdp.materialize",
-                )
-            info = shard_info(place.owner, place.name, original, label=place.label)
-            rows, boxes = info.local_shape[0], info.boxes
-            cut = rows_of_state(parameter, original)
-            if cut is not None:  # shard_optimizer has cut it further
-                rows, boxes = _torch.local_of(parameter).shape[0], cut_boxes(boxes, *cut)
-            matrices = fused.get((id(place.owner), place.name), _WHOLE)
-            weight = _Weight(len(self.weights), place.label, info.original_shape, matrices, boxes, rows)
-            self.weights.append(weight)
-            group = _group_of(parameter, place)
-            ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-            groups.setdefault(ranks, (group, []))[1].append(weight)
-        self.exchanges = [_Exchange(group, weights) for group, weights in groups.values()]
+class _Plan(NamedTuple):
+    """Who owns which matrix, for the parameters that ``key`` stands for; weights in the order of these."""
+
+    key: tuple[Any, ...]
+    weights: list[_Weight]
+    exchanges: list[_Exchange]
+
+
+def _planned(
+    model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
+) -> tuple[list[_Weight], list[_Exchange]]:
+    """The weights of parameters, and who exchanges which. Collective over the ranks that hold pieces."""
+    fused = fused_matrices(model) if split_fused else {}
+    places: dict[int, Place] = {}
+    for place in places_of(model):
+        places.setdefault(id(shard_of(place.parameter)), place)
+    found: list[_Weight] = []
+    exchanges: dict[tuple[int, ...], _Exchange] = {}
+    for parameter, original in held:
+        place = places.get(id(original))
+        if place is None:
+            raise OrderError(
+                f"Muon.step: a parameter of shape {tuple(original.shape)}",
+                expected="parameters of the model that Muon was built with",
+                fix="build Muon after te_fsdp.fully_shard and te_fsdp.materialize",
+            )
+        info = shard_info(place.owner, place.name, original, label=place.label)
+        cut = rows_of_state(parameter, original)
+        boxes = (
+            info.boxes if cut is None else cut_boxes(info.boxes, *cut)
+        )  # shard_optimizer has cut it further
+        matrices = fused.get((id(place.owner), place.name), _WHOLE)
+        weight = _Weight(len(found), place.label, info.original_shape, matrices, boxes)
+        found.append(weight)
+        group = _group_of(parameter, place)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        exchanges.setdefault(ranks, (group, []))[1].append(weight)
+    for group, weights in exchanges.values():
+        if group is not None:
+            _deal_out(group, weights)
+    return found, list(exchanges.values())
 
 
 def _group_of(parameter: torch.Tensor, place: Place) -> dist.ProcessGroup | None:
@@ -402,97 +402,80 @@ def _group_of(parameter: torch.Tensor, place: Place) -> dist.ProcessGroup | None
     return _torch.flatten_mesh(cutting, f"muon_{'_'.join(names)}").get_group()
 
 
-class _Exchange:
-    """Matrices whose pieces the same ranks hold.
+def _deal_out(group: dist.ProcessGroup, weights: list[_Weight]) -> None:
+    """Learn which rank holds what, and give each weight an owner. Collective over the group, for small objects."""
+    told = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
+    if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in told):
+        raise MeshError(
+            "Muon.step: ranks that hold pieces of the same weights",
+            expected="the same parameters in the same order on all of them",
+            got=f"{[len(other) for other in told]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
+            fix="build Muon from the same params on all ranks",
+        )
+    for weight, ranks in zip(weights, zip(*told, strict=True), strict=True):
+        weight.boxes_of = [boxes for _, _, boxes in ranks]
+    # So that the most that one rank computes is little: large ones first, to the idlest.
+    loads = [0] * len(told)
+    costs = {weight.index: math.prod(weight.shape) * min(weight.shape) for weight in weights}
+    for weight in sorted(weights, key=lambda w: -costs[w.index]):
+        weight.owner = min(range(len(told)), key=loads.__getitem__)
+        loads[weight.owner] += costs[weight.index]
 
-    Attributes:
-        group: The ranks; ``None`` where this rank holds all of each.
-        weights: The matrices' weights, in the same order on all of them.
+
+def _exchanged(
+    group: dist.ProcessGroup | None,
+    weights: list[_Weight],
+    updates: Mapping[int, torch.Tensor],
+    orthogonalized: Callable[[_Weight, torch.Tensor], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Orthogonalise updates. Collective over the ranks: two all-to-alls.
+
+    Args:
+        group: The ranks; ``None`` for this one.
+        weights: Theirs, in the same order on all of them.
+        updates: By ``_Weight.index``: this rank's pieces, 1-D, bf16; their memory is given away. Weights that are not
+            there have no gradient, on any rank.
+        orthogonalized: The result for a whole weight.
+
+    Returns:
+        This rank's pieces of the results, likewise.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None, weights: list[_Weight]) -> None:
-        self.group, self.weights = group, weights
-        self._ranks = 1 if group is None else group.size()
-        self._rank = 0 if group is None else group.rank()
-        told = gather([(w.label, w.shape, w.boxes) for w in weights], group) if group is not None else []
-        if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in told):
-            raise MeshError(
-                "Muon.step: ranks that hold pieces of the same weights",
-                expected="the same parameters in the same order on all of them",
-                got=f"{[len(other) for other in told]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
-                fix="build Muon from the same params on all ranks",
-            )
-        #: Of each weight: what every rank holds, and who computes it.
-        self._boxes = [[other[place][2] for other in told] for place in range(len(weights))]
-        self._owners = _dealt_out([weight.shape for weight in weights], self._ranks)
-
-    def run(
-        self,
-        updates: Mapping[int, torch.Tensor],
-        orthogonalized: Callable[[_Weight, torch.Tensor], torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """Orthogonalise updates. Collective over the ranks: two all-to-alls.
-
-        Args:
-            updates: By ``_Weight.index``: this rank's pieces, 1-D, bf16; their memory is given away. Weights that are
-                not there have no gradient, on any rank.
-            orthogonalized: The result for a whole weight.
-
-        Returns:
-            This rank's pieces of the results, likewise.
-        """
-        places = [place for place, weight in enumerate(self.weights) if weight.index in updates]
-        if self.group is None or not places:
-            return {
-                weight.index: orthogonalized(weight, updates[weight.index].view(weight.shape)).flatten()
-                for weight in (self.weights[place] for place in places)
-            }
-        by_owner = [[p for p in places if self._owners[p] == rank] for rank in range(self._ranks)]
-        mine = by_owner[self._rank]
-        pieces = [[updates[self.weights[p].index] for p in owned] for owned in by_owner]
-        sent = torch.cat([piece for owned in pieces for piece in owned])
-        outgoing = [sum(piece.numel() for piece in owned) for owned in pieces]
-        held = [
-            [sum(math.prod(box.sizes) for box in self._boxes[p][rank]) for p in mine]
-            for rank in range(self._ranks)
-        ]
-        incoming = [sum(sizes) for sizes in held]
-        received = sent.new_empty(sum(incoming))
-        dist.all_to_all_single(received, sent, incoming, outgoing, group=self.group)
-        parts = [part.split(sizes) for part, sizes in zip(received.split(incoming), held, strict=True)]
-        for index, place in enumerate(mine):
-            self._orthogonalize(place, [part[index] for part in parts], orthogonalized)
-        dist.all_to_all_single(sent, received, outgoing, incoming, group=self.group)
-        order = [place for owned in by_owner for place in owned]
-        back = sent.split([updates[self.weights[place].index].numel() for place in order])
-        return {self.weights[place].index: piece for place, piece in zip(order, back, strict=True)}
-
-    def _orthogonalize(
-        self,
-        place: int,
-        pieces: Sequence[torch.Tensor],
-        orthogonalized: Callable[[_Weight, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Put one weight together, and its result into the memory that the ranks' pieces came in."""
-        weight = self.weights[place]
-        whole = pieces[0].new_empty(weight.shape)
-        views = []
-        for boxes, piece in zip(self._boxes[place], pieces, strict=True):
-            # The boxes of a local tensor follow each other in its memory: stacked blocks are cut along rows alone.
-            for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
-                views.append((box.original_slices(), values.view(box.sizes)))
-        for where, values in views:
-            whole[where] = values
-        result = orthogonalized(weight, whole)
-        for where, values in views:
-            values.copy_(result[where])
+    weights = [weight for weight in weights if weight.index in updates]
+    if group is None or not weights:
+        return {w.index: orthogonalized(w, updates[w.index].view(w.shape)).flatten() for w in weights}
+    by_owner = [[w for w in weights if w.owner == rank] for rank in range(group.size())]
+    mine, order = by_owner[group.rank()], list(chain(*by_owner))
+    sent = torch.cat([updates[weight.index] for weight in order])
+    outgoing = [sum(updates[weight.index].numel() for weight in owned) for owned in by_owner]
+    sizes = [
+        [sum(math.prod(box.sizes) for box in weight.boxes_of[rank]) for weight in mine]
+        for rank in range(group.size())
+    ]
+    incoming = list(map(sum, sizes))
+    received = sent.new_empty(sum(incoming))
+    dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
+    parts = [part.split(own) for part, own in zip(received.split(incoming), sizes, strict=True)]
+    for weight, pieces in zip(mine, zip(*parts, strict=True), strict=True):
+        _orthogonalize(weight, pieces, orthogonalized)
+    dist.all_to_all_single(sent, received, outgoing, incoming, group=group)
+    back = sent.split([updates[weight.index].numel() for weight in order])
+    return {weight.index: piece for weight, piece in zip(order, back, strict=True)}
 
 
-def _dealt_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[int]:
-    """An owner for each matrix, so that the most that one rank computes is little: large ones first, to the idlest."""
-    loads, owners = [0] * ranks, [0] * len(shapes)
-    costs = [math.prod(shape) * min(shape) for shape in shapes]
-    for place in sorted(range(len(shapes)), key=lambda p: -costs[p]):
-        owners[place] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[place]] += costs[place]
-    return owners
+def _orthogonalize(
+    weight: _Weight,
+    pieces: Sequence[torch.Tensor],
+    orthogonalized: Callable[[_Weight, torch.Tensor], torch.Tensor],
+) -> None:
+    """Put one weight together, and its result into the memory that the ranks' pieces came in."""
+    whole = pieces[0].new_empty(weight.shape)
+    views = []
+    for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
+        # The boxes of a local tensor follow each other in its memory: stacked blocks are cut along rows alone.
+        for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
+            views.append((box.original_slices(), values.view(box.sizes)))
+    for where, values in views:
+        whole[where] = values
+    result = orthogonalized(weight, whole)
+    for where, values in views:
+        values.copy_(result[where])
