@@ -42,10 +42,16 @@ from te_fsdp.sharding.state import shard_of, sharding_state, state_of
 if TYPE_CHECKING:
     from te_fsdp.sharding.state import ShardingState
 
+_log = logging.getLogger("te_fsdp")
+
 # An axis of a mesh: the global ranks of its process group.
 _Axis = tuple[int, ...]
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this, so that a norm of zero does no harm.
 _MARGIN = 1e-6
+#: What the gradients of parameters that FSDP2 does not manage go by.
+NOT_SHARDED = "parameters that are not sharded"
+#: How many parameters a message names.
+MOST = 8
 
 
 def clip_grad_norm_(
@@ -92,7 +98,9 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
     stages = _stages(given, pp_mesh)
     chosen = _averaged(_parameters(given))
-    total = grad_norm(chosen, norm_type, stages or False)
+    if not norm_type > 0:
+        raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
+    total = _norm(chosen, norm_type, stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(
             f"clip_grad_norm_: the gradients' norm of order {norm_type}",
@@ -108,21 +116,8 @@ def clip_grad_norm_(
     return total
 
 
-def grad_norm(
-    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-    norm_type: float = 2.0,
-    pp_mesh: DeviceMesh | bool = True,
-) -> torch.Tensor:
-    """Norm of all gradients over all ranks, every element counted once. See :func:`clip_grad_norm_`.
-
-    Returns:
-        float32 scalar, equal on all ranks; zero without gradients.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
-    given = _listed(parameters)
-    stages = _stages(given, pp_mesh)
-    chosen = _averaged(_parameters(given))
+def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | None) -> torch.Tensor:
+    """Norm of all gradients over all ranks, every element counted once: float32, zero without gradients."""
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     known: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
@@ -135,9 +130,7 @@ def grad_norm(
         _check_reduced(parameter)
         if parameter.grad is not None and _counts(parameter):
             gradients.append(_torch.local_of(parameter.grad))
-    device = (
-        _torch.local_of(chosen[0]).device if chosen else torch.device(getattr(stages, "device_type", "cpu"))
-    )
+    device = _torch.local_of(chosen[0]).device if chosen else getattr(stages, "device_type", "cpu")
     if not spread and stages is None:
         return torch.zeros((), device=device)
     # A stage without parameters takes part with a zero.
@@ -157,11 +150,7 @@ def grad_norm(
 
 
 def _listed(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each parameter as the optimizer has it.
-
-    Raises:
-        PlacementError: Something else, such as gradients, of which none has a gradient itself.
-    """
+    """Each parameter as the optimizer has it; raises for something else, such as gradients, which have none."""
     got = type(given).__name__
     if isinstance(given, nn.Module):
         given = given.parameters()
@@ -171,7 +160,10 @@ def _listed(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[to
         listed = [shard_of(parameter) for parameter in given]
     except (AttributeError, TypeError):  # names beside parameters, or no list at all
         listed = None
-    if listed is None or (listed and not any(map(_may_have_gradient, listed))):
+    if listed is None or (
+        listed
+        and not any(t.requires_grad or t.grad is not None or isinstance(t, nn.Parameter) for t in listed)
+    ):
         raise PlacementError(
             "clip_grad_norm_: parameters",
             expected="a model, or its parameters",
@@ -179,10 +171,6 @@ def _listed(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[to
             fix="te_fsdp.clip_grad_norm_(model, max_norm)",
         )
     return listed
-
-
-def _may_have_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or tensor.grad is not None or isinstance(tensor, nn.Parameter)
 
 
 def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> DeviceMesh | None:
@@ -223,7 +211,7 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         facts = facts_of(parameter)
         if main is not parameter and facts is not None and facts.ep_mesh is not None:
             noted(main).ep_mesh = facts.ep_mesh
-    return found
+    return [main for main in found if main.requires_grad or main.grad is not None]
 
 
 def _meshes_of(parameter: torch.Tensor) -> tuple[DeviceMesh, ...]:
@@ -274,7 +262,7 @@ def _check_reduced(parameter: torch.Tensor) -> None:
         )
 
 
-def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.device | str) -> torch.Tensor:
     """This rank's part of the sum of |g| ** norm_type (of the maximum for inf), in float32."""
     found = _torch.norms(gradients, norm_type)
     if not found:
@@ -283,15 +271,7 @@ def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.de
     return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
-# ----------------------------------------------------------------------------------------------------------- report_nan
-
-
-_log = logging.getLogger("te_fsdp")
-
-#: What the gradients of parameters that FSDP2 does not manage go by.
-NOT_SHARDED = "parameters that are not sharded"
-#: How many parameters a message names.
-MOST = 8
+# ---------------------------------------------------------------------------------------------------------- report_nan
 
 
 def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
@@ -390,6 +370,11 @@ class NanReport:
         self.microbatch, self._asked, self._raised = 0, False, False
         self._first.zero_()
 
+    def _watched(self) -> ShardingState:
+        state = self._state()
+        assert state is not None  # a hook of its model runs
+        return state
+
     def _next_microbatch(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             if self.microbatch and self._are_cleared():
@@ -400,11 +385,10 @@ class NanReport:
 
     def _are_cleared(self) -> bool:
         """Whether no gradient is left of the microbatches so far: the step that they belonged to was given up."""
-        state = self._state()
-        assert state is not None
-        if any(True for unit in state.modules.values() for _ in _fsdp2.unreduced(unit)):
-            return False
-        if state.replicated is not None and state.replicated.pending:
+        state = self._watched()
+        if any(True for unit in state.modules.values() for _ in _fsdp2.unreduced(unit)) or (
+            state.replicated is not None and state.replicated.pending
+        ):
             return False
         found = (p.grad for p in map(shard_of, state.model.parameters()))
         if not self._raised:  # stops at the first one: this runs before each microbatch
@@ -415,14 +399,11 @@ class NanReport:
 
     def _look_at_unreduced(self) -> None:
         """What has added up without a reduction, on this rank alone."""
-        state = self._state()
-        assert state is not None
+        state = self._watched()
         for name, unit in state.modules.items():
-            gradients = [
-                _torch.local_of(g) for managed in _fsdp2.unreduced(unit) for g in _fsdp2.waiting(managed)
-            ]
+            gradients = [g for managed in _fsdp2.unreduced(unit) for g in _fsdp2.waiting(managed)]
             if gradients:
-                self._note(name, _torch.largest(gradients))
+                self._note(name, _torch.largest(list(map(_torch.local_of, gradients))))
         whole = state.replicated.waiting() if state.replicated is not None else []
         for dtype in {gradient.dtype for gradient in whole}:
             self._note(NOT_SHARDED, _torch.largest([g for g in whole if g.dtype == dtype]))
@@ -430,9 +411,8 @@ class NanReport:
     def _look(self, label: str | None, buffer: torch.Tensor) -> None:
         """One buffer of gradients right before its reduction."""
         if buffer.numel():
-            self._note(
-                NOT_SHARDED if label is None else label, torch.linalg.vector_norm(buffer, float("inf"))
-            )
+            norm = torch.linalg.vector_norm(buffer, float("inf"))
+            self._note(NOT_SHARDED if label is None else label, norm)
 
     @torch.no_grad()
     def _note(self, label: str, norm: torch.Tensor) -> None:
@@ -442,11 +422,11 @@ class NanReport:
 
     def _describe(self) -> str:
         """Who has seen what, the same text on all ranks; empty if it was cleared since. Collective over the world."""
-        state = self._state()
-        assert state is not None
+        state = self._watched()
         mine = dict(zip(self._labels, self._first.tolist(), strict=True))
         flagged = {label: number for label, number in mine.items() if number}
-        names = [n for n, p in state.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
+        gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
+        names = [n for n, own in gradients.items() if not bool(torch.isfinite(_torch.local_of(own)).all())]
         found = gather((flagged, names))
         bad = list(dict.fromkeys(name for _, named in found for name in named))
         if not bad:  # zero_grad after an error
@@ -466,17 +446,11 @@ class NanReport:
         )
 
 
-def _finite(gradient: torch.Tensor) -> bool:
-    return bool(torch.isfinite(_torch.local_of(gradient)).all())
-
-
 def _named(names: Iterable[str], label: str, labels: list[str]) -> list[str]:
     """The names that belong to a unit and to no unit in it."""
     if label == NOT_SHARDED:
         return []
-    inner = [
-        other for other in labels if other != NOT_SHARDED and other.startswith(f"{label}." if label else "")
-    ]
-    inner = [f"{other}." for other in inner if other != label]
-    own = [n for n in names if n.startswith(f"{label}." if label else "") and not n.startswith(tuple(inner))]
+    prefix = f"{label}." if label else ""
+    inner = tuple(f"{u}." for u in labels if u not in (NOT_SHARDED, label) and u.startswith(prefix))
+    own = [name for name in names if name.startswith(prefix) and not name.startswith(inner)]
     return [*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own

@@ -12,8 +12,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,8 @@ from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+T = TypeVar("T")
 
 
 # ----------------------------------------------------------------------------------------------------- what has changed
@@ -42,9 +43,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 class Snapshot:
     """What a recording of a model's step was made with; taken between steps, while weights are sharded.
 
-    Args:
-        state: The model's.
-        optimizer: The one whose step was recorded too; ``None`` if it was not.
+    ``optimizer`` is the one whose step was recorded too; ``None`` if it was not.
     """
 
     def __init__(self, state: ShardingState, optimizer: Optimizer | None) -> None:
@@ -117,10 +116,6 @@ class LearningRates:
     """An optimizer's learning rates as tensors on the device, which its recorded step reads.
 
     The groups keep what the user, or a scheduler, puts into them: numbers or tensors.
-
-    Args:
-        optimizer: The optimizer.
-        device: Where its step runs.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -160,12 +155,7 @@ class LearningRates:
 
 
 def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
-    """Why a step cannot be recorded at all; empty if nothing is known against it. Local operation.
-
-    Args:
-        optimizer: Of the step.
-        leaves: What the step is given, flattened.
-    """
+    """Why a step cannot be recorded at all; empty if nothing is known against it. Local operation."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         return "an input requires a gradient, which a recording does not hand back"
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
@@ -182,7 +172,12 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and main_parameters.overlaps:
         return "shard_optimizer(overlap_gather=True) lets new weights arrive after the step"
-    foreign = [hook for hook in _torch.step_hooks(optimizer) if not _is_ours(hook)]
+    # Ours are written to be recorded.
+    foreign = [
+        hook
+        for hook in _torch.step_hooks(optimizer)
+        if not str(getattr(hook, "__module__", "")).startswith("te_fsdp.")
+    ]
     if foreign:
         return f"{name} has a hook that a recording would not call ({getattr(foreign[0], '__name__', foreign[0])})"
     if _te.is_fused_adam(optimizer):
@@ -216,43 +211,15 @@ def _why_sgd_runs_eagerly(optimizer: torch.optim.SGD) -> str:
     return "SGD reads its learning rate on the host unless it is built with fused=True"
 
 
-def _is_ours(hook: Any) -> bool:
-    """Whether a hook is te_fsdp's, and so written to be recorded."""
-    return str(getattr(hook, "__module__", "")).startswith("te_fsdp.")
-
-
-T = TypeVar("T")
-
-
-class Replay(Protocol):
-    """Work of the device that was recorded: ``torch.cuda.CUDAGraph``."""
-
-    def replay(self) -> None:
-        """Enqueue it on the current stream, with the addresses that it was recorded with."""
-        ...
-
-
-class Recorder(Protocol):
-    """Who records; tests on the CPU bring one of their own."""
-
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Work on the recorder's stream, after and before what the current stream has."""
-        ...
-
-    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
-        """Record what a function enqueues, without running it; raises what the function or the recording raises."""
-        ...
+# ----------------------------------------------------------------------------------------------------------- recording
 
 
 class CudaRecorder:
     """Records into CUDA graphs that share one pool of memory: they must be replayed one after the other.
 
     Everything runs on one stream of its own, eager steps too: autograd's nodes that add up gradients remember the
-    stream on which they were made, and a capture that meets another stream fails.
-
-    Args:
-        device: A CUDA device.
-        generators: Random number generators besides the device's own and TransformerEngine's.
+    stream on which they were made, and a capture that meets another stream fails. ``generators`` are those besides the
+    device's own and TransformerEngine's. Tests on the CPU bring a recorder of their own.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
@@ -265,15 +232,15 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """See :class:`Recorder`."""
+        """Work on the recorder's stream, after and before what the current stream has."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
 
-    def record(self, call: Callable[[], T]) -> tuple[Replay, T]:
-        """See :class:`Recorder`."""
+    def record(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Record what a function enqueues, without running it; raises what the function or the recording raises."""
         graph = torch.cuda.CUDAGraph()
         generators = (*_te.random_generators(), *self._generators)
         for generator in generators:
@@ -320,13 +287,12 @@ class CudaRecorder:
             nothing.zero_()
 
 
-def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Recorder | None:
+def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> CudaRecorder | None:
     """The recorder of a device; ``None`` for one that records nothing."""
     return CudaRecorder(device, generators) if device.type == "cuda" else None
 
 
-@dataclass
-class Signature:
+class Signature(NamedTuple):
     """What of a call's arguments a recording depends on: all but the values of tensors.
 
     Attributes:
@@ -340,7 +306,11 @@ class Signature:
     @classmethod
     def of(cls, leaves: list[Any], structure: Any) -> Signature:
         """The signature of flattened arguments."""
-        return cls(structure, [_look(leaf) for leaf in leaves])
+        looks = [
+            ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        return cls(structure, looks)
 
     def fits(self, other: Signature) -> bool:
         """Whether what was recorded for one holds for the other."""
@@ -349,12 +319,6 @@ class Signature:
             and len(self.leaves) == len(other.leaves)
             and all(map(_same, self.leaves, other.leaves))
         )
-
-
-def _look(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return "tensor", leaf.shape, leaf.dtype, leaf.requires_grad
-    return leaf
 
 
 def _same(mine: Any, other: Any) -> bool:
@@ -368,13 +332,7 @@ def _same(mine: Any, other: Any) -> bool:
 
 
 class Inputs:
-    """Arguments of a call whose tensors lie at addresses that do not change.
-
-    Args:
-        leaves: Flattened arguments; tensors among them are copied.
-        structure: Of the arguments.
-        device: Where the copies lie.
-    """
+    """Flattened arguments of a call whose tensors are copied to addresses that do not change, on ``device``."""
 
     def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
         self._structure = structure

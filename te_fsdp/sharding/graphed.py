@@ -33,10 +33,9 @@ from te_fsdp.agree import on_any_rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
 from te_fsdp.sharding.graph_checks import (
+    CudaRecorder,
     Inputs,
     LearningRates,
-    Recorder,
-    Replay,
     Signature,
     Snapshot,
     recorder_for,
@@ -138,8 +137,6 @@ class _Recording:
     """A step that was recorded for one kind of inputs.
 
     Attributes:
-        signature: Of the inputs.
-        inputs: Where they are read.
         gradients: Forward, backward, reductions.
         output: What the function has returned, and the norm: written anew by each replay.
         trained: Parameters that got gradients.
@@ -150,12 +147,12 @@ class _Recording:
 
     signature: Signature
     inputs: Inputs
-    gradients: Replay
+    gradients: torch.cuda.CUDAGraph
     output: StepOutput
     trained: list[torch.Tensor]
     held: list[torch.Tensor]
     microbatches: int
-    update: Replay | None = None
+    update: torch.cuda.CUDAGraph | None = None
 
 
 class GraphedStep:
@@ -192,14 +189,7 @@ class GraphedStep:
             self._run_eagerly(f"there are no CUDA graphs on {self._device.type}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
-        """One step: forward, backward, clipping, update. Collective as these.
-
-        Args:
-            *args: Of ``forward_backward``.
-            **kwargs: Of ``forward_backward``.
-
-        Returns:
-            What it has returned, and the norm.
+        """One step with arguments of ``forward_backward``: forward, backward, clipping, update. Collective as these.
 
         Raises:
             GradientError: ``report_nan`` has seen one; nothing was updated.
@@ -228,7 +218,7 @@ class GraphedStep:
 
     # ----------------------------------------------------------------------------------------------------- eager steps
 
-    def _aside(self, recorder: Recorder, leaves: list[Any], structure: Any) -> StepOutput:
+    def _aside(self, recorder: CudaRecorder, leaves: list[Any], structure: Any) -> StepOutput:
         """A step on the recorder's stream."""
         self._state.pending_gathers.wait()
         if self._state.gathers or self._state.gathered():
@@ -246,12 +236,11 @@ class GraphedStep:
             found = self._record(recorder, signature, Inputs(leaves, structure, self._device), leaves)
         if found is not None:
             return self._replay(found, leaves)
-        tensors = (isinstance(leaf, torch.Tensor) for leaf in leaves)
         there = [
-            x.to(self._device, non_blocking=True) if t else x for t, x in zip(tensors, leaves, strict=True)
+            leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
         ]
-        args, kwargs = _torch.unflatten(there, structure)
-        output = self._eager(args, kwargs)
+        output = self._eager(*_torch.unflatten(there, structure))
         self._steps += 1
         if not self._has_run(signature):
             self._known = [*self._known[1 - MOST_KINDS :], signature]
@@ -307,23 +296,22 @@ class GraphedStep:
         """Whether a kind of inputs is to be recorded now: one that has run, after the first steps."""
         if self.why_eager or self._steps < self._warmup or not self._has_run(signature):
             return False
+        why = ""
         if len(self._recorded) == MOST_KINDS:
-            self._run_eagerly(
-                f"inputs of more than {MOST_KINDS} kinds (shapes, dtypes, or values beside tensors)"
-            )
+            why = f"inputs of more than {MOST_KINDS} kinds (shapes, dtypes, or values beside tensors)"
         elif self.recordings == MOST_RECORDINGS:
-            self._run_eagerly(
-                f"the model or the optimizer has changed after each of {MOST_RECORDINGS} recordings"
-            )
-        return not self.why_eager
+            why = f"the model or the optimizer has changed after each of {MOST_RECORDINGS} recordings"
+        if why:
+            self._run_eagerly(why)
+        return not why
 
     def _record(
-        self, recorder: Recorder, signature: Signature, inputs: Inputs, leaves: list[Any]
+        self, recorder: CudaRecorder, signature: Signature, inputs: Inputs, leaves: list[Any]
     ) -> _Recording | None:
         """Record a step, or find out on all ranks that it cannot be. Collective over the model's ranks."""
         with collective_call("graphed_step", self._state.meshes.device_mesh):
             why = why_not(self._optimizer, leaves)
-            if self._any(bool(why)):
+            if on_any_rank(bool(why), self._state.meshes.device_mesh):
                 self._run_eagerly(why or "another rank cannot record its step")
                 return None
             recording = self._record_gradients(recorder, signature, inputs)
@@ -343,7 +331,7 @@ class GraphedStep:
         return recording
 
     def _record_gradients(
-        self, recorder: Recorder, signature: Signature, inputs: Inputs
+        self, recorder: CudaRecorder, signature: Signature, inputs: Inputs
     ) -> _Recording | None:
         """The first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
         args, kwargs = inputs.arguments()
@@ -352,10 +340,10 @@ class GraphedStep:
         report = self._state.nan_report
         if report is not None:
             report.forget()
-        made, failure = _attempt(recorder, lambda: self._gradients(args, kwargs))
-        if self._any(made is None) or made is None:
+        made = self._on_all_ranks(recorder, lambda: self._gradients(args, kwargs))
+        if isinstance(made, str):
             self._settle()
-            self._run_eagerly(_cause(failure))
+            self._run_eagerly(made)
             return None
         replay, output = made
         trained = [p for p in self._state.parameters().values() if p.grad is not None]
@@ -363,15 +351,15 @@ class GraphedStep:
         count = 0 if report is None else report.microbatch
         return _Recording(signature, inputs, replay, output, trained, held, count)
 
-    def _record_update(self, recorder: Recorder, recording: _Recording) -> None:
+    def _record_update(self, recorder: CudaRecorder, recording: _Recording) -> None:
         """The second graph, unless it fails on any rank. Collective over the model's ranks."""
         report = self._state.nan_report
         if report is not None:
             report.check()  # asked now, it is not asked in the recording
         output, norm = recording.output
-        made, failure = _attempt(recorder, lambda: self._update(norm))
-        if self._any(made is None) or made is None:
-            self._no_update = _cause(failure)
+        made = self._on_all_ranks(recorder, lambda: self._update(norm))
+        if isinstance(made, str):
+            self._no_update = made
             self._step_can_be_recorded()  # says so
             return
         recording.update, clipped = made
@@ -387,8 +375,20 @@ class GraphedStep:
         if self._state.gathered():
             release_params(self._model)
 
-    def _any(self, flag: bool) -> bool:
-        return on_any_rank(flag, self._state.meshes.device_mesh)
+    def _on_all_ranks(
+        self, recorder: CudaRecorder, call: Callable[[], T]
+    ) -> tuple[torch.cuda.CUDAGraph, T] | str:
+        """What was recorded, or why that has failed, here or on another rank. Collective over the model's ranks."""
+        made, why = None, "the capture has failed on another rank"
+        try:
+            made = recorder.record(call)
+        except (
+            Exception
+        ) as error:  # whatever it is: the step runs eagerly then, and raises what is wrong with it
+            lines = str(error).splitlines() or [""]
+            why = f"the capture has failed ({type(error).__name__}: {lines[0][:200]})"
+        failed = on_any_rank(made is None, self._state.meshes.device_mesh)
+        return why if failed or made is None else made
 
     # -------------------------------------------------------------------------------------------------------- replaying
 
@@ -418,19 +418,3 @@ class GraphedStep:
         found, structure = _torch.flatten(tuple(recording.output._replace(grad_norm=norm)))
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
         return StepOutput(*_torch.unflatten(copies, structure))
-
-
-def _attempt(recorder: Recorder, call: Callable[[], T]) -> tuple[tuple[Replay, T] | None, Exception | None]:
-    """What was recorded, or what the function or the recording has raised."""
-    try:
-        return recorder.record(call), None
-    except Exception as error:
-        return None, error  # whatever it is: the step runs eagerly then, and raises what is wrong with it
-
-
-def _cause(failure: Exception | None) -> str:
-    """Why a recording has failed, in one line."""
-    if failure is None:
-        return "the capture has failed on another rank"
-    lines = str(failure).splitlines() or [""]
-    return f"the capture has failed ({type(failure).__name__}: {lines[0][:200]})"

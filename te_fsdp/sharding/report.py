@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
 from te_fsdp.layout import chunk_range, expert_index
-from te_fsdp.parameters import binding_of, is_replicated, places_of, plan_of, require_model, shard_info
+from te_fsdp.parameters import Place, binding_of, is_replicated, places_of, plan_of, require_model, shard_info
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.sharding.comm_units import shared_bytes
 from te_fsdp.sharding.precision import gradient_dtype
@@ -98,11 +98,10 @@ class Report:
             shapes = (_times(row.shape), row.layout, row.placements, _times(row.local_shape))
             table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}", *([row.note] if noted else []))
         table.add_section()
-        table.add_row(f"{len(self.rows)} parameters", "", "", "", "", "", f"{self.total_bytes:,}")
-        for words, size in self.costs:
-            table.add_row(words, "", "", "", "", "", f"{size:,}")
-        if self.shared_bytes:
-            table.add_row("memory that other ranks read", "", "", "", "", "", f"{self.shared_bytes:,}")
+        sums = [(f"{len(self.rows)} parameters", self.total_bytes), *self.costs]
+        sums += [("memory that other ranks read", self.shared_bytes)] if self.shared_bytes else []
+        for words, size in sums:
+            table.add_row(words, *[""] * 5, f"{size:,}")
         out = io.StringIO()
         # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
         names = [*(row.name for row in self.rows), *(words for words, _ in self.costs)]
@@ -118,22 +117,15 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Describe every parameter as this rank holds it. Local operation; reads no values.
-
-    Args:
-        model: Any model, at any stage.
-    """
+    """Describe every parameter of a model, at any stage, as this rank holds it. Local operation; reads no values."""
     require_model(model, "report(model)")
     return describe(model)
 
 
 def describe(model: nn.Module, *, settled: bool = False) -> Report:
-    """The report of a model. Local operation; reads no values.
+    """:func:`report`, of parameters on meta as they will be in training where ``settled``.
 
-    Args:
-        model: Any model, at any stage.
-        settled: Describe parameters on meta as they will be in training: quantized, with the bytes that remain after
-            the first gather.
+    They are quantized then, with the bytes that remain after the first gather. Local operation; reads no values.
     """
     rows, seen = [], set()
     for prefix, module in model.named_modules():
@@ -149,9 +141,11 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
                     rows.append(row)
         rows += [_together(label, module, parts) for label, parts in experts.items()]
     state = sharding_state(model)
-    gathers = {name: str(t) for name, t in state.transports.items()} if state is not None else {}
-    copied = state.copied if state is not None else {}
-    return Report(tuple(rows), _costs_of(model), _by_words(gathers), shared_bytes(model), _by_words(copied))
+    if state is None:
+        return Report(tuple(rows))
+    gathers = {name: str(transport) for name, transport in state.transports.items()}
+    costs = _costs_of(model) if state.precision is not None else ()
+    return Report(tuple(rows), costs, _by_words(gathers), shared_bytes(model), _by_words(state.copied))
 
 
 def _by_words(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -216,10 +210,7 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, sett
 
 
 def settled_shard(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor, on meta still, that a parameter on meta becomes: initialised, and gathered once if it ever is.
-
-    Local operation.
-    """
+    """The local tensor, on meta still, that a parameter on meta becomes once it was gathered, if ever it is. Local."""
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     if quantizer is None:
         return local
@@ -281,9 +272,6 @@ def _times(shape: tuple[int, ...]) -> str:
 
 # ----------------------------------------------------------------------------------------------- costs
 
-#: Axes over which FSDP2 cuts parameters, and gradients once they are reduced.
-_CUT_BY_FSDP2 = "dp_shard"
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -303,16 +291,12 @@ class Cost:
 
 
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """What a model's policy costs on this rank, in words and bytes; empty without a policy. Local operation."""
-    state = sharding_state(model)
-    if state is None or state.precision is None:
-        return ()
+    """What a model's policy costs on this rank, in words and bytes. Local operation."""
     found: Counter[str] = Counter()
-    seen: set[int] = set()
+    places: dict[int, Place] = {}
     for place in places_of(model):
-        if id(place.parameter) in seen:
-            continue
-        seen.add(id(place.parameter))
+        places.setdefault(id(place.parameter), place)  # tied ones once
+    for place in places.values():
         cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
         found[f"gradients, {dtype}"] += cost.gradient
@@ -322,11 +306,9 @@ def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
-    """What training one parameter of a model with a precision policy costs. Local operation.
+    """What training one parameter of a model with a precision policy costs, on meta or not. Local operation.
 
-    Args:
-        parameter: As the sharded model holds it, on meta or not.
-        quantized: Whether it is or will be quantized.
+    ``quantized`` says that it will be, if it is not yet.
     """
     if not (parameter.requires_grad and parameter.is_floating_point()):
         return Cost()
@@ -334,13 +316,10 @@ def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
     whole = elements
     if isinstance(parameter, DTensor):
         whole, mesh = parameter.numel(), parameter.device_mesh
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(parameter.placements):
-            if _torch.shard_dim_of(placement) is not None and _axis(mesh, axis) != _CUT_BY_FSDP2:
+            # FSDP2 cuts parameters over dp_shard, and gradients once they are reduced.
+            if _torch.shard_dim_of(placement) is not None and names[axis] != "dp_shard":
                 whole //= mesh.size(axis)
     main = elements * 4 if quantized or _te.is_quantized(_torch.local_of(parameter)) else 0
     return Cost(elements * dtype.itemsize, whole * dtype.itemsize, main, dtype)
-
-
-def _axis(mesh: object, axis: int) -> str:
-    names = getattr(mesh, "mesh_dim_names", None)
-    return names[axis] if names else str(axis)
