@@ -36,7 +36,7 @@ from te_fsdp.all_ranks import REPORT_AFTER, collective_timeout
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
 K = TypeVar("K")
-
+_log = logging.getLogger("te_fsdp")
 #: Allocators of page-locked memory round up to powers of two: pieces of this size waste nothing.
 _SLAB = 1 << 28
 #: Copies begin at multiples of this, so that any dtype is aligned.
@@ -49,16 +49,15 @@ _LARGE = 1 << 22
 _STRETCH = 1 << 25
 #: Bytes of a large tensor on the host that a thread copies at a time, and threads beyond which memory is the limit.
 _PART, _MOST_THREADS = 1 << 24, 8
+#: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
+_HEAD_START = 0.005
+#: Seconds between two drawings of a bar.
+_INTERVAL = 0.1
 
 
 @dataclass
 class Block(Generic[K]):
-    """A large tensor, or small ones of one dtype and shape on one device.
-
-    Attributes:
-        keys: Of each.
-        tensors: Any strides.
-    """
+    """A large tensor, or small ones of one dtype and shape on one device, each with its key; any strides."""
 
     keys: list[K]
     tensors: list[torch.Tensor]
@@ -111,11 +110,9 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     """Each row of a tensor flat, one behind the other in memory; copies where they are not. Local operation."""
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     # A "contiguous" tensor of one element may have any stride, and then cannot be viewed as bytes.
-    return (
-        flat
-        if flat.is_contiguous() and flat.stride(1) == 1
-        else flat.clone(memory_format=torch.contiguous_format)
-    )
+    if flat.is_contiguous() and flat.stride(1) == 1:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
 
 
 def _host_memory(count: int) -> torch.Tensor:
@@ -169,24 +166,20 @@ class Staging:
     def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
         """Each block as rows on the host, complete when this returns; what an earlier call returned is overwritten.
 
-        Copies from a device are queued on its current stream, after the kernels that make the values, and
-        waited for. Local operation.
+        Copies from a device are queued on its current stream, after the kernels that make the values. Local operation.
         """
         devices = {block.device for block in blocks if block.device.type != "cpu"}
         places, sizes = _pack([block.bytes for block in blocks])
         self._provide(sizes, pinned=bool(devices))
-        copies = []
+        copies, on_host = [], []
         for block, (slab, offset) in zip(blocks, places, strict=True):
             memory = self._slabs[slab][offset : offset + block.bytes]
             copies.append(memory.view(block.tensors[0].dtype).view(block.shape))
             if block.device.type != "cpu":
                 copies[-1].copy_(block.rows(), non_blocking=True)
-        _copy_on_host(
-            part
-            for block, rows in zip(blocks, copies, strict=True)
-            if block.device.type == "cpu"
-            for part in block.parts(rows)
-        )
+            else:
+                on_host += block.parts(copies[-1])
+        _copy_on_host(on_host)
         for device in devices:
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
@@ -219,7 +212,7 @@ class Staging:
         del self._slabs[len(sizes) :]
 
 
-def _copy_on_host(parts: Iterable[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
+def _copy_on_host(parts: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
     """Copy tensors into rows, both on the host, by as many threads as there are cores for each process here.
 
     One core copies 3 to 5 GiB a second, less than a tenth of what the memory of a server can give.
@@ -234,12 +227,9 @@ def _copy_on_host(parts: Iterable[tuple[list[torch.Tensor], torch.Tensor]]) -> N
 
     # torch may have threads of its own for each copy.
     threads = threads_here(_MOST_THREADS * torch.get_num_threads()) // torch.get_num_threads()
-    if threads < 2:
-        for part in parts:
-            copy(part)
-        return
-    with ThreadPoolExecutor(threads, "te_fsdp copy") as pool:
-        for _ in pool.map(copy, parts):
+    pool = ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else None
+    with pool or contextlib.nullcontext():
+        for _ in (pool.map if pool else map)(copy, parts):
             pass  # raises what went wrong
 
 
@@ -253,14 +243,6 @@ def _pack(sizes: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
         places.append((len(slabs) - 1, slabs[-1]))
         slabs[-1] += room
     return places, slabs
-
-
-_log = logging.getLogger("te_fsdp")
-
-#: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
-_HEAD_START = 0.005
-#: Seconds between two drawings of a bar.
-_INTERVAL = 0.1
 
 
 class SaveHandle:
@@ -333,11 +315,7 @@ class Background:
         return time.perf_counter() - began
 
     def raise_unasked(self) -> None:
-        """Raise what made the last save fail, unless its handle was asked, or this has been told before.
-
-        Raises:
-            CheckpointError: Names the save.
-        """
+        """Raise what made the last save fail, unless its handle was asked, or this has been told before."""
         last, self._last = self._last, None
         error = None if last is None else last.unasked()
         if error is not None:
@@ -383,8 +361,7 @@ class Background:
             handle: Told how it ends.
             work: Raises TeFsdpError when it fails.
             waited: Seconds of its stall that were spent on waiting for the save before.
-            ranks: Those that it waits for; silent ones no longer than :func:`te_fsdp.set_collective_timeout` once the
-                interpreter ends.
+            ranks: Those that it waits for.
         """
         text = (
             "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
@@ -413,7 +390,6 @@ class Background:
 
 
 def _gave_up(path: Path | None, source: int | None, silent: float) -> str:
-    """What is said of a save that is given up when the interpreter ends."""
     return message(
         f"{path}: given up when the program ended",
         expected=f"an answer of rank {source}",
@@ -433,10 +409,7 @@ def background() -> Background:
 def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
     """Yield a function to call with the bytes that were just moved; rank 0 draws a bar on stderr if enabled.
 
-    Args:
-        text: What is being done.
-        total: Bytes that this rank moves at most.
-        enabled: ``None`` and ``False`` draw nothing.
+    ``total`` are the bytes that this rank moves at most.
     """
     if not enabled or rank() != 0:
         yield lambda count: None

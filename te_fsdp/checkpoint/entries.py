@@ -39,12 +39,7 @@ GROUPED = "grouped"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the original and the view of local memory that holds it.
-
-    Attributes:
-        offsets: Where it lies in the original.
-        tensor: View of the rank's own tensor; its shape is the rectangle's.
-    """
+    """A rectangle of the original: where it begins there, and the view of the rank's own tensor that holds it."""
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -52,13 +47,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the files.
+    """One tensor of the files, in the shape of the original.
 
     Attributes:
-        shape: Shape of the original.
-        dtype: Element type.
-        pieces: What this rank holds of it; none on a rank that holds nothing. What several ranks hold must be
-            equal, which is checked before it is written once.
+        pieces: What this rank holds of it, perhaps nothing. What several ranks hold must be equal, which is checked
+            before it is written once.
     """
 
     shape: tuple[int, ...]
@@ -72,13 +65,7 @@ class Entry:
 
 
 def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> Entry:
-    """Entry of a tensor of which this rank holds boxes.
-
-    Args:
-        local: Plain local tensor.
-        shape: Shape of the original.
-        boxes: From :func:`te_fsdp.parameters.shard_info`.
-    """
+    """Entry of a tensor of this shape, of which this rank holds these boxes in a plain local tensor."""
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
         return whole_entry(local)
@@ -90,9 +77,8 @@ def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -
 
 def whole_entry(tensor: torch.Tensor) -> Entry:
     """Entry of a tensor that every rank holds whole."""
-    tensor = tensor.detach()
     shape = tuple(tensor.shape)
-    return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor),))
+    return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
 
 
 def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
@@ -122,12 +108,7 @@ def views_of(
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where one expert's own parameter lies in the tensor of all.
-
-    Attributes:
-        index: Global index.
-        total: Number of experts.
-    """
+    """Where one expert's own parameter lies in the tensor of all: its global index, and the number of experts."""
 
     index: int
     total: int
@@ -144,12 +125,10 @@ def stacked_name(name: str) -> str:
 
 
 def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str, Any] | None:
-    """A saved state's description for one parameter.
+    """The manifest's description of a saved state, for one parameter.
 
-    Args:
-        described: The manifest's. ``experts`` lists those that have the state, where each expert has its own, and
-            ``scalar`` tells whether it is one number for each.
-        place: Of the parameter; ``None``: it holds all experts, or the tensor is no grouped one.
+    ``experts`` in it lists those that have the state, where each expert has its own, and ``scalar`` tells whether it is
+    one number for each. A parameter without a place holds all experts, or the tensor is no grouped one.
 
     Returns:
         With the shape of the parameter's own state, and ``at``, its place in the files' tensor (``None``: it is that
@@ -170,13 +149,7 @@ def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str
 
 
 def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequence[int]) -> dict[str, Any]:
-    """The inverse of :func:`per_expert`: a state of one expert's parameter as one of the tensor of all.
-
-    Args:
-        described: Of the expert's own state.
-        place: Of the expert.
-        whole: Shape of the expert's own weight.
-    """
+    """The inverse of :func:`per_expert`, for a state of one expert, whose own weight has the shape ``whole``."""
     found = {**described, "experts": [place.index]}
     if "dtype" in described:
         shape = described["shape"]
@@ -185,21 +158,16 @@ def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequenc
 
 
 def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]], label: str) -> None:
-    """Add descriptions of states of some experts to those of others.
-
-    Args:
-        states: By name of the state; changed.
-        more: The same of other experts.
-        label: Name of the tensor of all, for messages.
+    """Add descriptions of states of some experts to ``states``, those of others; by name of the state.
 
     Raises:
-        CheckpointError: The same state of another shape, dtype or value.
+        CheckpointError: The same state of another shape, dtype or value. ``label`` names the tensor of all.
     """
     for key, described in more.items():
         have = states.setdefault(key, described)
         if {**have, "experts": None} != {**described, "experts": None}:
-            both = [{k: v for k, v in one.items() if k != "experts"} for one in (have, described)]
-            kinds = [", ".join(f"{k} {v}" for k, v in one.items()) for one in both]
+            both = (have, described)
+            kinds = [", ".join(f"{k} {v}" for k, v in one.items() if k != "experts") for one in both]
             raise CheckpointError(
                 f"optimizer.state.{label}.{key}: experts {have['experts']} and {described['experts']}",
                 expected="the same kind of state for all experts of a layer",
@@ -224,8 +192,7 @@ class PerRank:
     On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be:
     ``load`` names it in a warning and gives ``None`` in its place.
 
-    Attributes:
-        value: What ``extra`` may hold; ranks may hold different things.
+    ``value`` is what ``extra`` may hold; ranks may hold different things.
     """
 
     value: Any
@@ -236,7 +203,6 @@ class OwnParts:
     """This rank's values of the PerRank places in an ``extra``.
 
     Attributes:
-        rank: This rank.
         encoded: JSON form by place.
         entries: Tensors that they refer to; their keys name the rank.
     """
@@ -247,11 +213,7 @@ class OwnParts:
 
 
 def as_dict(extra: object) -> dict[str, Any]:
-    """What a user gave as ``extra``.
-
-    Raises:
-        CheckpointError: No dict.
-    """
+    """What a user gave as ``extra``; CheckpointError if that is no dict."""
     if extra is not None and not isinstance(extra, Mapping):
         expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
         raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
@@ -259,13 +221,10 @@ def as_dict(extra: object) -> dict[str, Any]:
 
 
 def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
-    """JSON form of a value, and the tensors that it refers to.
+    """JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
-    Args:
-        value: Nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors.
-        where: Name of the value, for messages and as the prefix of tensor keys.
-        own: Takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it,
-            they are refused.
+    ``own`` takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it, they are
+    refused, as all is but nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors.
 
     Raises:
         CheckpointError: Names the entry of another type.
@@ -279,7 +238,7 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
             return {_PER_RANK: where}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if _is_plain_tensor(value):
+        if isinstance(value, torch.Tensor) and _is_plain(value):
             entries[where] = whole_entry(value)
             return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
         if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
@@ -299,10 +258,11 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
     return walk(value, where), entries
 
 
-def _is_plain_tensor(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.layout != torch.strided:
-        return False
-    return not value.is_meta and not _te.is_quantized(value)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        not (isinstance(tensor, DTensor) or tensor.is_meta or _te.is_quantized(tensor))
+        and tensor.layout == torch.strided
+    )
 
 
 def _kind_of(value: Any) -> str:
@@ -311,11 +271,9 @@ def _kind_of(value: Any) -> str:
         return f"a tensor with the layout {value.layout}"
     if isinstance(value, dict):
         return f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
-    return (
-        "PerRank inside of PerRank, or outside of extra"
-        if isinstance(value, PerRank)
-        else type(value).__name__
-    )
+    if isinstance(value, PerRank):
+        return "PerRank inside of PerRank, or outside of extra"
+    return type(value).__name__
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
@@ -331,11 +289,7 @@ def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str
 
 
 def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
-    """Put what each rank holds at the PerRank places into rank 0's JSON form.
-
-    Args:
-        encoded: From :func:`encode` on rank 0.
-        ranks: Each rank's :attr:`OwnParts.encoded`.
+    """Put what each rank holds at the PerRank places, :attr:`OwnParts.encoded`, into rank 0's JSON form.
 
     Raises:
         CheckpointError: The ranks have such values at different places.
@@ -355,11 +309,7 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
 def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
     """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh.
 
-    Args:
-        encoded: The manifest's ``extra``.
-        saved: Mesh that saved it, from :func:`te_fsdp.checkpoint.model_state.mesh_sizes`.
-        here: This mesh.
-        rank: This rank.
+    Meshes are as :func:`te_fsdp.checkpoint.model_state.mesh_sizes` gives them: the one that saved, and this one.
     """
     same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
     lost: list[str] = []
@@ -387,11 +337,10 @@ def references(encoded: Any) -> list[dict[str, Any]]:
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
     """New CPU tensors to load the tensors of an encoded value into, by key."""
-    slots = {}
-    for described in references(encoded):
-        dtype = getattr(torch, described["dtype"].removeprefix("torch."))
-        slots[described["key"]] = whole_entry(torch.empty(described["shape"], dtype=dtype, device="cpu"))
-    return slots
+    found = (
+        (d["key"], d["shape"], getattr(torch, d["dtype"].removeprefix("torch."))) for d in references(encoded)
+    )
+    return {key: whole_entry(torch.empty(shape, dtype=dtype, device="cpu")) for key, shape, dtype in found}
 
 
 def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
@@ -406,13 +355,10 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
 def rng_state(tracker: Any = None) -> PerRank:
     """State of this rank's random generators, to be saved in ``extra={"rng": ...}``. Local operation.
 
-    Covers Python's ``random``, NumPy's global generator if NumPy is imported, torch's of the CPU and of the
-    current GPU. A generator that all ranks share (the order of the data, say) does not belong here: its
-    ``get_state()`` is a tensor that ``extra`` takes as it is, and that loads on any mesh.
-
-    Args:
-        tracker: TransformerEngine's or Megatron's tracker of named states (``get_states``, tensors), if the
-            model uses one.
+    Covers Python's ``random``, NumPy's global generator if NumPy is imported, torch's of the CPU and of the current
+    GPU, and TransformerEngine's or Megatron's ``tracker`` of named states (``get_states``, tensors), if the model uses
+    one. A generator that all ranks share (the order of the data, say) does not belong here: its ``get_state()`` is a
+    tensor that ``extra`` takes as it is, and that loads on any mesh.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -423,12 +369,8 @@ def rng_state(tracker: Any = None) -> PerRank:
         import numpy as np
 
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        words = torch.tensor([int(word) for word in keys], device="cpu")
-        state["numpy"] = {
-            "kind": kind,
-            "words": words,
-            "rest": (int(position), int(has_gauss), float(cached)),
-        }
+        rest = int(position), int(has_gauss), float(cached)
+        state["numpy"] = {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": rest}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if tracker is not None:
@@ -437,7 +379,7 @@ def rng_state(tracker: Any = None) -> PerRank:
 
 
 def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
-    """Put back what :func:`rng_state` found, as ``load`` returned it. Local operation.
+    """Put back what :func:`rng_state` found on this rank, as ``load`` returned it. Local operation.
 
     Args:
         state: This rank's.
@@ -453,9 +395,8 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
             fix="seed the ranks anew, for example torch.manual_seed(seed + step) with a seed per rank",
         )
     if (tracker is None) != ("tracker" not in state):
-        raise CheckpointError(
-            "set_rng_state: tracker", expected="one here and at the save, or neither", fix="pass it to both"
-        )
+        expected = "one here and at the save, or neither"
+        raise CheckpointError("set_rng_state: tracker", expected=expected, fix="pass it to both")
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"])

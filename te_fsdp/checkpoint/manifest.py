@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
@@ -183,12 +184,10 @@ def _state(value: Any) -> Any:
 _NULL = Kind("null", lambda value: value is None)
 _TEXT = Kind("text", _encodes)
 _FOLDER = Kind(
-    "the name of a folder", lambda value: _encodes(value) and value not in (".", "..") and "/" not in value
+    "the name of a folder", lambda name: _encodes(name) and name not in (".", "..") and "/" not in name
 )
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
-_PLAIN = Kind(
-    "a plain value", lambda value: value is None or type(value) in (bool, int, float) or _encodes(value)
-)
+_PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
 _FILE = Kind("bytes, CRC-32 and perhaps where the table begins", _is_file)
 _TENSOR = {"shape": [_whole()], "dtype": _dtype()}
 _WEIGHT = {**_TENSOR, "layout": _or_null(_TEXT)}
@@ -214,7 +213,9 @@ _OPTIMIZER = {"class": _TEXT, "groups": [_GROUP], "state": {...: {...: _state}}}
 
 @dataclass
 class Manifest:
-    """Contents of ``te_fsdp.json``.
+    """Contents of ``te_fsdp.json``. Beside the type of each field stands the rule for its values.
+
+    A new field needs a default if older checkpoints lack it.
 
     Attributes:
         versions: Of te_fsdp, torch and TransformerEngine that wrote it.
@@ -224,11 +225,9 @@ class Manifest:
             ``format`` (null for high precision) and, for quantized ones, ``components``.
         buffers: Per name: ``shape`` and ``dtype``.
         delayed: Per module with delayed scaling: its recipe, number of GEMMs and shapes.
-        optimizer: Class, groups with their options, and the state tensors per parameter; null when none was
-        saved.
+        optimizer: Class, groups with their options, and state tensors per parameter; null when none was saved.
         extra: The user's values; tensors in it are references to DCP keys, values per rank are lists.
-        files: Per file of the directory: bytes and CRC-32; of files of tensors the CRC-32 of the table at the end,
-            and the byte at which it begins.
+        files: Per file of the directory its :data:`te_fsdp.checkpoint.sums.Listed`.
         extra_states: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty.
         tied: Further names of parameters and buffers, with the first name, under which they are stored.
         semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
@@ -237,8 +236,6 @@ class Manifest:
         format_version: Of the file; what needs no :data:`HAS_FOLDER` is written for the readers of before.
         save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
         folder: Name of that with the other files, beside the manifest; empty: they lie beside it themselves.
-
-    Beside the type of each stands the rule for its values. A new field needs a default if older checkpoints lack it.
     """
 
     versions: Annotated[dict[str, str], {...: _TEXT}]
@@ -270,10 +267,7 @@ class Manifest:
     @property
     def body(self) -> dict[str, Any]:
         """By field, without those that older readers do not know and that say nothing."""
-        body = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not self.folder:
-            body.pop("folder")
-        return body
+        return {f.name: getattr(self, f.name) for f in fields(self) if self.folder or f.name != "folder"}
 
     def tensor(self, name: str) -> dict[str, Any]:
         """What is said of a parameter or buffer; of a buffer that it is in high precision."""
@@ -285,10 +279,8 @@ class Manifest:
 
         So nothing here can be changed alone, not even together with the digest that the manifest has of itself.
         """
-        body = self.body
-        body.pop("files")
-        digest = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16)
-        return f"{_OURS}{self.save_id}-{digest.hexdigest()}"
+        body = {name: value for name, value in self.body.items() if name != "files"}
+        return f"{_OURS}{self.save_id}-{_digest(json.dumps(body, sort_keys=True).encode())}"
 
     def check_identity(self, found: str | None) -> None:
         """Raise DamagedFileError unless this mark, of DCP's metadata, is of the same save, and of all that is here."""
@@ -348,11 +340,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(body: dict[str, Any], required: Iterable[str] = ()) -> Manifest:
-    """A manifest from its fields, the kind of every value checked.
-
-    Args:
-        body: By field.
-        required: Fields that must be there, of those that older checkpoints lack.
+    """A manifest from its fields, the kind of every value checked; fields that older ones lack may be ``required``.
 
     Raises:
         InvalidError: Names the first that is wrong.
@@ -488,7 +476,6 @@ def _lines(body: dict[str, Any]) -> str:
 
 
 def _digest(text: bytes) -> str:
-    """Of the manifest's text with zeros in the place of the digest."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

@@ -49,7 +49,7 @@ from te_fsdp.checkpoint.writing import (
     Plan,
     Writing,
     as_failed_save,
-    begin_writing,
+    check_replicas,
     plan_entries,
     signature_of,
     tensors_of,
@@ -139,8 +139,7 @@ class _Described:
         names: Of the files' tensors, by the ``id`` of the parameters in the optimizer's groups.
         digests: Of what must be the same on all ranks.
         look: From :func:`_look`; ``None``: unknown, so that the next save describes everything anew.
-        views: Where the stored tensors lie in those that :func:`_look` gives: which one, and shape, strides and offset
-            of a part of it.
+        views: Which of the tensors that :func:`_look` gives is stored, and shape, strides and offset of a part of it.
     """
 
     fields: dict[str, Any]
@@ -159,7 +158,7 @@ class _Seen(NamedTuple):
         own: Values per rank.
         experts: States of experts.
         token: Of the plan that it can use again.
-        stage: For :func:`te_fsdp.checkpoint.stages.join`.
+        stage: Its number, and what it says in the manifest if this rank speaks for it.
     """
 
     digests: dict[str, bytes]
@@ -170,10 +169,9 @@ class _Seen(NamedTuple):
 
 
 class _Collected:
-    """What one rank contributes: its tensors, and what the manifest says of them.
+    """What one rank contributes: its tensors, and what the manifest says of them. With all errors that a rank can have.
 
-    Local operation, with all the errors that a rank can have. ``plan`` and ``before`` are of the last save of this
-    model, and taken if nothing has changed since.
+    ``plan`` and ``before`` are of the last save of this model, and taken if nothing has changed since.
     """
 
     def __init__(
@@ -212,9 +210,8 @@ class _Collected:
             "parameters": self.state.described,
             "buffers": self.state.buffers,
             "mesh": mesh_sizes(model),
-            "extra_states": modules_with_extra_state(model),
-            "tied": tied_names(model),
         }
+        fields |= {"extra_states": modules_with_extra_state(model), "tied": tied_names(model)}
         digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
         self.described = _Described(fields, states, names, digests | {"optimizer": _digest(states)})
@@ -238,17 +235,17 @@ class _Collected:
             "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
         experts = {} if self.is_known else self.optimized.experts
-        token = None if self.plan is None else self.plan.token
-        return _Seen(digests, self.own.encoded, experts, token, self._told())
-
-    def _told(self) -> tuple[int, dict[str, Any] | None] | None:
-        """Number of this rank's stage, and if this rank speaks for it what it says in the manifest."""
-        if self.stage is None:
-            return None
-        names = ("parameters", "buffers", "extra_states", "tied")
-        fields = {name: self.described.fields[name] for name in names}
-        fields |= {"delayed": self.delayed, "semantics": self.semantics, "optimizer": self.saved_optimizer()}
-        return self.stage.number, fields if self.stage.speaks else None
+        token, stage = None if self.plan is None else self.plan.token, None
+        if self.stage is not None:
+            names = ("parameters", "buffers", "extra_states", "tied")
+            fields = {name: self.described.fields[name] for name in names}
+            fields |= {
+                "delayed": self.delayed,
+                "semantics": self.semantics,
+                "optimizer": self.saved_optimizer(),
+            }
+            stage = self.stage.number, fields if self.stage.speaks else None
+        return _Seen(digests, self.own.encoded, experts, token, stage)
 
     def saved_optimizer(self) -> dict[str, Any] | None:
         """The manifest's ``optimizer``."""
@@ -258,25 +255,25 @@ class _Collected:
 
     def entries(self) -> dict[str, Entry]:
         """All tensors that have elements, with rank 0's of the user, and every rank's own."""
-        own = {**self.state.entries, **self.optimized.entries}
-        return {key: entry for key, entry in own.items() if not entry.is_empty} | self.others()
+        return _stored({**self.state.entries, **self.optimized.entries}) | self.others()
 
     def others(self) -> dict[str, Entry]:
         """Those that are not the model's and the optimizer's own."""
         extra = self.extra_entries if rank() == 0 else {}
-        entries = {**self.delayed_entries, **extra, **self.own.entries}
-        return {key: entry for key, entry in entries.items() if not entry.is_empty}
+        return _stored({**self.delayed_entries, **extra, **self.own.entries})
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of :meth:`entries`."""
+        """Those of all pieces of :meth:`entries`, by the numbers that pieces have."""
         if not self.is_known:
             return tensors_of(self.entries())
-        with torch.no_grad():
-            leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.leaves]
-        found = [
-            leaves[at] if part is None else leaves[at].as_strided(*part) for at, part in self.described.views
-        ]
+        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.leaves]
+        views = ((leaves[at], part) for at, part in self.described.views)
+        found = [leaf if part is None else leaf.as_strided(*part) for leaf, part in views]
         return [*found, *tensors_of(self.others())]
+
+
+def _stored(entries: dict[str, Entry]) -> dict[str, Entry]:
+    return {key: entry for key, entry in entries.items() if not entry.is_empty}
 
 
 def _digest(part: Any) -> bytes:
@@ -288,17 +285,10 @@ def _look(
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
     """All that the description of a model and its optimizer follows from, to be compared; and their local tensors.
 
-    Local operation, in a tenth of the time that it takes to describe them. Objects stand there by their ``id``, and
-    with all of them that is described: one that has the ``id`` of another one, which is gone, is described alike.
-
-    Args:
-        model: Its FSDP2 units are resharded.
-        optimizer: Over its parameters.
-        others: Further tensors that are saved.
-
-    Returns:
-        The tensors are in the order of the entries; ``None`` where more matters: quantized weights, grouped weights of
-        experts, and state that is cut further than the weights.
+    In a tenth of the time that it takes to describe them. Objects stand there by their ``id``, and with all of them
+    that is described: one that has the ``id`` of another one, which is gone, is described alike. The tensors are in the
+    order of the entries. ``None`` where more matters: quantized weights, grouped weights of experts, and state that is
+    cut further than the weights.
     """
     come_to_rest(model)
     plain = {torch.Tensor, torch.nn.Parameter}
@@ -307,8 +297,7 @@ def _look(
     if grouped or is_cut or {*map(type, _torch.locals_of(model.parameters()))} - plain:
         return None
     look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
-    parameters: dict[int, torch.Tensor] = {}
-    buffers: dict[int, torch.Tensor] = {}
+    parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     states: list[torch.Tensor] = []
     for prefix, module in model.named_modules():
         binding = binding_of(module)
@@ -353,8 +342,7 @@ def _prepare(
 ) -> tuple[Writing, Manifest]:
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks.
 
-    Returns:
-        What this rank writes, and the manifest without the list of files; complete on rank 0 alone.
+    Returns what this rank writes, and the manifest without the list of files; complete on rank 0 alone.
     """
     found: list[_Collected] = []
     begun: list[Path] = []
@@ -394,7 +382,9 @@ def _prepare(
         manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
         plan = collected.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         is_known = plan is collected.plan
-        writing = begin_writing(ranks, temporary, save_id, plan, collected.tensors(), is_known=is_known)
+        tensors = collected.tensors()
+        check_replicas(ranks, plan.part, tensors, plan.names)
+        writing = Writing(ranks, temporary, save_id, plan, is_known, tensors)
         background().plans[model] = plan, collected.described
         return writing, manifest
     except BaseException:
@@ -426,19 +416,13 @@ def _describe(
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
-    fields: dict[str, Any] = {
-        **collected.described.fields,
-        "delayed": collected.delayed,
-        "semantics": collected.semantics,
-        "optimizer": collected.saved_optimizer(),
-        **(whole or {}),
-    }
+    fields: dict[str, Any] = {**collected.described.fields, "delayed": collected.delayed}
+    fields |= {"semantics": collected.semantics, "optimizer": collected.saved_optimizer(), **(whole or {})}
     if fields["optimizer"] is not None:
         # Not in place: a later save takes what is there now.
         fields["optimizer"] |= {"state": {**fields["optimizer"]["state"], **experts}}
-    return Manifest(
-        versions=versions, saved_at=time.time_ns(), extra=collected.extra, save_id=save_id, **fields
-    )
+    fields |= {"versions": versions, "extra": collected.extra}
+    return Manifest(saved_at=time.time_ns(), save_id=save_id, **fields)
 
 
 def _complete(
@@ -456,11 +440,8 @@ def _complete(
     ranks, hidden = writing.ranks, []
 
     def mine() -> tuple[Any, dict[str, Listed]]:
-        draw = bool(progress) and ranks.rank == 0
-        with (
-            telling_why(target, writing.bytes),
-            bytes_bar(f"saving {target.name}", writing.bytes, draw) as tick,
-        ):
+        bar = bytes_bar(f"saving {target.name}", writing.bytes, progress)
+        with telling_why(target, writing.bytes), bar as tick:
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:

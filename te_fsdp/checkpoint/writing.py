@@ -3,9 +3,9 @@
 DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
 Ours says exactly which boxes a rank holds, as many as there are, and rank 0 decides who writes which: a piece is two
 tuples, where DCP has several objects for each, of which a large job has millions, and a rank hears only the numbers of
-those that it writes. Pieces and ``.metadata`` are as DCP's. Planning talks to the other ranks, writing does not, and
-between the two the tensors to write, and no others, can be copied. What is converted goes the same way, planned by one
-process from shapes, with blocks of rows as the pieces, each read when it is its turn.
+those that it writes. Planning talks to the other ranks, writing does not, and between the two the tensors to write, and
+no others, can be copied. What is converted goes the same way, planned by one process from shapes, with blocks of rows
+as the pieces, each read when it is its turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
 from te_fsdp.checkpoint.paths import is_remote
 from te_fsdp.checkpoint.portable.lazy import Lazy
-from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, checksums, silent, synced, without_collector
+from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, checksums, synced, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
 #: Where a piece begins in the original, and its shape.
@@ -70,8 +70,7 @@ class Plan:
         names: Of what several ranks hold, by number; rank 0 alone has them, as what follows.
         tensors: All of them, until index and metadata are made.
         encoded: Index and metadata.
-        places: Of this rank's pieces, a row for each in the order in which they were first written: its number, first
-            byte, bytes.
+        places: Of this rank's pieces, a row for each in the order of writing: its number, first byte, bytes.
     """
 
     token: str
@@ -89,14 +88,10 @@ class Writing:
     """What this rank has to write, and where.
 
     Attributes:
-        ranks: The world.
-        path: The directory.
-        save_id: Of this save.
         plan: Agreed on for this save, or before.
         is_known: Whether before: the places in the files are those of then.
-        tensors: The model's own, of this rank's part, by kinds, with their numbers.
+        tensors: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept.
         copies: What is written instead: numbers of pieces with their rows on the host.
-        tick: Told the bytes of each block.
         problem: What went wrong when they were copied.
     """
 
@@ -105,15 +100,17 @@ class Writing:
     save_id: str
     plan: Plan
     is_known: bool
-    tensors: list[Block[int]]
+    tensors: InitVar[list[torch.Tensor]]
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
-    tick: Tick = silent
     problem: Exception | None = None
+
+    def __post_init__(self, tensors: list[torch.Tensor]) -> None:
+        self.own = [Block(numbers, [tensors[at] for at in numbers]) for numbers in self.plan.blocks]
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank writes."""
-        return sum(block.bytes for block in self.tensors)
+        return sum(block.bytes for block in self.own)
 
     def copy(self, staging: Staging) -> None:
         """Copy what this rank writes to the host; the model's own tensors are let go. Local operation.
@@ -121,39 +118,32 @@ class Writing:
         What goes wrong is raised by :meth:`write`, where all ranks hear of it.
         """
         try:
-            rows = staging.copy(self.tensors)
-            self.copies = [(block.keys, copy) for block, copy in zip(self.tensors, rows, strict=True)]
+            rows = staging.copy(self.own)
+            self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
         except Exception as error:  # out of host memory, for one
             self.problem = error
-        self.tensors = []
+        self.own = []
 
     def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Numbers of pieces with their rows on the host, in the order in which they are written."""
-        if self.copies is None:
-            found = ((block.keys, rows) for block, rows in background().staging.through(self.tensors))
-        else:
-            found = self.copies
-        for numbers, rows in found:
-            yield numbers, rows
-            self.tick(rows.nbytes)
+        if self.copies is not None:
+            return iter(self.copies)
+        return ((block.keys, rows) for block, rows in background().staging.through(self.own))
 
     def write(self, tick: Tick) -> tuple[Rows | None, dict[str, Listed]]:
         """Write this rank's part, synced to disk. Local operation.
-
-        Args:
-            tick: Told the bytes of each block.
 
         Returns:
             The plan's places, unless they are known; and what the manifest lists of each file.
         """
         if self.problem is not None:
             raise self.problem
-        self.tick, name = tick, file_of(self.ranks.rank)
-        lies: list[tuple[int, int, int]] = []
+        name, lies = file_of(self.ranks.rank), list[tuple[int, int, int]]()
         with synced(self.path / name) as raw:
             file = SummedFile(raw)
             for numbers, rows in self.blocks():
                 lies += [(n, *place) for n, place in zip(numbers, file.write(rows), strict=True)]
+                tick(rows.nbytes)
             listed = file.finish(name, self.save_id)
         places = np.array(lies, dtype=np.int64).reshape(-1, 3)
         if self.is_known and not np.array_equal(places, self.plan.places):
@@ -177,27 +167,6 @@ class Writing:
             known = [own for own in places if own is not None]
             plan.tensors, plan.encoded = None, encode(tensors, files, known, manifest.identity)
         plan.encoded.write(self.path, manifest)
-
-
-def begin_writing(
-    ranks: Ranks, path: Path, save_id: str, plan: Plan, tensors: list[torch.Tensor], *, is_known: bool
-) -> Writing:
-    """Check that what several ranks hold is equal on all of them; what this rank writes. Collective over the ranks.
-
-    Args:
-        ranks: The world.
-        path: An empty directory.
-        save_id: Of this save, the same on all ranks.
-        plan: From :func:`plan_entries`.
-        tensors: This rank's, one for each piece of its entries.
-        is_known: Whether the plan is of a save before.
-
-    Raises:
-        CheckpointError: Replicas differ. All ranks raise it.
-    """
-    check_replicas(ranks, plan.part, tensors, plan.names)
-    mine = [Block(numbers, [tensors[at] for at in numbers]) for numbers in plan.blocks]
-    return Writing(ranks, path, save_id, plan, is_known, mine)
 
 
 def signature_of(entries: dict[str, Entry]) -> list[Any]:
@@ -256,12 +225,7 @@ def held(entries: Mapping[str, Entry]) -> Held:
 
 
 def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Stored]]:
-    """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write.
-
-    Local operation.
-
-    Args:
-        all_held: By rank.
+    """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
 
     Returns:
         What each rank hears; names of what several ranks hold, by number; and the tensors.
@@ -331,9 +295,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items() if tensor.bytes}
     alone = Ranks(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
-    writing = begin_writing(alone, path, manifest.save_id, plan, tensors_of(entries), is_known=False)
     pieces = [(tensors[key], piece) for key, entry in entries.items() for piece in entry.pieces]
-    writing.copies = (([at], _rows_of(*pieces[at])) for at in plan.part.writes)
+    copies = (([at], _rows_of(*pieces[at])) for at in plan.part.writes)
+    writing = Writing(alone, path, manifest.save_id, plan, False, tensors_of(entries), copies)
     try:
         places, files = writing.write(tick)
     except CheckpointError:
@@ -350,13 +314,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
 def _entry_of_blocks(tensor: Lazy) -> Entry:
     """A tensor that is not in memory, in pieces without data."""
     below = (0,) * (len(tensor.shape) - 1)
-    pieces = (
-        Piece(
-            (first, *below) if tensor.shape else (),
-            torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta"),
-        )
-        for first, last in tensor.blocks()
-    )
+    shapes = (((f, *below) if tensor.shape else (), tensor.shape_of(f, last)) for f, last in tensor.blocks())
+    pieces = (Piece(at, torch.empty(shape, dtype=tensor.dtype, device="meta")) for at, shape in shapes)
     return Entry(tensor.shape, tensor.dtype, tuple(pieces))
 
 
@@ -425,7 +384,10 @@ def check_replicas(ranks: Ranks, part: Part, tensors: list[torch.Tensor], names:
 
 
 def _drifted(differing: dict[str, set[tuple[int, int]]]) -> CheckpointError:
-    shown = [f"{name} ({_pairs(pairs)})" for name, pairs in sorted(differing.items())]
+    shown = []
+    for name, pairs in sorted(differing.items()):
+        who = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+        shown.append(f"{name} ({', '.join(who[:2])}{', ...' if len(who) > 2 else ''})")
     return CheckpointError(
         f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
         expected="equal values on all ranks",
@@ -436,9 +398,3 @@ def _drifted(differing: dict[str, set[tuple[int, int]]]) -> CheckpointError:
         "each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts that "
         "every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
     )
-
-
-def _pairs(pairs: set[tuple[int, int]]) -> str:
-    """Who differs from whom, shortened."""
-    shown = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
-    return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
