@@ -235,10 +235,8 @@ def _worst(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | No
 # ------------------------------------------------------------------------------------------- a process group of our own
 
 
-@functools.cache
-def _groups() -> weakref.WeakKeyDictionary[Any, Any]:
-    """Our gloo group of each default process group; gone with it."""
-    return weakref.WeakKeyDictionary()
+#: Our gloo group of each default process group; gone with it.
+_groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
 
 
 def own_ranks() -> Ranks:

@@ -61,9 +61,7 @@ class _Process:
     )
 
 
-@functools.cache
-def _process() -> _Process:
-    return _Process()
+_process = functools.cache(_Process)
 
 
 def is_simulated() -> bool:

@@ -32,15 +32,7 @@ __all__ = [
 
 
 class TeFsdpError(Exception):
-    """Root of everything that te_fsdp raises on purpose.
-
-    Args:
-        what: The problem, see :func:`message`; with nothing else, the whole text as it is.
-        expected: As there.
-        got: As there.
-        why: As there.
-        fix: As there.
-    """
+    """Root of everything that te_fsdp raises on purpose: of what :func:`message` takes, or of a whole text."""
 
     def __init__(
         self, what: str = "", *, expected: object = None, got: object = None, why: str = "", fix: str = ""
@@ -87,7 +79,7 @@ class PrecisionError(TeFsdpError, ValueError):
 
 
 def message(what: str, *, expected: object = None, got: object = None, why: str = "", fix: str = "") -> str:
-    """Build an error text in the house's one shape.
+    """Build an error text in one shape: ``"layers.0.mlp: wrong tp_mesh: expected size 2, got size 4. Fix: ..."``.
 
     Args:
         what: The problem, with the name of the module or parameter.
@@ -95,9 +87,6 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
         got: What was found; left out when ``None``.
         why: One clause on why it matters.
         fix: The call or setting that cures it.
-
-    Returns:
-        The text, for example ``"layers.0.mlp: wrong tp_mesh: expected size 2, got size 4. Fix: ..."``.
     """
     text = what
     if expected is not None:
@@ -136,13 +125,8 @@ def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | No
 def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given: object) -> None:
     """Raise unless arguments are True or False (numpy's too): ``"false"``, ``"0"`` and 2 would count as true. Local.
 
-    Args:
-        where: The call.
-        kind: Class of the error.
-        given: Name of an argument -> its value.
-
     Raises:
-        TeFsdpError: Names the first that is neither.
+        TeFsdpError: Of the class ``kind``; it names the call and the first argument that is neither.
     """
     for name, value in given.items():
         if isinstance(value, bool) or (type(value).__module__ == "numpy" and str(value) in ("True", "False")):

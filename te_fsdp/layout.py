@@ -106,20 +106,15 @@ GROUPED = Layout("grouped")
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Tensor-parallel facts of one parameter.
+    """Tensor-parallel facts of one parameter."""
 
-    Attributes:
-        shard_dim: Tensor dim that the ``tp`` axis cuts, or ``None`` for a parameter replicated over ``tp``.
-        layout: How the tp-local rows lie in the original.
-        partial_grad: Whether each ``tp`` rank computes only its contribution to the gradient of this replicated
-            parameter, so that contributions must be summed over ``tp``.
-        quantizable: Whether TE may hold this parameter in a quantized format (weights of GEMMs).
-    """
-
+    #: Tensor dim that the ``tp`` axis cuts, or ``None`` for a parameter replicated over ``tp``.
     shard_dim: int | None
-    layout: Layout = PLAIN
+    layout: Layout = PLAIN  #: How the tp-local rows lie in the original
+    #: Whether each ``tp`` rank computes only its contribution to the gradient of this replicated parameter, so that
+    #: contributions must be summed over ``tp``.
     partial_grad: bool = False
-    quantizable: bool = False
+    quantizable: bool = False  #: Whether TE may hold this parameter in a quantized format (weights of GEMMs)
 
     def __post_init__(self) -> None:
         assert not (self.partial_grad and self.shard_dim is not None), "a sharded parameter owns its gradient"
@@ -131,7 +126,6 @@ class ParameterRule:
 #: Activations whose fc1 produces two stacked parts ``[gate; up]`` (TE 2.20.2
 #: ``pytorch/module/layernorm_mlp.py``).
 GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
-
 _GATED = Layout("stacked", (1, 1))
 
 
@@ -141,7 +135,6 @@ def linear_rules(
     parallel_mode: str | None,
     *,
     sequence_parallel: bool = False,
-    norm_names: Iterable[str] = (),
     layout: Layout = PLAIN,
 ) -> dict[str, ParameterRule]:
     """Rules of Linear and LayerNormLinear: weights ``(out, in)``, biases ``(out,)``, the norm's parameters ``(in,)``.
@@ -151,33 +144,27 @@ def linear_rules(
     """
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
+    bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
     if parallel_mode == "column":
         bias = ParameterRule(0, layout)
-    else:
-        bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
     norm = ParameterRule(None, partial_grad=sequence_parallel)
     return {
-        **dict.fromkeys(norm_names, norm),
+        **dict.fromkeys(("layer_norm_weight", "layer_norm_bias"), norm),
         **dict.fromkeys(weight_names, weight),
         **dict.fromkeys(bias_names, bias),
     }
 
 
-def mlp_rules(
-    parameter_names: Iterable[str], activation: str, *, sequence_parallel: bool = False
-) -> dict[str, ParameterRule]:
+def mlp_rules(activation: str, *, sequence_parallel: bool = False) -> dict[str, ParameterRule]:
     """Rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, the rest replicated."""
     layout = _GATED if activation in GATED_ACTIVATIONS else PLAIN
     shared = ParameterRule(None, partial_grad=sequence_parallel)
-    table = {
-        "layer_norm_weight": shared,
-        "layer_norm_bias": shared,
+    return {
+        **dict.fromkeys(("layer_norm_weight", "layer_norm_bias", "fc2_bias"), shared),
         "fc1_weight": ParameterRule(0, layout, quantizable=True),
         "fc1_bias": ParameterRule(0, layout),
         "fc2_weight": ParameterRule(1, quantizable=True),
-        "fc2_bias": shared,
     }
-    return {name: table[name] for name in parameter_names}
 
 
 def grouped_linear_rules(
@@ -206,12 +193,9 @@ def single_grouped_rules(
     return {name: table[name] for name in parameter_names}
 
 
-def norm_rules(
-    parameter_names: Iterable[str], *, sequence_parallel: bool = False, per_head: bool = False
-) -> dict[str, ParameterRule]:
+def norm_rules(*, sequence_parallel: bool = False, per_head: bool = False) -> dict[str, ParameterRule]:
     """Rules of LayerNorm and RMSNorm; ``per_head`` marks q/k norms inside attention."""
-    rule = ParameterRule(None, partial_grad=sequence_parallel or per_head)
-    return dict.fromkeys(parameter_names, rule)
+    return dict.fromkeys(("weight", "bias"), ParameterRule(None, partial_grad=sequence_parallel or per_head))
 
 
 _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
@@ -407,24 +391,16 @@ class Storage:
 
     Placements have a letter for each of (``dp_replicate``, ``dp_shard``): ``R`` where every rank of the axis holds the
     whole, ``S`` where each holds a piece, ``P`` where each holds a contribution that is still to be added up.
-
-    Attributes:
-        strategy: The user's word for what is cut over ``dp_shard``, or :data:`REPLICATED`.
-        outer: The user's word for what is cut over ``dp_replicate``.
-        parameter: Of the parameter between two steps.
-        gradient: Of its gradient after a backward that reduces.
-        optimizer: Of its main weight and of the optimizer's states.
-        gather: When it is gathered: ``"never"``, once per ``"step"``, or in each ``"pass"`` (forward and backward).
-        reduce: With which backward of a step its gradient is reduced: the ``"last"`` or ``"each"``.
     """
 
-    strategy: str
-    outer: str
-    parameter: str
-    gradient: str
-    optimizer: str
+    strategy: str  #: The user's word for what is cut over ``dp_shard``, or :data:`REPLICATED`
+    outer: str  #: The user's word for what is cut over ``dp_replicate``
+    parameter: str  #: Of the parameter between two steps
+    gradient: str  #: Of its gradient after a backward that reduces
+    optimizer: str  #: Of its main weight and of the optimizer's states
+    #: When it is gathered: ``"never"``, once per ``"step"``, or in each ``"pass"`` (forward and backward).
     gather: str
-    reduce: str
+    reduce: str  #: With which backward of a step its gradient is reduced: the ``"last"`` or ``"each"``
 
     @functools.cached_property
     def is_whole(self) -> bool:

@@ -45,63 +45,43 @@ COPIED = "copy.deepcopy"
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """What ``fully_shard`` settles for one place where a parameter is registered, before anything changes.
+    """What ``fully_shard`` settles for one place where a parameter is registered, before anything changes."""
 
-    Attributes:
-        label: Full name, once its module is bound: experts then count globally, and may be one parameter.
-        name: Its last part.
-        unit: Name of the innermost unit around it.
-        storage: Where it rests, and what belongs to it.
-        owners: Full names of all places of this very parameter, that of the first in front: several if it is tied.
-        rule: How tp cuts it; ``None`` if it does not.
-        experts: Whether it is dealt out over ``ep``.
-        cut_dim: The dim that FSDP2 is told to cut, of weights that are quantized or hold all experts.
-        gradient_dtype: Dtype of its gradient, if that is to be another than its own.
-    """
-
-    label: str
-    name: str
-    unit: str
-    storage: Storage
+    label: str  #: Full name, once its module is bound: experts then count globally, and may be one parameter
+    name: str  #: Its last part
+    unit: str  #: Name of the innermost unit around it
+    storage: Storage  #: Where it rests, and what belongs to it
+    #: Full names of all places of this very parameter, that of the first in front: several if it is tied.
     owners: tuple[str, ...]
-    rule: ParameterRule | None = None
-    experts: bool = False
+    rule: ParameterRule | None = None  #: How tp cuts it; ``None`` if it does not
+    experts: bool = False  #: Whether it is dealt out over ``ep``
+    #: The dim that FSDP2 is told to cut, of weights that are quantized or hold all experts.
     cut_dim: int | None = None
-    gradient_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None  #: Dtype of its gradient, if that is to be another than its own
 
 
 @dataclass(eq=False)
 class Facts:
-    """What te_fsdp knows of a parameter. Copies of the parameter leave references to living objects behind.
+    """What te_fsdp knows of a parameter. Copies of the parameter leave references to living objects behind."""
 
-    Attributes:
-        label: Full name of a bound parameter that may be quantized.
-        tp_replica: Whether every tensor-parallel rank holds it whole, and must hold the same.
-        no_shard: Whether ``fsdp_no_shard`` was called for it.
-        plan: What ``fully_shard`` has settled about it.
-        ep_mesh: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
-        state: The ``ShardingState`` of its model.
-        record: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
-        main_parameters: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
-        replaced: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`), or never had it:
-            a copy that nothing has given to a module as a successor.
-        copy_of: Of such a copy: the record of what was copied.
-        looks: In how many steps to come its gradient is compared over tp (:mod:`te_fsdp.step_hooks`).
-        memory: Of a sharded parameter its ``id`` and :func:`te_fsdp._torch.memory_of` it, to see that its ``.data`` was
-            assigned.
-    """
-
-    label: str | None = None
-    tp_replica: bool = False
-    no_shard: bool = False
-    plan: ParameterPlan | None = None
+    label: str | None = None  #: Full name of a bound parameter that may be quantized
+    tp_replica: bool = False  #: Whether every tensor-parallel rank holds it whole, and must hold the same
+    no_shard: bool = False  #: Whether ``fsdp_no_shard`` was called for it
+    plan: ParameterPlan | None = None  #: What ``fully_shard`` has settled about it
+    #: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
     ep_mesh: DeviceMesh | None = None
-    state: weakref.ref[Any] | None = None
+    state: weakref.ref[Any] | None = None  #: The ``ShardingState`` of its model
+    #: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
     record: weakref.ref[Any] | None = None
+    #: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
     main_parameters: weakref.ref[Any] | None = None
+    #: Name and cause, once a module has lost this very object (:mod:`te_fsdp.step_hooks`), or never had it: a copy
+    #: that nothing has given to a module as a successor.
     replaced: tuple[str, str] | None = None
-    copy_of: weakref.ref[Facts] | None = None
-    looks: int = 0
+    copy_of: weakref.ref[Facts] | None = None  #: Of such a copy: the record of what was copied
+    looks: int = 0  #: In how many steps to come its gradient is compared over tp (:mod:`te_fsdp.step_hooks`)
+    #: Of a sharded parameter its ``id`` and :func:`te_fsdp._torch.memory_of` it, to see that its ``.data`` was
+    #: assigned.
     memory: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
@@ -166,10 +146,7 @@ def carry_over(
 ) -> None:
     """Give a parameter's successor what hangs on the parameter, unless the successor has it. Local operation.
 
-    Args:
-        old: The parameter, or the :func:`attributes_of` it before it was changed.
-        new: What takes its place.
-        leave_out: Names of attributes.
+    ``old`` is the parameter, or the :func:`attributes_of` it before it was changed.
     """
     have = new.__dict__
     for key, value in (old if isinstance(old, dict) else attributes_of(old)).items():
@@ -183,10 +160,7 @@ def successor(
 ) -> nn.Parameter:
     """A parameter like the given one around another local tensor, with all that hangs on it. Local operation.
 
-    Args:
-        parameter: Plain, or a DTensor.
-        local: Shape as the parameter's local tensor, any dtype; this very object is the new local tensor.
-        leave_out: Names of attributes that it shall not have.
+    This very object, of the shape of the parameter's local tensor and of any dtype, is the new one's local tensor.
     """
     if isinstance(parameter, DTensor):
         new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
@@ -197,19 +171,12 @@ def successor(
 
 
 class Place(NamedTuple):
-    """Where a parameter is registered.
+    """Where a parameter is registered."""
 
-    Attributes:
-        label: Full name, from the root.
-        owner: Module that has it.
-        name: Name there.
-        parameter: The parameter.
-    """
-
-    label: str
-    owner: nn.Module
-    name: str
-    parameter: nn.Parameter
+    label: str  #: Full name, from the root
+    owner: nn.Module  #: Module that has it
+    name: str  #: Name there
+    parameter: nn.Parameter  #: The parameter
 
     @property
     def path(self) -> str:
@@ -220,10 +187,7 @@ class Place(NamedTuple):
 def places_of(model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True) -> Iterator[Place]:
     """Every place of a tree where a parameter is registered: tied parameters come once for each. Local operation.
 
-    Args:
-        model: The root. Owners' parameters may be replaced meanwhile.
-        prefix: Of the labels.
-        remove_duplicate: Whether modules that are registered several times come once.
+    Owners' parameters may be replaced meanwhile. Without ``remove_duplicate`` modules come as often as they are there.
     """
     for path, owner in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
         for name, parameter in list(owner._parameters.items()):
@@ -232,15 +196,7 @@ def places_of(model: nn.Module, prefix: str = "", *, remove_duplicate: bool = Tr
 
 
 def require_model(given: object, where: str) -> None:
-    """Raise unless an argument is a module; one that has changed places with another, most often. Local operation.
-
-    Args:
-        given: The argument.
-        where: The call, as its user writes it.
-
-    Raises:
-        PlacementError: It is none.
-    """
+    """Raise ``PlacementError`` unless a call's argument is a module; it has changed places with another, most often."""
     if not isinstance(given, torch.nn.Module):
         raise PlacementError(
             f"{where}: model",
@@ -273,73 +229,57 @@ class Installed:
     """The two forms of a parameter that FSDP2 installs in turn.
 
     No weak references: torch swaps no tensor that has some.
-
-    Attributes:
-        shard: The sharded one.
-        gathered: The gathered one, or whatever else was assigned.
-        release: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.all_gather`);
-            ``None`` for nothing.
-        is_aside: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharding.state`).
     """
 
-    shard: DTensor | None = None
-    gathered: torch.Tensor | None = None
+    shard: DTensor | None = None  #: The sharded one
+    gathered: torch.Tensor | None = None  #: The gathered one, or whatever else was assigned
+    #: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.all_gather`); ``None``
+    #: for nothing.
     release: Callable[[], None] | None = None
+    #: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharding.state`).
     is_aside: bool = False
 
 
 @dataclass
 class Binding:
-    """A module's tie to its meshes.
+    """A module's tie to its meshes."""
 
-    Attributes:
-        name: Name of the module in the tree that ``set_device_mesh`` was called on, for messages.
-        tp_mesh: 1-D tensor-parallel mesh, or ``None``.
-        weight_mesh: 1-D mesh of the ranks that hold pieces of one weight, or ``None``.
-        rules: Rule of each own parameter.
-        attributes: Python attributes of each own parameter (TE's marks and the user's), carried over to every
-            object that replaces the parameter.
-        under_fsdp: Whether FSDP2 manages the parameters (set when it installs its sharded ones).
-        requantizes: Whether te_fsdp is sharding high-precision values of quantized weights in their places right now.
-        weight_mesh_agreed: Whether the ranks know that ``weight_mesh`` is the one that cuts the weights.
-        shards: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
-        ep_mesh: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
-        experts: The experts of an expert module. Its parameters are registered under their global indices.
-        amax_group: Ranks over which delayed scaling reduces the amax of a module that not all ranks hold: those with
-            the same experts, or of the same stage of a pipeline. ``None``: as ``te.autocast`` says.
-        divided: Whether FSDP2 is known to divide an expert module's gradients by the right number.
-        cut_within: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between
-            experts.
-        sharded: Names of own parameters that FSDP2 has replaced by shards.
-        on_meta: Whether parameters may still be on meta.
-        installed: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
-        recomputed: Whether a forward of the module was seen to run within a backward, which needs what both read.
-        experts_mesh: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
-        partial_specs: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the
-            same with that placement.
-        marked: Parameters whose partial gradients are compared over tp: in how many backwards to come.
-    """
-
-    name: str
-    tp_mesh: DeviceMesh | None
-    weight_mesh: DeviceMesh | None
-    rules: dict[str, ParameterRule]
+    name: str  #: Name of the module in the tree that ``set_device_mesh`` was called on, for messages
+    tp_mesh: DeviceMesh | None  #: 1-D tensor-parallel mesh, or ``None``
+    weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that hold pieces of one weight, or ``None``
+    rules: dict[str, ParameterRule]  #: Rule of each own parameter
+    #: Python attributes of each own parameter (TE's marks and the user's), carried over to every object that
+    #: replaces the parameter.
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    under_fsdp: bool = False
+    under_fsdp: bool = False  #: Whether FSDP2 manages the parameters (set when it installs its sharded ones)
+    #: Whether te_fsdp is sharding high-precision values of quantized weights in their places right now.
     requantizes: bool = False
-    weight_mesh_agreed: bool = False
+    weight_mesh_agreed: bool = False  #: The ranks know that ``weight_mesh`` is the one that cuts the weights
+    #: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
     shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    #: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
     ep_mesh: DeviceMesh | None = None
+    #: The experts of an expert module. Its parameters are registered under their global indices.
     experts: ExpertRange | None = None
+    #: Over which delayed scaling reduces amax where not all ranks hold the module, but those with the same experts, or
+    #: of one stage of a pipeline. ``None``: as ``te.autocast`` says.
     amax_group: ProcessGroup | None = None
-    divided: bool = False
+    divided: bool = False  #: FSDP2 is known to divide an expert module's gradients by the right number
+    #: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
     experts_mesh: DeviceMesh | None = None
+    #: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between experts.
     cut_within: bool = False
+    #: Names of own parameters that FSDP2 has replaced by shards.
     sharded: set[str] = field(default_factory=set)
-    on_meta: bool = True
+    on_meta: bool = True  #: Whether parameters may still be on meta
+    #: Whether a forward of the module was seen to run within a backward, which needs what both read.
     recomputed: bool = False
+    #: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
     installed: dict[str, Installed] = field(default_factory=dict)
+    #: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the same with that
+    #: placement.
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
+    #: Parameters whose partial gradients are compared over tp: in how many backwards to come.
     marked: dict[str, int] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
@@ -389,6 +329,12 @@ def binding_of(module: object) -> Binding | None:
     return module.__dict__.get(BINDING)
 
 
+def name_of(module: nn.Module) -> str:
+    """A module for messages: its name in the tree if it is bound and has one, else its class."""
+    binding = binding_of(module)
+    return (binding.name if binding is not None else "") or type(module).__name__
+
+
 def is_replicated(module: Any, name: str) -> bool:
     """Whether a module's own parameter is, or shall be, kept whole on all data-parallel ranks. Local operation."""
     mark = module.__dict__.get(NO_SHARD, ())
@@ -404,21 +350,13 @@ _REPLICATED = ParameterRule(None)
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One rank's share of one parameter.
+    """One rank's share of one parameter."""
 
-    Attributes:
-        rule: The parameter's rule; replicated for modules that were never bound.
-        at: This rank's coordinates.
-        original_shape: Shape of the original (unsharded, tp size 1) tensor.
-        local_shape: Shape of the local tensor.
-        boxes: Rectangles of the original that make up the local tensor.
-    """
-
-    rule: ParameterRule
-    at: Coordinates
-    original_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    rule: ParameterRule  #: The parameter's rule; replicated for modules that were never bound
+    at: Coordinates  #: This rank's coordinates
+    original_shape: tuple[int, ...]  #: Shape of the original (unsharded, tp size 1) tensor
+    local_shape: tuple[int, ...]  #: Shape of the local tensor
+    boxes: tuple[Box, ...]  #: Rectangles of the original that make up the local tensor
 
 
 def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: str = "") -> ShardInfo:
@@ -460,20 +398,17 @@ def _coordinates(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> 
         raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
     tp_axis = mesh.ndim - 1 if has_tp else None
     ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
-    cuts = [
-        i
-        for i, p in enumerate(placements)
-        if i not in (tp_axis, ep_axis) and _torch.shard_dim_of(p) is not None
-    ]
+    dims = {
+        axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
+    }
+    cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
     if len(cuts) > 1:
         raise PlacementError(
             f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
         )
-    tp = (mesh.size(tp_axis), coordinate[tp_axis]) if tp_axis is not None else (1, 0)
-    ep = (mesh.size(ep_axis), coordinate[ep_axis]) if ep_axis is not None else (1, 0)
-    if not cuts:
-        return Coordinates(tp_size=tp[0], tp_rank=tp[1], ep_size=ep[0], ep_rank=ep[1])
-    axis = cuts[0]
-    dim = _torch.shard_dim_of(placements[axis])
-    assert dim is not None
-    return Coordinates(*tp, mesh.size(axis), coordinate[axis], dim, *ep)
+
+    def place(axis: int | None) -> tuple[int, int]:
+        return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
+
+    axis, dim = cuts[0] if cuts else (None, 0)
+    return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from te_fsdp.modules.plan import ModulePlan
 
 
+_log = logging.getLogger("te_fsdp")
+
+
 @functools.cache
 def _sharded_init_class() -> type:
     """``TransformerEngineBaseModule`` whose generic ``reset_parameters`` is shard-aware."""
@@ -176,8 +179,6 @@ def _bases(cls: type) -> tuple[type, ...]:
     return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
 
 
-_log = logging.getLogger("te_fsdp")
-
 #: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.step_hooks`).
 BEFORE_STEP: StepFunctions = (
     take_out_main_weights,
@@ -264,10 +265,6 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """Carry a plan out: what ``set_device_mesh`` does after the last check.
 
     Collective over the weight meshes of quantized weights on the device that have one scale.
-
-    Args:
-        model: The root.
-        planned: Its modules.
     """
     run_around_steps(BEFORE_STEP, AFTER_STEP)
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
@@ -358,10 +355,7 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
 def _place(
     parameter: torch.nn.Parameter, name: str, binding: Binding, mesh: DeviceMesh
 ) -> torch.nn.Parameter:
-    """The parameter as a DTensor on its mesh; data, quantized buffers and ``requires_grad`` stay as they are.
-
-    A parameter of all experts also lies on ``ep``.
-    """
+    """The parameter as a DTensor on its mesh (of all experts: on ``ep`` too); data and quantized buffers stay."""
     rule, local = binding.rules[name], parameter.detach()
     kept = _te.high_precision_value(parameter)
     if kept is not None:

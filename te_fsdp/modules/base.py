@@ -112,16 +112,11 @@ def local_parameters(
     """Within the context the module's own DTensor parameters are their local tensors, for everyone who looks.
 
     The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op
-    fuser all see the same objects. Local operation.
-
-    Args:
-        module: A bound module.
-        binding: Its binding.
-        differentiable: Whether gradients shall flow back to the DTensors (``False`` inside a backward).
+    fuser all see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not inside a backward).
+    Local operation.
 
     Yields:
-        The local tensors. A forward that returns one of them must pass its result through
-        :func:`keep_returned`.
+        The local tensors. A forward that returns one of them must pass its result through :func:`keep_returned`.
 
     Raises:
         OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
@@ -167,19 +162,16 @@ def _is_foreign(cls: type) -> bool:
 def keep_returned(output: tuple[Any, ...], local: tuple[torch.Tensor, ...], *, copy: bool) -> Any:
     """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive it.
 
-    Args:
-        output: What the forward returned.
-        local: What :func:`local_parameters` yielded, or the module's own parameters if that was nothing.
-        copy: Whether FSDP2 may free the parameter after this forward, so that a view would dangle.
+    ``local`` are the tensors of :func:`local_parameters`, or the module's own parameters if these were none. ``copy``:
+    FSDP2 may free the parameter after this forward, so that a view would dangle.
     """
     inside = set(map(id, local))
-    # Without gradients no view: it would require one as soon as its base does.
-    kept = [
-        (item.clone() if copy else item.view_as(item) if torch.is_grad_enabled() else item.detach())
-        if isinstance(item, torch.Tensor) and id(item) in inside
-        else item
-        for item in output
-    ]
+    kept = list(output)
+    for place, item in enumerate(output):
+        if isinstance(item, torch.Tensor) and id(item) in inside:
+            # Without gradients no view: it would require one as soon as its base does.
+            alike = item.view_as(item) if torch.is_grad_enabled() else item.detach()
+            kept[place] = item.clone() if copy else alike
     return tuple(kept)
 
 
@@ -243,8 +235,8 @@ class MeshModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Carry Python attributes over to whatever replaces a parameter.
 
-        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden
-        ``__setattr__``), and so do ``load_state_dict(assign=True)`` and users.
+        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden ``__setattr__``), and
+        so do ``load_state_dict(assign=True)`` and users.
         """
         parameters = self.__dict__.get("_parameters")
         if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
@@ -358,10 +350,9 @@ def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parame
 
 
 def _check_still_quantized(binding: Binding, name: str, old: torch.Tensor | None, new: torch.Tensor) -> None:
-    """FSDP2 must not have turned a quantized weight into a high-precision one when it cut it.
+    """Raise if FSDP2 has turned a quantized weight into a high-precision one when it cut it.
 
-    Raises:
-        PrecisionError: It has; TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
+    TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
     """
     if old is None or binding.requantizes or not _te.is_quantized(_torch.local_of(old)):
         return
@@ -381,8 +372,7 @@ class ResettableModule(MeshModule):
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
         """TE's initialisation; every rank computes its part of one unsharded initialisation.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random
-        state.
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
         """
         binding = binding_of(self)
         if binding is None:
@@ -428,8 +418,7 @@ class ForeignModule(MeshModule):
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
         """The module's own initialisation, run on original-size tensors; this rank keeps its part.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random
-        state.
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
 
         Raises:
             InitError: Parameters or buffers that it left unset, by name.

@@ -28,8 +28,6 @@ from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError
 from te_fsdp.modules.inputs import check_same_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
     from te_fsdp.mesh import Meshes
@@ -73,7 +71,7 @@ def set_context_parallel(
     if meshes.cp is None:
         return
     cut = {"a2a": meshes.size("cp"), "a2a+p2p": a2a_size}.get(comm_type)
-    for name, module in _attentions(model):
+    for name, module in _attentions(model).items():
         _check_attention(name, module, comm_type, cut)
     group: Any = meshes.cp.get_group()
     ranks = dist.get_process_group_ranks(group)
@@ -91,7 +89,7 @@ def set_context_parallel(
 
 def _watch_calls(model: nn.Module) -> None:
     """Check what each call of attention over ``cp`` decides, from now on. Local operation."""
-    for _, module in _attentions(model):
+    for module in _attentions(model).values():
         if _WATCHED not in module.__dict__:
             module.__dict__[_WATCHED] = True
             module.register_forward_pre_hook(_torch.untraced(_check_call), with_kwargs=True)
@@ -104,7 +102,7 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
         MeshError: Attention was told of other ranks than those of ``meshes.cp``, or some of it was told, some not.
         PlacementError: As :func:`set_context_parallel`.
     """
-    found = dict(_attentions(model))
+    found = _attentions(model)
     told = {name: _ranks_of(module) for name, module in found.items()}
     wanted = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
     for name, ranks in told.items():
@@ -126,7 +124,7 @@ def tell_attention(model: nn.Module, meshes: Meshes) -> None:
     """``fully_shard``'s part: "p2p" where the user has not chosen, after :func:`check_attention`. Local operation."""
     if meshes.cp is None:
         return
-    ranks = [_ranks_of(module) for _, module in _attentions(model)]
+    ranks = [_ranks_of(module) for module in _attentions(model).values()]
     if None in ranks:
         set_context_parallel(model, meshes)
     _watch_calls(model)
@@ -138,11 +136,13 @@ def tell_attention(model: nn.Module, meshes: Meshes) -> None:
         )
 
 
-def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every core attention of TE, with a name for messages."""
-    for name, module in model.named_modules():
-        if _te.kind_of(module) == "DotProductAttention":
-            yield _torch.without_wrappers(name) or type(module).__name__, module
+def _attentions(model: nn.Module) -> dict[str, Any]:
+    """Every core attention of TE, by a name for messages."""
+    return {
+        _torch.without_wrappers(name) or type(module).__name__: module
+        for name, module in model.named_modules()
+        if _te.kind_of(module) == "DotProductAttention"
+    }
 
 
 def _ranks_of(attention: Any) -> list[int] | None:
@@ -224,11 +224,8 @@ def _check_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     )
     where = f"{type(module).__name__} over cp={len(module.cp_global_ranks)}"
     _check_mask(where, mask.replace(",", "_"), layout, query.shape[sequence] == key.shape[sequence])
-    if (
-        module.cp_comm_type in ("p2p", "a2a+p2p")
-        and window is not None
-        and (window[0] != -1 or window[1] > 0)
-    ):
+    slides = window is not None and (window[0] != -1 or window[1] > 0)
+    if slides and module.cp_comm_type in ("p2p", "a2a+p2p"):
         raise PlacementError(
             f"{where}: window_size={tuple(window)} with comm_type={module.cp_comm_type!r}",
             why="Keys come in pieces, of which TransformerEngine takes all or none",

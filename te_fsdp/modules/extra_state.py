@@ -2,8 +2,7 @@
 
 TE's entry is a tensor: empty for stateless recipes, and a pickle under delayed scaling, which ``torch.load`` with
 ``weights_only=True`` reads but TE's modules take only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. Here it is a
-tensor too, that any of our modules takes back. Until version 0.1 it was a dict,
-which is still read.
+tensor too, that any of our modules takes back. Until version 0.1 it was a dict, which is still read.
 
 Plain ``torch.distributed.checkpoint`` refuses to write delayed scaling's state: it keeps one rank's copy, whose
 newest amaxes are not those of the others, and a fresh model, which has no such state before its first forward, could
@@ -11,16 +10,14 @@ not take it.
 
 Two kinds of weights cannot be resharded by plain DCP: stacked rows (a DTensor can't say that a rank holds
 several ranges) and quantized tensors (a slice of them may be a temporary, the write to it lost). The entry of a module
-with such weights has a shape that tells the condition, unless nothing is cut: at tp=1 rows lie as in the unsharded
-module, and the entry is TE's own empty one. On another mesh DCP stops at it, by name and before it reads anything:
+with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before it reads
+anything:
 
     Size mismatch between saved torch.Size([47, 2]) and current: torch.Size([24, 4]) (rows stacked for tp=4, other
     tp sizes need te_fsdp.checkpoint) for model.layers.0.fc1._extra_state
 
 High-precision values may always be loaded into quantized weights: each becomes one quantization, with the
-scale of the whole weight.
-
-Entries are one tensor, as TE's are: bytes that say what they are, a shape that says where they fit.
+scale of the whole weight. Entries are bytes that say what they are, in a shape that says where they fit:
 
     state of the module             entry (uint8)             shape
     nothing to say                  TE's own, empty           (0,)
@@ -29,9 +26,8 @@ Entries are one tensor, as TE's are: bytes that say what they are, a shape that 
     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
 
 Where nothing is cut (dims of 1), text without further state is left out: ``n`` is 0, and stock TE takes the entry as
-its own. Elsewhere stock TE refuses it as a pickle that it does not read, and plain DCP, which compares shapes before it
-reads anything, stops at the entry on another mesh. Scripts may clone and cast entries: the shape survives anything, and
-integers up to 255 every floating dtype of 16 bits or more.
+its own. Elsewhere stock TE refuses it as a pickle that it does not read. Scripts may clone and cast entries: the shape
+survives anything, and integers up to 255 every floating dtype of 16 bits or more.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ import torch
 
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.errors import CheckpointError
-from te_fsdp.parameters import binding_of, shard_info
+from te_fsdp.parameters import binding_of, name_of, shard_info
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,14 +66,10 @@ def condition_of(marks: tuple[int, ...]) -> str:
 
 
 def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
-    """The entry of a module. Local operation.
+    """The entry of a module: uint8 on the CPU, ``(n, *marks)``. Local operation.
 
-    Args:
-        marks: Nothing, or tp size of stacked rows, or tp size and FSDP shards of quantized weights.
-        state: ``recipe``, plain values, and fp32 tensors by name; ``None`` for no state.
-
-    Returns:
-        uint8 on the CPU, ``(n, *marks)``; equally long for states of equal shapes under equal recipes.
+    Equally long for states of equal shapes under equal recipes. ``marks`` are nothing, or tp size of stacked rows, or
+    tp size and FSDP shards of quantized weights; ``state`` has ``recipe``, plain values, and fp32 tensors by name.
     """
     data = b"" if state is None and max(marks, default=1) == 1 else _text(marks)
     if state is not None:
@@ -92,17 +84,13 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
     # At least one row more than without state, so that the shape tells that there is one.
     data = data.ljust((_rows(marks) + 1) * each if state is not None else 0, b"\0")
     data += b"\0" * (-len(data) % each)
-    entry = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    )
-    return entry.view(-1, *marks) if data else entry.view(0, *marks)
+    if not data:
+        return torch.empty((0, *marks), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, *marks)
 
 
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
     """The marks and the state of an entry; ``None`` for one that is TE's own. Local operation.
-
-    Args:
-        entry: On any device, in any dtype that holds whole numbers up to 255.
 
     Raises:
         DamagedEntryError: Its values were changed.
@@ -127,10 +115,10 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         if f"{zlib.crc32(values):08x}" != described["crc"]:
             raise DamagedEntryError("the checksum of its values")
         state: dict[str, Any] = {"recipe": described["recipe"]}
-        flat = torch.frombuffer(bytearray(values), dtype=torch.float32)
-        for (key, shape), part in zip(
-            described["shapes"].items(), flat.split([size // 4 for size in sizes.values()]), strict=True
-        ):
+        parts = torch.frombuffer(bytearray(values), dtype=torch.float32).split(
+            [n // 4 for n in sizes.values()]
+        )
+        for (key, shape), part in zip(described["shapes"].items(), parts, strict=True):
             state[key] = part.view(shape).clone()
         return marks, state
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -138,10 +126,9 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
 
 
 def bytes_of(entry: torch.Tensor) -> bytes:
-    """The bytes of an entry, in whatever dtype. Local operation.
+    """The bytes of an entry, on any device, in any dtype that holds whole numbers up to 255. Local operation.
 
-    Returns:
-        None of them if its values are no bytes and its shape has marks.
+    None of them if its values are no bytes and its shape has marks.
 
     Raises:
         DamagedEntryError: Its values are no bytes, and nothing but them says what it holds.
@@ -226,14 +213,9 @@ class _NotForDcp(_Entry):
 
 
 def guard(module: nn.Module, stock: Any) -> Any:
-    """The value that a bound module's ``get_extra_state`` returns. Local operation.
+    """The value that a bound module's ``get_extra_state`` returns, of what TE's own has returned. Local operation.
 
-    Args:
-        module: A TE module.
-        stock: What TE's own ``get_extra_state`` returned.
-
-    Returns:
-        A tensor on the CPU, whatever the recipe and the weights.
+    A tensor on the CPU, whatever the recipe and the weights.
 
     Raises:
         PrecisionError: Delayed scaling inside a custom recipe, whose state has no fixed shape.
@@ -245,22 +227,15 @@ def guard(module: nn.Module, stock: Any) -> Any:
     marks = _conditions(module)[0] or ()
     if states is None:
         return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
-    return pack(marks, _describe(module, states)).as_subclass(_NotForDcp)
-
-
-def _describe(module: nn.Module, states: dict[str, Any]) -> dict[str, Any]:
-    """Delayed scaling's tensors, and what it takes to make such state anew."""
+    # Its tensors, and what it takes to make such state anew.
     described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
     for key, state in states.items():
-        for name in ("scale", "amax_history"):
-            described[f"{key}.{name}"] = getattr(state, name)
-    return described
+        described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
+    return pack(marks, described).as_subclass(_NotForDcp)
 
 
 def unguard(module: nn.Module, state: Any) -> Any:
-    """What of a loaded value TE's own ``set_extra_state`` gets; delayed scaling's state is taken back here.
-
-    Local operation.
+    """What of a loaded value TE's own ``set_extra_state`` gets; delayed scaling's state is taken back here. Local.
 
     Raises:
         CheckpointError: The value was saved under a condition that does not hold here, or under none where
@@ -288,7 +263,7 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
         found = unpack(state.as_subclass(torch.Tensor))
     except DamagedEntryError as error:
         raise CheckpointError(
-            f"{_label(module)}._extra_state of a state dict",
+            f"{name_of(module)}._extra_state of a state dict",
             expected="the bytes that state_dict() gave, in any dtype that holds whole numbers up to 255",
             got=f"other ones: {error}",
             why="The amax history of delayed scaling would be lost in silence",
@@ -305,7 +280,7 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
     if saved in (condition, rows) or (saved is None and not cut):
         return
     raise CheckpointError(
-        f"{_label(module)}: weights of a plain state dict",
+        f"{name_of(module)}: weights of a plain state dict",
         expected=condition_of(condition) if condition else "no condition",
         got=condition_of(saved) if saved else "no condition (an unsharded module)",
         why="Its rows or blocks lie otherwise than here, and would be scrambled",
@@ -320,7 +295,7 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
         have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
         if have != got:
             raise CheckpointError(
-                f"{_label(module)}: delayed scaling's {key} of a state dict",
+                f"{name_of(module)}: delayed scaling's {key} of a state dict",
                 expected=f"scales of shape {have}",
                 got=got,
                 fix="load the state dict of a model of the same modules",
@@ -331,11 +306,9 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def _conditions(module: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, bool]:
-    """On what loading this module's weights by plain DCP depends.
+    """Marks of the condition on which plain DCP can load this module's weights, none where nothing is cut.
 
-    Returns:
-        The marks of the condition, none where nothing is cut; those of the same rows in high precision; whether rows
-        are stacked and cut, so that whole ones would not fit.
+    Also those of the same rows in high precision; and whether rows are stacked and cut: whole ones would not fit.
     """
     binding = binding_of(module)
     own = {n: p for n, p in module._parameters.items() if p is not None}
@@ -347,11 +320,6 @@ def _conditions(module: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, .
     quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
     if not quantized:
         return rows, rows, cut
-    at = shard_info(module, quantized[0], own[quantized[0]], label=_label(module)).at
+    at = shard_info(module, quantized[0], own[quantized[0]], label=name_of(module)).at
     pieces = (tp_size, at.fsdp_size)
     return pieces if max(pieces) > 1 else None, rows, cut
-
-
-def _label(module: nn.Module) -> str:
-    binding = binding_of(module)
-    return binding.name if binding is not None and binding.name else type(module).__name__

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -27,7 +26,7 @@ from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.base import ResettableModule
-from te_fsdp.parameters import Binding, binding_of, carry_over
+from te_fsdp.parameters import Binding, binding_of, carry_over, name_of
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
 from te_fsdp.quantized.shards import weight_made_by
@@ -72,12 +71,7 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
 
 
 def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:
-    """Which experts each module holds here. Collective over ``ep_mesh`` (an object gather); all find the same.
-
-    Args:
-        modules: Expert modules of this rank, by name.
-        ep_mesh: 1-D.
-        where: Name of the operation, for messages.
+    """Which experts each of these modules holds here. Collective over the 1-D ``ep_mesh``: an object gather.
 
     Raises:
         MeshError: On all ranks of ``ep_mesh``: modules that differ in more than the number of experts, and experts that
@@ -131,34 +125,26 @@ def single_parameters(module: Any) -> dict[str, Any]:
 
 
 def check_single(module: Any, label: str) -> None:
-    """Raise unless the installed TE, its switches and this device can train a module's single parameters.
+    """Raise ``PlacementError`` unless the installed TE, its switches and this device can train single parameters.
 
     Local operation; every rank sees the same.
-
-    Raises:
-        PlacementError: Says what is missing.
     """
     names = single_names(module)
     if not names:
         return
     problem = why = fix = ""
+    one_each = "one parameter per expert"
     if not hasattr(module, "use_grouped_tensor"):
-        problem, fix = (
-            "this version of TransformerEngine",
-            "TransformerEngine 2.19 or later, or one parameter per expert",
-        )
+        problem, fix = "this version of TransformerEngine", f"TransformerEngine 2.19 or later, or {one_each}"
         why = "It splits the parameter outside of autograd: no gradient ever reaches it"
     elif not module.use_grouped_tensor:
         problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
         why = "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone"
     elif _te.is_delayed_quantizer(_te.weight_quantizer(module, "weight0")):
-        problem, fix = (
-            "delayed scaling",
-            "another recipe in quantized_model_init, or one parameter per expert",
-        )
+        problem, fix = "delayed scaling", f"another recipe in quantized_model_init, or {one_each}"
         why = "TransformerEngine has no grouped kernels for it, and keeps such weights apart"
     elif device := grouped_path_problem(None):
-        problem, fix, why = "this device", "one parameter per expert", device
+        problem, fix, why = "this device", one_each, device
     if problem:
         flags = ", ".join(f"single_grouped_{name}=True" for name in names)
         raise PlacementError(
@@ -167,13 +153,9 @@ def check_single(module: Any, label: str) -> None:
 
 
 def check_switch(options: dict[str, Any]) -> None:
-    """Raise if TE would pass over an asked-for single parameter because its environment switch is off.
+    """Raise ``PlacementError`` if TE would pass over single parameters that a constructor's keywords ask for.
 
-    Args:
-        options: Keywords of the constructor.
-
-    Raises:
-        PlacementError: Names the switch.
+    It does where its environment switch is off.
     """
     asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
     if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
@@ -187,11 +169,7 @@ def check_switch(options: dict[str, Any]) -> None:
 
 
 def check_single_recipe(module: Any, label: str) -> None:
-    """Raise if TE has no grouped kernels for the recipe of the enclosing ``te.autocast``. Local operation.
-
-    Raises:
-        PrecisionError: Says what is missing.
-    """
+    """Raise ``PrecisionError`` if TE has no grouped kernels for the recipe of the enclosing ``te.autocast``. Local."""
     recipe = _te.active_recipe()
     if recipe is None or not single_names(module):
         return
@@ -229,18 +207,10 @@ def adopt_single(module: Any) -> None:
 def single_cuts(
     module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
 ) -> dict[str, int]:
-    """The dim that FSDP2 shall cut of each single parameter. Local operation on sizes: the same on every rank.
+    """The dim that FSDP2 shall cut of each single parameter, by name. Local operation on sizes: the same on every rank.
 
-    Quantized weights are cut between experts, or within all of them into whole blocks.
-
-    Args:
-        module: Any module; none but ``GroupedLinear`` has such parameters.
-        grid: Sizes of the axes that cut it.
-        experts: Those that the module holds, if ``ep`` deals them out.
-        label: Name of the module, for messages.
-
-    Returns:
-        Dim by name.
+    Quantized weights are cut between experts, or within all of them into whole blocks. ``experts`` are those that the
+    module holds, if ``ep`` deals them out.
 
     Raises:
         PlacementError: A quantized expert that does not consist of whole blocks of its format.
@@ -250,9 +220,12 @@ def single_cuts(
     for name in single_names(module):
         features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
         weight = _quantized_expert(module, f"{label}.{name}", grid.tp) if name == "weight" else None
-        fits_within = partial(_fits_within, weight, grid.dp_shard)
         if weight is not None:
             check_fit(weight, replace(grid, dp_shard=1))
+
+        def fits_within(dim: int, weight: Weight | None = weight) -> bool:
+            return weight is None or fits(weight, grid.dp_shard, dim - 1)
+
         found[name] = grouped_cut((module.num_gemms, *features), grid.dp_shard, counts, fits_within)
     return found
 
@@ -264,11 +237,6 @@ def _quantized_expert(module: Any, label: str, tp: int) -> Weight | None:
         return None
     rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
     return weight_made_by(quantizer, label, (module.out_features, module.in_features), rule, tp)
-
-
-def _fits_within(weight: Weight | None, ranks: int, dim: int) -> bool:
-    """Whether FSDP2 may cut experts along a dim of the tensor of all."""
-    return weight is None or fits(weight, ranks, dim - 1)
 
 
 class GroupedModule(GroupedReads, ResettableModule):
@@ -315,7 +283,7 @@ class GroupedModule(GroupedReads, ResettableModule):
                     _check_divided(self, binding)
                 _find_amax_group(binding)
             check_recipe(self, binding)
-            check_single_recipe(self, binding.name or type(self).__name__)
+            check_single_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any) -> None:  # type: ignore[bad-override]
@@ -337,11 +305,7 @@ def _experts_of(module: GroupedModule) -> ExpertRange | None:
 
 
 def _check_apart(module: GroupedModule, name: str, parameter: DTensor) -> None:
-    """FSDP2 must not cut an expert over ranks that hold other experts. Every rank sees the same.
-
-    Raises:
-        PlacementError: It does; torch's ``fully_shard`` was given the mesh of dense parameters, or none.
-    """
+    """Raise ``PlacementError`` if FSDP2 cuts an expert over ranks that hold others: given the dense mesh, or none."""
     binding = binding_of(module)
     assert binding is not None and binding.ep_mesh is not None
     both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())

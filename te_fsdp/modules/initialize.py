@@ -25,7 +25,7 @@ from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
-from te_fsdp.parameters import Binding, ShardInfo, binding_of, plan_of, shard_info, successor
+from te_fsdp.parameters import Binding, ShardInfo, binding_of, name_of, plan_of, shard_info, successor
 from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.shards import attach_group, quantize_shard
 
@@ -204,8 +204,7 @@ def _check_module_random_state(module: nn.Module) -> None:
 
     Plain parameters have no mesh to agree on.
     """
-    binding = binding_of(module)
-    label = (binding.name if binding is not None else "") or type(module).__name__
+    binding, label = binding_of(module), name_of(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if binding is not None and binding.ep_mesh is not None:
         check_random_state(binding.ep_mesh, label, target_device(next(iter(own.values()))))

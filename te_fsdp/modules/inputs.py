@@ -21,6 +21,7 @@ Ranks of ``cp`` compute parts of the same sequences: their inputs must have the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,16 +31,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import are_equal, digest, gather, rank
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
-from te_fsdp.errors import InputError, message, shorten
+from te_fsdp.errors import InputError, shorten
 from te_fsdp.modules.initialize import checksum, is_constant
 from te_fsdp.parameters import binding_of
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
@@ -62,20 +63,15 @@ Seen = dict[str, tuple[str, int]]
 
 @dataclass
 class _Check:
-    """A root's check.
+    """A root's check."""
 
-    Attributes:
-        tp_mesh: Over whose ranks inputs are compared.
-        cp_mesh: Over whose ranks they must be parts of the same.
-        seen: What was found right: method, modes, and path, shape and dtype of each tensor.
-        compared: Whether integers, and whether floating inputs, are compared over tp; ``None`` before a forward.
-        rates: Modules that may draw dropout masks which must be equal over tp, each with its rate's name.
-    """
-
-    tp_mesh: DeviceMesh | None
-    cp_mesh: DeviceMesh | None = None
+    tp_mesh: DeviceMesh | None  #: Over whose ranks inputs are compared
+    cp_mesh: DeviceMesh | None = None  #: Over whose ranks they must be parts of the same
+    #: What was found right: method, modes, and path, shape and dtype of each tensor.
     seen: set[Any] = field(default_factory=set)
+    #: Whether integers, and whether floating inputs, are compared over tp; ``None`` before a forward.
     compared: tuple[bool, bool] | None = None
+    #: Modules that may draw dropout masks which must be equal over tp, each with its rate's name.
     rates: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Check:
@@ -89,26 +85,17 @@ _LOOKS = "_te_fsdp_parts"
 
 @dataclass
 class _Looks:
-    """Looks at what enters a sequence-parallel module, and the hook that makes them.
+    """Looks at what enters a sequence-parallel module, and the hook that makes them."""
 
-    Attributes:
-        hook: Removed after the last one: later forwards cost nothing.
-        left: How many there are to come, if each sees tokens that say nothing.
-    """
-
-    hook: Any
-    left: int = 4
+    hook: Any  #: Removed after the last one: later forwards cost nothing
+    left: int = 4  #: How many there are to come, if each sees tokens that say nothing
 
 
 def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMesh | None = None) -> None:
-    """Compare what enters ``model`` over ``tp_mesh`` from now on, and no longer what enters modules in it.
+    """Compare what enters ``model`` over these 1-D meshes from now on, and no longer what enters modules in it.
 
-    Local operation. A forward with inputs of new shapes becomes collective over the meshes, which it is anyway.
-
-    Args:
-        model: The root, whose parameters are bound.
-        tp_mesh: 1-D; ``None`` to compare nothing over it.
-        cp_mesh: 1-D; ``None`` where each rank has sequences of its own.
+    ``None``: nothing over tp; each rank has sequences of its own, without ``cp_mesh``. Local operation. A forward with
+    inputs of new shapes becomes collective over the meshes, which it is anyway.
     """
     for module in model.modules():
         if module.__dict__.get(KEY) is not None:
@@ -131,19 +118,13 @@ def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
 
     No error: one batch for all is how many try a model out. Local operation; the first forward in training becomes
     collective over ``dp_shard``, which it is anyway: one max all-reduce of two integers.
-
-    Args:
-        model: The root, whose weights the ranks of ``dp_shard`` gather.
-        meshes: Those of the job.
     """
     shards = meshes.device_mesh["dp_shard"]
     if shards.size() == 1 or meshes.cp is not None or meshes.pp is not None or is_simulated():
         return
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()) or _torch.in_backward():
-            return
-        if is_capturing():
+        if not (module.training and torch.is_grad_enabled()) or _torch.in_backward() or is_capturing():
             return
         hook.remove()
         with _torch.without_modes():
@@ -165,17 +146,11 @@ def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
 def check_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "forward"
 ) -> None:
-    """Compare a root's inputs over ``tp`` and ``cp``, if they have shapes that were not seen before.
+    """Compare a root's inputs over ``tp`` and ``cp``, if it is watched and they have shapes that were not seen before.
 
     Collective over both in that case: one object gather of a checksum per tensor; where floating values differ over
     ``tp``, a broadcast of the first rank's. Nothing in backward, where forwards are computed again, and in the capture
     of a CUDA graph.
-
-    Args:
-        module: A module that may be watched (:func:`watch_inputs`).
-        args: Positional inputs.
-        kwargs: Those by name.
-        method: Which method they go to.
 
     Raises:
         InputError: They differ over ``tp``, or are the same over ``cp``; on all ranks of that axis. Nothing has been
@@ -206,15 +181,15 @@ def check_inputs(
     for mesh, tensors, axis in ((check.cp_mesh, found, "cp"), (check.tp_mesh, over_tp, "tp")):
         if mesh is None or not tensors:
             continue
-        names = _names(module, method, [path for path, _ in tensors])
+        names = _names(getattr(module, method), [path for path, _ in tensors])
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
         meeting = collective_call("forward with inputs of new shapes", mesh)
         with _te_modules.reducing_no_amax_after_errors(), meeting, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
-            elif different := _differences(named, module.training, recipe, drops, mesh):
-                raise InputError(_text(where, different))
+            else:
+                _check_equal(where, named, module.training, recipe, drops, mesh)
     check.seen.add(key)
 
 
@@ -295,24 +270,21 @@ def _look_for_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
         everyone = gather((_seen({"": given})[""], telling), binding.tp_mesh)
     looks.left -= 1
-    if not all(telling for _, telling in everyone):
-        return _forget(module, looks) if not looks.left else None
-    for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
-        if one == other:
-            looks.left += 1
-            raise InputError(
-                f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
-                expected="another part of the tokens on each rank of a tp group",
-                got=f"{one[0]}, the same on tp ranks {first} and {second}",
-                why="The module puts the parts of all ranks together: each token would be there several times",
-                fix="cut the sequence along its first dim: x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or "
-                "build TE modules without sequence_parallel. Where parts shall be the same, pass check_inputs=False "
-                "to fully_shard or set_device_mesh",
-            )
-    return _forget(module, looks)
-
-
-def _forget(module: nn.Module, looks: _Looks) -> None:
+    if all(telling for _, telling in everyone):
+        for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
+            if one == other:
+                looks.left += 1
+                raise InputError(
+                    f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
+                    expected="another part of the tokens on each rank of a tp group",
+                    got=f"{one[0]}, the same on tp ranks {first} and {second}",
+                    why="The module puts the parts of all ranks together: each token would be there several times",
+                    fix="cut the sequence along its first dim: x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; "
+                    "or build TE modules without sequence_parallel. Where parts shall be the same, pass "
+                    "check_inputs=False to fully_shard or set_device_mesh",
+                )
+    elif looks.left:
+        return
     looks.hook.remove()
     del module.__dict__[_LOOKS]
 
@@ -322,7 +294,9 @@ def _compared(model: nn.Module) -> tuple[bool, bool]:
     floating, takes_whole, takes_part = True, False, False
     for module in model.modules():
         kind = _te.kind_of(module)
-        own = module._parameters.values() if kind is None or _is_unsplit(module, kind) else ()
+        # A mark on a linear layer of TE that is not cut over tp is the user's.
+        unsplit = kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
+        own = module._parameters.values() if kind is None or unsplit else ()
         if any(getattr(p, "sequence_parallel", False) for p in own):
             return False, False
         if kind is None:
@@ -332,11 +306,6 @@ def _compared(model: nn.Module) -> tuple[bool, bool]:
         takes_whole = takes_whole or kind in _WHOLE or mode == "column"
         takes_part = takes_part or kind == "DotProductAttention" or mode == "row"
     return True, floating and (takes_whole or not takes_part)
-
-
-def _is_unsplit(module: nn.Module, kind: str) -> bool:
-    """Whether a linear layer of TE is not cut over tp: then a mark on it is the user's."""
-    return kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:
@@ -364,24 +333,20 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
         yield from _tensors(inner, (*path, name))
 
 
-def _names(module: nn.Module, method: str, paths: list[Path]) -> list[str]:
-    """Names of inputs for messages: ``tokens``, ``batch['mask']``. Unlike paths, unlike names."""
-    known, names = _positional(getattr(module, method)), []
-    for by_name, first, *inner in paths:
-        name = first if by_name else known[first] if first < len(known) else f"argument {first}"
-        names.append(f"{name}{''.join(f'[{part!r}]' for part in inner)}")
-    return names
+def _names(call: Any, paths: list[Path]) -> list[str]:
+    """Names of a call's inputs for messages, as far as Python knows them: ``tokens``, ``batch['mask']``.
 
-
-def _positional(call: Any) -> list[str]:
-    """Names of the positional arguments of a call, as far as Python knows them."""
-    inner = inspect.unwrap(call)
-    try:
-        # Of a method that was wrapped as such ``inspect`` would leave out more than ``self``.
+    Unlike paths, unlike names.
+    """
+    inner, known, names = inspect.unwrap(call), [], []
+    # Of a method that was wrapped as such ``inspect`` would leave out more than ``self``.
+    with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(inner if inspect.ismethod(inner) else call).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for by_name, first, *inside in paths:
+        name = first if by_name else known[first] if first < len(known) else f"argument {first}"
+        names.append(f"{name}{''.join(f'[{part!r}]' for part in inside)}")
+    return names
 
 
 def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -389,13 +354,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
     Attention's own masks are of each rank's heads.
     """
-    kinds = (
-        torch.nn.Dropout,
-        torch.nn.Dropout1d,
-        torch.nn.Dropout2d,
-        torch.nn.Dropout3d,
-        torch.nn.AlphaDropout,
-    )
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
     for module in model.modules():
         if isinstance(module, kinds):
             yield module, "p"
@@ -425,10 +384,10 @@ def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[s
     return looks_differ, values
 
 
-def _differences(
-    tensors: dict[str, torch.Tensor], training: bool, recipe: str, drops: bool, mesh: DeviceMesh
-) -> list[str]:
-    """One entry per input that differs over tp, the same on all ranks. Collective over ``mesh``."""
+def _check_equal(
+    where: str, tensors: dict[str, torch.Tensor], training: bool, recipe: str, drops: bool, mesh: DeviceMesh
+) -> None:
+    """Refuse inputs, modes and random numbers that differ over tp. Collective over ``mesh``."""
     mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
@@ -436,8 +395,21 @@ def _differences(
     found, values = _differing(gather(mine | _seen(tensors), mesh), "tp")
     exact = [text for name, text in values if name not in tensors or not _is_floating(tensors[name])]
     if found or exact:
-        return found + [text for _, text in values]
-    return _beyond_rounding([(tensors[name], text) for name, text in values], mesh)
+        found += [text for _, text in values]
+    else:
+        found = _beyond_rounding([(tensors[name], text) for name, text in values], mesh)
+    if found:
+        raise InputError(
+            f"{where}: inputs that differ over tp",
+            expected="the same on all ranks of a tp group",
+            got=shorten(found, 3, "; "),
+            why="These ranks compute one forward together: each would add its part of another batch",
+            fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these "
+            "numbers, not from the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "
+            "modules with sequence_parallel=True and mark the parameters of your own modules "
+            "sequence_parallel = True. Where inputs shall differ, pass check_inputs=False to fully_shard or "
+            "set_device_mesh",
+        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -467,16 +439,3 @@ def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) 
         if not same or bool((values - first).abs().max() > limit):
             mine.append(text)
     return list(dict.fromkeys(text for texts in gather(mine, mesh) for text in texts))
-
-
-def _text(where: str, different: list[str]) -> str:
-    return message(
-        f"{where}: inputs that differ over tp",
-        expected="the same on all ranks of a tp group",
-        got=shorten(different, 3, "; "),
-        why="These ranks compute one forward together: each would add its part of another batch",
-        fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these numbers, not "
-        "from the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE modules with "
-        "sequence_parallel=True and mark the parameters of your own modules sequence_parallel = True. Where inputs "
-        "shall differ, pass check_inputs=False to fully_shard or set_device_mesh",
-    )

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 #: Kinds whose constructors divide sizes by ``tp_size``.
 _LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
 _PARALLEL = (*_LINEARS, "LayerNormMLP", "DotProductAttention", "MultiheadAttention")
-_NORMS = ("layer_norm_weight", "layer_norm_bias")
 HEADS = ("num_attention_heads", "num_gqa_groups")
 
 
@@ -328,38 +327,25 @@ def _marked(rule: ParameterRule, parameter: object) -> ParameterRule:
 def _rules(
     module: Any, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
 ) -> dict[str, ParameterRule]:
-    """Look the module's parameters up in the table."""
+    """What the table says of the module's parameters, of all that a module of this kind may have."""
     sequence_parallel = bool(getattr(module, "sequence_parallel", False))
     if kind in ("Linear", "LayerNormLinear"):
-        return table.linear_rules(
-            [n for n in module.weight_names if n in own],
-            [n for n in module.bias_names if n in own],
-            module.parallel_mode,
-            sequence_parallel=sequence_parallel,
-            norm_names=[n for n in _NORMS if n in own],
-            layout=layout,
-        )
+        names, mode = (module.weight_names, module.bias_names), module.parallel_mode
+        return table.linear_rules(*names, mode, sequence_parallel=sequence_parallel, layout=layout)
     if kind == "LayerNormMLP":
-        names = (*_NORMS, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-        return table.mlp_rules(
-            [n for n in names if n in own], module.activation, sequence_parallel=sequence_parallel
-        )
+        return table.mlp_rules(module.activation, sequence_parallel=sequence_parallel)
     if kind == "GroupedLinear":
         # By local indices, or by global ones once it is bound.
-        names = [name for name in own if expert_index(name) is not None]
-        weights = [name for name in names if name.startswith("weight")]
-        biases = [name for name in names if name.startswith("bias")]
-        single = [name for name in own if name not in names]
+        single = [name for name in own if expert_index(name) is None]
+        weights = [name for name in own if name not in single and name.startswith("weight")]
+        biases = [name for name in own if name not in single and name.startswith("bias")]
         mode = module.parallel_mode
         return table.grouped_linear_rules(weights, biases, mode) | table.single_grouped_rules(single, mode)
     if kind in ("LayerNorm", "RMSNorm"):
-        names = [n for n in ("weight", "bias") if n in own]
-        return table.norm_rules(names, sequence_parallel=sequence_parallel, per_head=per_head)
+        return table.norm_rules(sequence_parallel=sequence_parallel, per_head=per_head)
     if kind == "DotProductAttention":
-        return dict.fromkeys(own.keys() & {"softmax_offset"}, ParameterRule(0))  # one value per local head
-    if kind is None:
-        return dict.fromkeys(own, ParameterRule(None))
-    return {}
+        return {"softmax_offset": ParameterRule(0)}  # one value per local head
+    return dict.fromkeys(own if kind is None else (), ParameterRule(None))
 
 
 def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -425,8 +411,8 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
             names = {*module.weight_names, *module.bias_names} & layouts.keys()
             layouts.update(dict.fromkeys(names, fused.get(id(module), PLAIN)))
         elif kind == "LayerNormMLP":
-            names = {"fc1_weight", "fc1_bias"} & layouts.keys()
-            layouts.update({n: rule.layout for n, rule in table.mlp_rules(names, module.activation).items()})
+            rules = table.mlp_rules(module.activation)
+            layouts = {name: rules[name].layout if name in rules else PLAIN for name in layouts}
         found[id(module)] = layouts
     return found
 
