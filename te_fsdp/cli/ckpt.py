@@ -20,7 +20,6 @@ from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.paths import place_of
 from te_fsdp.checkpoint.portable.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.portable.convert import (
-    Transform,
     check_apart,
     open_any,
     transformed,
@@ -176,7 +175,7 @@ def convert(
         raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
     _check(contents, place, check, as_json)
     dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
-    into, sources = transformed(contents, Transform(_dtype(dtype), dequantize))
+    into, sources = transformed(contents, dtype=_dtype(dtype), dequantize=dequantize)
     if kind != "checkpoint" and not everything:
         into = weights_only(into)
     files = _write(place, into, everything=everything, as_json=as_json)
@@ -219,7 +218,7 @@ def export(
     place.settle("safetensors")
     contents = open_any(source)
     _check(contents, place, check, as_json)
-    into, sources = transformed(contents, Transform(_dtype(dtype), True, weights))
+    into, sources = transformed(contents, dtype=_dtype(dtype), dequantize=True, weights=weights)
     into = weights_only(into)
     files = _write(place, into, everything=False, as_json=as_json, model=te)
     _report(contents, into, place, files, sources, as_json=as_json, table=True)

@@ -191,8 +191,7 @@ def open_safetensors_contents(path: Path) -> Contents:
             f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
             fix="the file was changed after te_fsdp wrote it",
         )
-    manifest = empty_manifest()
-    manifest.parameters = {name: describe(tensor) for name, tensor in tensors.items()}
+    manifest = replace(empty_manifest(), parameters={name: describe(t) for name, t in tensors.items()})
     return Contents(path, kind, manifest, {f"model.{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -228,10 +227,8 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     contents = Contents(path, kind, manifest, keys)
     absent = []
     for key, shape, dtype in stored_tensors(manifest):
-        tensor = keys.get(key)
-        if tensor is None or (
-            shape is not None and [*tensor.shape, dtype_name(tensor.dtype)] != [*shape, dtype]
-        ):
+        have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
+        if have is None or (shape is not None and have != (*shape, dtype)):
             absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
     if absent:
         raise CheckpointError(
@@ -290,19 +287,14 @@ def _layers(contents: Contents) -> dict[str, list[str]]:
             numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
     found = {}
     for stacked, by_index in numbered.items():
-        module = stacked.rpartition(".")[0]
-        members = [by_index[index] for index in sorted(by_index)]
+        if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
+            continue
+        module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
         kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
         is_layer = module in extras if extras else module not in others
         is_layer = is_layer or parameters[members[0]].get("layout") == GROUPED
         dims = 2 if stacked.endswith("weight") else 1
-        if (
-            is_layer
-            and sorted(by_index) == list(range(len(by_index)))
-            and all(kind == kinds[0] for kind in kinds)
-            and len(kinds[0]["shape"]) == dims
-            and stacked not in parameters
-        ):
+        if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
             found[stacked] = members
     return found
 

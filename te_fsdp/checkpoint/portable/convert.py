@@ -125,45 +125,33 @@ def check_apart(source: Path, target: Path) -> None:
         CheckpointError: It would.
     """
     if is_remote(source) or is_remote(target):
-        if source == target:
-            raise _inside(source, target, "the source itself")
-        return
-    one, other = (Path(os.path.realpath(path)) for path in (source, target))
-    same = one == other or (other.exists() and os.path.samefile(one, other))
-    if same or one.is_relative_to(other) or other.is_relative_to(one):
-        where = "the source itself" if same else "inside of it" if other.is_relative_to(one) else "around it"
-        raise _inside(source, target, where)
+        where = "the source itself" if source == target else None
+    else:
+        one, other = (Path(os.path.realpath(path)) for path in (source, target))
+        if one == other or (other.exists() and os.path.samefile(one, other)):
+            where = "the source itself"
+        elif other.is_relative_to(one):
+            where = "inside of it"
+        else:
+            where = "around it" if one.is_relative_to(other) else None
+    if where is not None:
+        raise CheckpointError(
+            f"{target}: cannot be written",
+            expected=f"a path outside of the source {source}",
+            got=where,
+            why="The source would be changed while it is read, and be another checkpoint afterwards",
+            fix="choose another target",
+        )
 
 
-def _inside(source: Path, target: Path, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{target}: cannot be written",
-        expected=f"a path outside of the source {source}",
-        got=where,
-        why="The source would be changed while it is read, and be another checkpoint afterwards",
-        fix="choose another target",
-    )
-
-
-@dataclass(frozen=True)
-class Transform:
-    """What becomes of the weights.
-
-    Attributes:
-        dtype: Of floating-point parameters in high precision; ``None``: as they are. Buffers stay as they are.
-        dequantize: Whether quantized weights become high precision.
-        weights: ``"compute"``, ``"auto"`` or ``"main"``, see :meth:`Contents.best_value`; the latter two dequantize.
-    """
-
-    dtype: torch.dtype | None = None
-    dequantize: bool = False
-    weights: str = "compute"
-
-
-def transformed(contents: Contents, transform: Transform) -> tuple[Contents, dict[str, str]]:
+def transformed(
+    contents: Contents, *, dtype: torch.dtype | None, dequantize: bool, weights: str = "compute"
+) -> tuple[Contents, dict[str, str]]:
     """Contents with other weights, and by name where each value comes from.
 
-    Sources: ``"main"``, ``"dequantized"``, ``"stored"``, and ``"quantized"`` for what stays so.
+    Sources: ``"main"``, ``"dequantized"``, ``"stored"``, and ``"quantized"`` for what stays so. ``dtype`` is that of
+    floating-point parameters in high precision (``None``: as they are), ``weights`` as for :meth:`Contents.best_value`;
+    ``"auto"`` and ``"main"`` need ``dequantize``. Buffers stay as they are.
 
     Raises:
         CheckpointError: A weight that is not there in the wanted form.
@@ -173,27 +161,27 @@ def transformed(contents: Contents, transform: Transform) -> tuple[Contents, dic
     sources: dict[str, str] = {}
     for name in contents.names:
         parts = contents.components(name)
-        if parts is not None and not transform.dequantize:
+        if parts is not None and not dequantize:
             tensors |= {f"model.{name}:{part}": tensor for part, tensor in parts.items()}
             sources[name] = "quantized"
             continue
-        value, sources[name] = contents.best_value(name, transform.weights)
+        value, sources[name] = contents.best_value(name, weights)
         is_parameter = name in manifest.parameters
-        if is_parameter and value.dtype.is_floating_point and transform.dtype not in (None, value.dtype):
-            value = cast(value, transform.dtype)  # type: ignore[arg-type]
+        if is_parameter and value.dtype.is_floating_point and dtype not in (None, value.dtype):
+            value = cast(value, dtype)  # type: ignore[arg-type]
         tensors[f"model.{name}"] = value
         if is_parameter:
             layout = manifest.parameters[name].get("layout")
             manifest.parameters[name] = {**describe(value), "layout": layout}
     notes = list(contents.notes)
-    if transform.dequantize and manifest.delayed:
+    if dequantize and manifest.delayed:
         # A history belongs to a quantized weight's scale; activations get theirs in the first steps.
         notes.append(
             f"delayed-scaling state of {len(manifest.delayed)} module(s): left, weights are high precision"
         )
         manifest.delayed = {}
         tensors = {k: t for k, t in tensors.items() if not k.startswith("delayed.")}
-    return Contents(contents.source, contents.kind, manifest, tensors, notes), sources
+    return replace(contents, manifest=manifest, tensors=tensors, notes=notes), sources
 
 
 def weights_only(contents: Contents) -> Contents:
@@ -207,7 +195,7 @@ def weights_only(contents: Contents) -> Contents:
         notes.append(f"delayed-scaling state of {len(manifest.delayed)} module(s): left")
     bare = replace(manifest, optimizer=None, extra={}, delayed={})
     tensors = {key: tensor for key, tensor in contents.tensors.items() if key.startswith("model.")}
-    return Contents(contents.source, contents.kind, bare, tensors, notes)
+    return replace(contents, manifest=bare, tensors=tensors, notes=notes)
 
 
 def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: bool = False) -> list[str]:
@@ -232,13 +220,12 @@ def write_safetensors(
     """
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
-    needed = contents.bytes
-    if target.suffix == ".safetensors":
-        with new_directory(target, force=force, needed=needed, is_file=True) as file:
-            write_file(file, tensors, metadata, tick)
-        return [target.name]
-    with new_directory(target, force=force, needed=needed) as folder:
-        return write_folder(folder, tensors, metadata, tick, shard_bytes)
+    is_file = target.suffix == ".safetensors"
+    with new_directory(target, force=force, needed=contents.bytes, is_file=is_file) as place:
+        if not is_file:
+            return write_folder(place, tensors, metadata, tick, shard_bytes)
+        write_file(place, tensors, metadata, tick)
+    return [target.name]
 
 
 def write_pt(
@@ -256,15 +243,10 @@ def write_pt(
     contents = split_experts(contents)
     objects: dict[str, Any] = _state_dict(contents)
     if everything:
-        rest = {
-            portable_name(key): tensor
-            for key, tensor in contents.tensors.items()
-            if not key.startswith(("model.", "optimizer."))
-        }
-        objects = {
-            "model": objects,
-            MANIFEST_KEY: {"manifest": portable_text(contents.manifest), "tensors": rest},
-        }
+        others = {k: t for k, t in contents.tensors.items() if not k.startswith(("model.", "optimizer."))}
+        rest = {portable_name(key): tensor for key, tensor in others.items()}
+        own = {"manifest": portable_text(contents.manifest), "tensors": rest}
+        objects = {"model": objects, MANIFEST_KEY: own}
         optimizer = _optimizer_state_dict(contents)
         if optimizer is not None:
             objects["optimizer"] = optimizer
@@ -274,16 +256,13 @@ def write_pt(
 
 
 def _state_dict(contents: Contents) -> dict[str, Lazy]:
-    tensors = {k: t for k, t in contents.tensors.items() if k.startswith("model.")}
-    state: dict[str, Lazy] = {portable_name(key): tensor for key, tensor in tensors.items()}
+    state = {portable_name(k): t for k, t in contents.tensors.items() if k.startswith("model.")}
     for name, first in contents.manifest.tied.items():
         same = {k: t for k, t in state.items() if k.partition(":")[0] == first}
         state |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
-    for module in contents.manifest.extra_states:
-        state[f"{module}._extra_state".lstrip(".")] = InMemory(
-            torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-    return state
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
+    return state | {name: InMemory(empty) for name in extras}
 
 
 def _optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
@@ -295,14 +274,12 @@ def _optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
     described = contents.manifest.optimizer
     if described is None:
         return None
-    numbers: dict[str, int] = {}
+    names = [name for group in described["groups"] for name in group["parameters"]]
+    numbers = {name: number for number, name in enumerate(names)}
     groups = []
     for group in described["groups"]:
-        for name in group["parameters"]:
-            numbers[name] = len(numbers)
-        params = [numbers[name] for name in group["parameters"]]
-        options = decode(group["options"], {})
-        groups.append({**options, "params": params, "param_names": list(group["parameters"])})
+        own = {"params": [numbers[n] for n in group["parameters"]], "param_names": [*group["parameters"]]}
+        groups.append(decode(group["options"], {}) | own)
     state: dict[int, dict[str, Any]] = {}
     for name, values in described["state"].items():
         if name not in numbers:
@@ -334,11 +311,6 @@ class Difference:
     max_abs: float = 0.0
     max_rel: float = 0.0
 
-    @property
-    def is_note(self) -> bool:
-        """Whether the values may still be the same."""
-        return self.kind in ("dtype", "format")
-
 
 @dataclass
 class Report:
@@ -357,8 +329,10 @@ class Report:
     equal: int = 0
 
     def is_same(self, *, strict: bool = False) -> bool:
-        """Whether nothing differs; dtypes and formats count if ``strict``."""
-        return not self.others and not [d for d in self.differences if strict or not d.is_note]
+        """Whether nothing differs; dtypes and formats, whose values may be the same, count if ``strict``."""
+        return not (
+            self.others or [d for d in self.differences if strict or d.kind not in ("dtype", "format")]
+        )
 
 
 def compare_contents(
@@ -374,7 +348,9 @@ def compare_contents(
     report = Report()
     for name in sorted({*a.names, *b.names}):
         if _in_both(report, name, name in a.names, name in b.names):
-            _compare_formats(report, name, a, b)
+            formats = [c.manifest.parameters.get(name, {}).get("format") or "high precision" for c in (a, b)]
+            if formats[0] != formats[1]:
+                report.differences.append(Difference(name, "format", " / ".join(formats)))
             _compare(report, name, a.value(name), b.value(name), tick, rtol, atol)
     if weights_only:
         return report
@@ -392,13 +368,6 @@ def _in_both(report: Report, name: str, in_a: bool, in_b: bool) -> bool:
     return in_a and in_b
 
 
-def _compare_formats(report: Report, name: str, a: Contents, b: Contents) -> None:
-    formats = [c.manifest.parameters.get(name, {}).get("format") for c in (a, b)]
-    if formats[0] != formats[1]:
-        one, other = (text or "high precision" for text in formats)
-        report.differences.append(Difference(name, "format", f"{one} / {other}"))
-
-
 def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: float, atol: float) -> None:
     if a.shape != b.shape:
         report.differences.append(Difference(name, "shape", f"{a.shape} / {b.shape}"))
@@ -414,10 +383,8 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
     report.compared += 1
     report.equal += not found.elements
     if found.elements:
-        total = math.prod(a.shape)
-        found.detail = (
-            f"{found.elements} of {total}, max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}"
-        )
+        largest = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}"
+        found.detail = f"{found.elements} of {math.prod(a.shape)}, {largest}"
         report.differences.append(found)
 
 
@@ -429,10 +396,8 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
         differs = a != b
     else:
         a, b = a.double(), b.double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        # Written so that NaN and infinities on one side are beyond any tolerance.
-        near = (a - b).abs() <= atol + rtol * b.abs()
-        differs = ~(same | (near & a.isfinite() & b.isfinite()))
+        # NaN and infinities on one side are beyond any tolerance.
+        differs = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
     count = int(differs.sum())
     if not count:
         return

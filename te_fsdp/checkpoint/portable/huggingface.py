@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -244,15 +245,11 @@ def _compare(
     shapes = {name: described["shape"] for name, described in state.described.items()}
     theirs = {name: described["shape"] for name, described in contents.manifest.parameters.items()}
     ours = {*shapes, *tied_names(model)}
-    differing = [
-        f"{name} ({shapes[name]}, not {shape})"
-        for name, shape in theirs.items()
-        if shapes.get(name, shape) != shape
-    ]
+    other = {n: f"{n} ({shapes[n]}, not {shape})" for n, shape in theirs.items() if n in shapes}
     differences = {
         "the model has no": [name for name in theirs if name not in ours],
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
-        "other shapes": differing,
+        "other shapes": [text for name, text in other.items() if shapes[name] != theirs[name]],
         "layers that would compute something else": wrong,
     }
     _check_fits("load_huggingface", model, weights, differences)
@@ -394,7 +391,7 @@ class _Saving(NamedTuple):
 
     def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
-        exchange = Exchange(own_ranks(), self.shares, described, plan)
+        exchange = Exchange(own_ranks(), self.shares, described, deque(plan))
         tensors = self.tensors(described, exchange)
         files = self.files(tensors)
         try:

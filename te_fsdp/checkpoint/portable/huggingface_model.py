@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-
-
 Recorded = Mapping[str, Semantics]
 
 _PLAIN_LAYER = {
@@ -120,11 +118,7 @@ class TeBlocks:
 
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
-        """Read the options off a model. Local operation; the model may be sharded or on meta.
-
-        Args:
-            model: The model.
-            names: Names of its parts; default: those of :class:`TeNames`.
+        """Read the options off a model, which may be sharded or on meta. Local operation.
 
         Raises:
             CheckpointError: Options that the model does not tell, since its parts are of other kinds or names.
@@ -411,6 +405,7 @@ def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[
         )
 
 
+@dataclass
 class Exchange:
     """The transfers of one export, as one rank sees them.
 
@@ -419,15 +414,13 @@ class Exchange:
     collectives are not touched.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        shares: Mapping[str, Share],
-        described: Mapping[str, Description],
-        plan: Sequence[Transfer],
-    ) -> None:
-        self.ranks, self.shares, self.described, self.left = ranks, shares, described, deque(plan)
-        self.missing = Counter(one.name for one in plan if one.writer == ranks.rank)
+    ranks: Ranks
+    shares: Mapping[str, Share]
+    described: Mapping[str, Description]
+    left: deque[Transfer]
+
+    def __post_init__(self) -> None:
+        self.missing = Counter(one.name for one in self.left if one.writer == self.ranks.rank)
         self.here: dict[str, torch.Tensor] = {}
         self.failed: Exception | None = None
 

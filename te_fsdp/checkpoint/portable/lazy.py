@@ -176,7 +176,7 @@ class Stored(Lazy):
     Attributes:
         key: Name, for messages.
         record: The whole storage; its checksum is compared before anything is given out.
-        stride: In elements; ``None`` for a contiguous tensor.
+        stride: In elements.
         start: Element of the storage at which the tensor begins.
     """
 
@@ -184,13 +184,13 @@ class Stored(Lazy):
     record: Record
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int, ...]
     start: int = 0
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
         shape = self.shape_of(first, last)
-        stride, item = self.strides, self.dtype.itemsize
+        stride, item = self.stride, self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
         file, offset = self.record.file, self.record.offset
@@ -209,16 +209,9 @@ class Stored(Lazy):
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
-        step, *stride = self.strides
+        step, *stride = self.stride
         start = self.start + index * step
         return Stored(self.key, self.record, self.shape[1:], self.dtype, tuple(stride), start)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Of the tensor, in elements."""
-        if self.stride is not None:
-            return self.stride
-        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:

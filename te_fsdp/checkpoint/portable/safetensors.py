@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, as_bytes, read_bytes
+from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, as_bytes, read_bytes, total_bytes
 from te_fsdp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -62,18 +62,17 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     """
     if not path.is_dir():
         return _open_file(path)
-    index = path / INDEX
-    if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise CheckpointError(
-                f"{path}: a folder of safetensors files",
-                expected=f"{INDEX}, or one file",
-                got=f"{len(files)} files without an index",
-                fix="add the index, or name one file",
-            )
-        return _open_file(files[0])
-    return _open_sharded(index)
+    if (path / INDEX).is_file():
+        return _open_sharded(path / INDEX)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{path}: a folder of safetensors files",
+            expected=f"{INDEX}, or one file",
+            got=f"{len(files)} files without an index",
+            fix="add the index, or name one file",
+        )
+    return _open_file(files[0])
 
 
 def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
@@ -147,17 +146,14 @@ def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> S
         raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
     if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
-    return Stored(key, Record(path, begin + first, last - first, None, key), shape, dtype)
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return Stored(key, Record(path, begin + first, last - first, None, key), shape, dtype, stride)
 
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
-    """Write a file. Local operation; neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
+    """Write or overwrite a file, with texts for its header. Local operation.
 
-    Args:
-        path: The file; overwritten.
-        tensors: By name.
-        metadata: Texts for the header.
-        tick: Told the bytes of each block.
+    Neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
 
     Raises:
         CheckpointError: A dtype that safetensors lacks, or a tensor that cannot be read.
@@ -201,10 +197,7 @@ def deal(
 ) -> dict[str, list[str]]:
     """Names of tensors by the file of a folder that they go into, in order.
 
-    Args:
-        tensors: By name.
-        together: Names of those that go into one file.
-        shard_bytes: What a file exceeds only where one of ``together`` does.
+    Names that are ``together`` go into one file, which exceeds ``shard_bytes`` only where these do.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -221,16 +214,10 @@ def deal(
 
 
 def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:
-    """Write the index of a folder with several files; returns its name, nothing where there is one file.
-
-    Args:
-        folder: The folder.
-        tensors: By name.
-        files: Names of tensors by their file.
-    """
+    """Write the index of a folder with several files, given with their names; returns its name, none for one file."""
     if len(files) == 1:
         return []
     where = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": sum(t.bytes for t in tensors.values())}, "weight_map": where}
+    index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return [INDEX]

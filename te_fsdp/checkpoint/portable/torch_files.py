@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -63,24 +63,15 @@ def _rebuild_as(
     return with_record(whole.as_strided(size, stride, start), record)
 
 
-def _same(data: Any, *rest: Any) -> Any:
-    """Stands for what makes a parameter of a tensor."""
-    return data
-
-
-def _rebuild_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stands for what gives a tensor back its class and attributes."""
-    return function(*args)
-
-
 #: What stands in pickled state dicts.
 _STATE_DICTS: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_as,
-    "torch._utils._rebuild_parameter": _same,
-    "torch._utils._rebuild_parameter_with_state": _same,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_type,
+    "torch._utils._rebuild_parameter": lambda data, *rest: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *rest: data,
+    # What gives a tensor back its class and attributes.
+    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: function(*args),
     "torch.nn.parameter.Parameter": None,
     "torch.Tensor": None,
     "torch.Size": torch.Size,
@@ -305,17 +296,13 @@ class Piece(Lazy):
 
     @cached_property
     def found(self) -> Any:
-        """Where the elements of a tensor lie, read when it is first asked for; or what else there is.
-
-        Raises:
-            CheckpointError: See :meth:`Window.objects`.
-        """
+        """Where the elements of a tensor lie, or what else there is, by :meth:`Window.objects` when first asked for."""
         window = self.window
 
         def read(at: int, count: int) -> bytes:
             return bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
 
-        known = self._alike(self._known(read), read)
+        known = self._alike(read)
         if known is not None:
             return known
         found = window.objects()
@@ -357,33 +344,26 @@ class Piece(Lazy):
         def read(at: int, count: int) -> bytes:
             return bytes(data[at : at + count].numpy())
 
-        known = self._known(read)
-        begin, like = known or (self.header.record.offset - self.window.offset, self.header)
+        like = self._alike(read) or self.header
+        begin, count = like.record.offset - self.window.offset, like.record.count
         if check:
-            record = (self._alike(known, read) or self.header).record
-            record.check(view_of(data[begin : begin + record.count]))
-        first, strides = like.start, like.strides
+            like.record.check(view_of(data[begin : begin + count]))
+        first, strides = like.start, like.stride
         last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
         elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
         return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
 
-    def _known(self, read: Callable[[int, int], bytes]) -> tuple[int, Stored] | None:
-        """A piece that is alike up to the data, and where these begin; ``read`` gives bytes of the file."""
-        for head, like in self.heads.get((self.window.length, self.shape, self.dtype), ()):
+    def _alike(self, read: Callable[[int, int], bytes]) -> Stored | None:
+        """Where the elements lie, with their checksum, if another piece is alike up to them; ``read`` gives bytes."""
+        window = self.window
+        for head, like in self.heads.get((window.length, self.shape, self.dtype), ()):
             if read(0, len(head)) == head:
-                return len(head), like
+                count, begin = like.record.count, window.offset + len(head)
+                mark, crc = struct.unpack("<4sI", read(len(head) + count, 8))
+                if mark == _BEHIND:  # where torch writes the checksum
+                    record = Record(window.file, begin, count, crc or None, window.label)
+                    return replace(like, key=window.key, record=record)
         return None
-
-    def _alike(self, known: tuple[int, Stored] | None, read: Callable[[int, int], bytes]) -> Stored | None:
-        """Where the elements lie, with their checksum, if another piece is alike; from and as for :meth:`_known`."""
-        if known is None:
-            return None
-        (begin, like), window = known, self.window
-        mark, crc = struct.unpack("<4sI", read(begin + like.record.count, 8))
-        if mark != _BEHIND:  # where torch writes the checksum
-            return None
-        record = Record(window.file, window.offset + begin, like.record.count, crc or None, window.label)
-        return replace(like, key=window.key, record=record)
 
 
 @dataclass
@@ -391,18 +371,16 @@ class Opened:
     """Contents of a plain DCP directory, by key.
 
     Attributes:
-        index: What lies where.
-        tensors: Its tensors.
         others: Pickled objects.
         paths: For keys that DCP flattened: where the value was in the nested dict.
         windows: Every ``torch.save`` file in the directory's files.
     """
 
     index: Index
-    tensors: dict[str, Lazy] = field(default_factory=dict)
-    others: dict[str, Window] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)
+    tensors: dict[str, Lazy]
+    others: dict[str, Window]
+    paths: dict[str, tuple[Any, ...]]
+    windows: list[Window]
 
 
 def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
@@ -418,10 +396,9 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     with unreadable(path, DCP_METADATA):
         for index, place in metadata.storage_data.items():
             window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
-            if getattr(place, "transform_descriptors", None):
+            if transforms := getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
-                    f"{window.key} in {path}: stored with {place.transform_descriptors}",
-                    expected="plain bytes",
+                    f"{index.fqn} in {path}: stored with {transforms}", expected="plain bytes"
                 )
             spans.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
             windows.setdefault(window.key, []).append(window)
@@ -436,8 +413,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
                 if other < begin + length:
                     raise ValueError(f"{key} at byte {other} of {name}, where another piece is")
     _check_files(path, {name: sum(own[-1][:2]) for name, own in spans.items()})
-    all_windows = [w for own in windows.values() for w in own]
-    return Opened(found, tensors_of(path, found), others, paths, all_windows)
+    return Opened(found, tensors_of(path, found), others, paths, [*chain.from_iterable(windows.values())])
 
 
 def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:
