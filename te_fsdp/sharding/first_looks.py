@@ -179,7 +179,7 @@ def _refuse_other_optimizers(state: ShardingState, step: Step, parameters: list[
         return
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in parameters)
-    names = {id(p): name for name, p in state.parameters().items()}
+    names = state.names()
     groups, options = [], []
     for group in step.optimizer.param_groups:
         held = [names[id(p)] for p in group["params"] if id(p) in names]
@@ -251,7 +251,7 @@ def _refuse_written(
     seen.clear()
     if written:
         mark_gathered(unit)
-        names = {id(p): name for name, p in state.parameters().items()}
+        names = state.names()
         found = [names.get(id(_fsdp2.sharded_of(record)), "a parameter") for record in written]
         raise OrderError(
             f"{shorten(found, 3)}: written to in forward",

@@ -147,9 +147,8 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     now = versions_of(unit)
     changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
     if changed:
-        names = {id(parameter): own for own, parameter in state.parameters().items()}
         raise OrderError(
-            f"{names[changed[0]]}: forward with a gathered weight from before the last update",
+            f"{state.names()[changed[0]]}: forward with a gathered weight from before the last update",
             expected="weights gathered after the optimizer's step",
             got="a shard that was written to while the whole weight was kept",
             why="Only the steps of torch.optim.Optimizer's subclasses release kept weights by themselves",
@@ -420,14 +419,10 @@ def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> Me
     everyone = by_rank(mine, mesh)
     found = []
     for name in dict.fromkeys(name for own in everyone.values() for name in own):
-        ranks = {
-            flag: [rank for rank, own in sorted(everyone.items()) if own.get(name) is flag]
-            for flag in (True, False)
-        }
-        if ranks[True] and ranks[False]:
-            found.append(
-                f"{name} trained on {ranks_in_words(ranks[True])}, frozen on {ranks_in_words(ranks[False])}"
-            )
+        flags = [(rank, own.get(name)) for rank, own in sorted(everyone.items())]
+        trained, frozen = ([rank for rank, flag in flags if flag is wanted] for wanted in (True, False))
+        if trained and frozen:
+            found.append(f"{name} trained on {ranks_in_words(trained)}, frozen on {ranks_in_words(frozen)}")
     return MeshError(
         f"{where}: other parameters are trained on some ranks",
         expected="the same requires_grad on all ranks of the model",

@@ -1,10 +1,4 @@
-"""What :func:`te_fsdp.graphed_step` is made of: a device's recordings, what they depend on, what stands in their way.
-
-CudaRecorder, Inputs    streams, CUDA graphs, and inputs at fixed addresses
-Snapshot         parameters, optimizer state and buffers by object and address; settings by value
-LearningRates    of each of the optimizer's groups, on the device: a recording reads them there
-why_not, why_step_runs_eagerly    reasons, in words for the log
-"""
+"""What ``graphed_step`` is made of: a device's recordings, what they depend on, what stands in their way."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     gradients    forward and backward of all microbatches, reductions, the norm and clipping      one graph
     update       the optimizer's step, with main weights and quantization                         another, or eager
 
-The first calls run eagerly, on the stream of the recording. The graphs hold what the device did; of what Python did
-besides, this runs again around each replay:
+The graphs hold what the device did; of what Python did besides, this runs again around each replay:
 
     before       inputs and learning rates are copied into place; kept weights are released; a look at whether the model
                  and the optimizer are those of the recording
@@ -83,22 +82,21 @@ def graphed_step(
     """Make a training step that is recorded into CUDA graphs and replayed: the host then issues a handful of calls.
 
     ``forward_backward`` runs forward and backward of all microbatches of a step, as a loop would; the step then
-    completes reductions, clips, steps the optimizer and clears gradients. A step begins without gradients: those left
-    from before are dropped. The first ``warmup`` calls run eagerly, the next one records and replays. Values are those
-    of the eager loop bit for bit, with one exception: the learning rate of a recorded optimizer is a float32 tensor.
+    completes reductions, clips, steps the optimizer and clears gradients. It begins without gradients: those left from
+    before are dropped. The first ``warmup`` calls run eagerly, the next one records and replays. Values are those of
+    the eager loop bit for bit, but the learning rate of a recorded optimizer is a float32 tensor.
 
     A recording holds while all is as it was but the values of tensors. Inputs with other shapes, dtypes, structure or
     other values that are not tensors run eagerly once and are then recorded beside the first; a replaced or moved
     parameter, buffer or optimizer state (loading in place replaces none), another training mode, other options of the
     optimizer but the learning rate, ``report_nan``, ``grad_comm`` or ``set_auto_sync`` in another state: recorded anew.
     What the function takes from elsewhere than its arguments, such as a recipe in a closure, is that of the recording:
-    pass it as an argument, or call :meth:`GraphedStep.forget`. Tensors on the CPU are handed to the function on the
-    model's device.
+    pass it as an argument, or call :meth:`GraphedStep.forget`.
 
-    What cannot be recorded runs eagerly, and one line in the log says why: all steps on the CPU; the optimizer's step
-    alone where an optimizer reads the host (built without ``capturable=True``, TE's FusedAdam over weights with delayed
-    scaling, hooks of other libraries); all steps where the capture fails, for example since the function reads a value
-    of the device.
+    What cannot be recorded runs eagerly, and one line in the log says why: all steps on the CPU, or where the capture
+    fails, for example since the function reads a value of the device; the optimizer's step alone where an optimizer
+    reads the host (built without ``capturable=True``, TE's FusedAdam over weights with delayed scaling, hooks of other
+    libraries).
 
     Collective over the model's ranks when it records: a meeting, and three all-reduces of one integer. All ranks must
     call it as often, and meet new kinds of inputs in the same call. Otherwise collectives are those of the function
@@ -108,16 +106,13 @@ def graphed_step(
         model: The model that :func:`te_fsdp.fully_shard` was called on, materialised. Call this before the model's
             first backward: a capture fails where autograd has seen the model on another stream.
         optimizer: Over the model's parameters, with main weights and sharded states as it shall have them.
-        forward_backward: Gets the arguments of each call; runs forward and backward, of microbatches in
-            :func:`te_fsdp.microbatch`, and returns losses or what else is wanted: tensors in tuples, lists and
-            dictionaries. Neither steps nor clears gradients. It may scale them by a tensor.
+        forward_backward: Gets the arguments of each call, tensors on the model's device; runs forward and backward, of
+            microbatches in :func:`te_fsdp.microbatch`, and returns losses or what else is wanted: tensors in tuples,
+            lists and dictionaries. Neither steps nor clears gradients. It may scale them by a tensor.
         max_norm: Clip all gradients by :func:`te_fsdp.clip_grad_norm_`.
         warmup: Eager calls before the first recording, at least 1.
         generators: Generators of the device that the function draws from, besides the device's own and those of TE's
             tracker.
-
-    Returns:
-        The step: call it with the arguments of ``forward_backward``.
 
     Raises:
         OrderError: A model without sharding state; an optimizer that holds other parameters than the model's.
@@ -181,9 +176,7 @@ class GraphedStep:
         self._state = required_state(model, "graphed_step")
         self._device = self._state.meshes.device
         self._rates = LearningRates(optimizer, self._device)
-        self._known: list[Signature] = []
-        self._recorded: list[_Recording] = []
-        self._snapshot: Snapshot | None = None
+        self._drop()
         self._recorder = recorder_for(self._device, generators)
         if self._recorder is None:
             self._run_eagerly(f"there are no CUDA graphs on {self._device.type}")
@@ -214,7 +207,9 @@ class GraphedStep:
             self.why_eager = ""
 
     def _drop(self) -> None:
-        self._known, self._recorded, self._snapshot = [], [], None
+        self._known: list[Signature] = []
+        self._recorded: list[_Recording] = []
+        self._snapshot: Snapshot | None = None
 
     # ----------------------------------------------------------------------------------------------------- eager steps
 

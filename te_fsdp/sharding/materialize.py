@@ -58,25 +58,22 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     """Move a model from meta to the device and initialise it, each rank its own shards.
 
-    The logical weights do not depend on the mesh: they are those that building the same model in one process
-    on the device draws from the same random state. Modules are initialised in the order of
-    ``model.modules()``: TE modules by their init methods, others by their ``reset_parameters``, or else by a
-    ``_reset_parameters``, as ``nn.MultiheadAttention`` has. Weights under ``quantized_model_init`` are quantized,
-    with one scale per weight. Modules without a tensor on meta are left alone. Tied parameters stay tied, with the
-    initial values of the last module that owns them.
+    The logical weights do not depend on the mesh: they are those that building the same model in one process on the
+    device draws from the same random state. Modules are initialised in the order of ``model.modules()``: TE modules by
+    their init methods, others by their ``reset_parameters``, or else by a ``_reset_parameters``, as
+    ``nn.MultiheadAttention`` has. Weights under ``quantized_model_init`` are quantized, with one scale per weight.
+    Modules without a tensor on meta are left alone. Tied parameters stay tied, with the initial values of the last
+    module that owns them.
 
-    Collective over the mesh of the parameters: call on all ranks. Needs one original-size parameter of
-    temporary memory.
+    Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter.
 
     Args:
-        model: The model, before or after :func:`te_fsdp.fully_shard`.
-        seed: Seed of the initialisation, the same on all ranks; the ranks' random states are put back
-            afterwards. ``None``: use (and advance) the current default generator, which must then be equal on
-            all ranks.
+        model: The model, before or after :func:`te_fsdp.fully_shard`; returned.
+        seed: Of the initialisation, the same on all ranks, whose random states are put back afterwards. ``None``: use
+            (and advance) the current default generator, which must then be equal on all ranks.
 
     Raises:
-        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random
-            states.
+        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random states.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "materialize(model)")
@@ -288,13 +285,11 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
     """
     require_model(model, "broadcast_params(model)")
     mesh = mesh_of(model)
-    with collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
+    with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
         _make_equal(model, optimizer)
 
 
-@torch.no_grad()
 def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """:func:`broadcast_params`, once all ranks have come."""
     state = sharding_state(model)
     if state is not None:
         release_params(model)
@@ -315,18 +310,14 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         for group in _own_groups(parameter):
             found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
         # Data-parallel ranks hold those states alike that are not cut over further axes.
-        whole = [_torch.local_of(s) for s in states if _axes(s) <= _axes(parameter)]
+        axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
         for group in _holders(state, place) if state is not None else ():
-            found.setdefault(group, []).extend([*buffers, *whole])
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
     for group, tensors in found.items():
         broadcast(tensors, group)
     for local in quantized:
         finish_writing(local)
-
-
-def _axes(tensor: torch.Tensor) -> int:
-    """Number of axes of a DTensor's mesh, 0 for a plain tensor."""
-    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
 
 
 def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:

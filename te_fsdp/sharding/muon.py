@@ -52,10 +52,9 @@ _WHOLE: _Fused = (1, (1,))
 class Muon(Optimizer):
     """Muon for the matrices of a model, AdamW for its other parameters; exact on every mesh.
 
-    The arithmetic is that of ``torch.optim.Muon`` and ``torch.optim.AdamW``: momentum and updates element by element on
-    each rank's shard, the orthogonalisation on whole matrices, each on one of the ranks that hold its pieces. Works
-    with every strategy, tensor and expert parallelism, quantized and bf16 weights (after :func:`te_fsdp.main_weights`)
-    and :func:`te_fsdp.shard_optimizer`; call these as for any other optimizer. State (``momentum_buffer``, ``exp_avg``,
+    The arithmetic is that of ``torch.optim.Muon`` and ``torch.optim.AdamW``. Works with every strategy, tensor and
+    expert parallelism, quantized and bf16 weights (after :func:`te_fsdp.main_weights`) and
+    :func:`te_fsdp.shard_optimizer`; call these as for any other optimizer. State (``momentum_buffer``, ``exp_avg``,
     ``exp_avg_sq``) is placed as the parameters, and ``te_fsdp.checkpoint`` loads it on any other mesh.
 
     Each ``step`` is collective over the ranks that hold pieces of a weight: two all-to-alls, of 2 bytes per element of

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -151,14 +150,18 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
                 key = id(place.owner), place.name
                 dtype = precision.gradient_of(place.parameter, placed[key])
                 placed[key] = replace(placed[key], gradient_dtype=dtype)
+
+    def stays_whole(module: nn.Module, name: str) -> bool:
+        """Whether a module's own parameter does, by the name that it has now or when the module is bound."""
+        row = placed.get((id(module), name)) or placed.get((id(module), f"{name}0"))
+        return row is not None and row.storage.is_whole
+
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
         dense = Meshing(meshes.tp, meshes.weight, replicas=replicas)
         experts = Meshing(meshes.tp, meshes.expert_weight, meshes.ep, replicas)
-        modules = plan_modules(
-            model, dense, experts, request.experts, stays_whole=functools.partial(_stays_whole, placed)
-        )
+        modules = plan_modules(model, dense, experts, request.experts, stays_whole=stays_whole)
     parameters = _completed(placed, modules)
     return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
 
@@ -175,7 +178,11 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
             got=repr(request.zero_copy_gradients),
             fix="leave zero_copy_gradients out",
         )
-    words = _with_expert_units(model, meshes, words, request.experts)
+    if meshes.ep is not None:
+        # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
+        chosen = words.keys() | find_experts(model, request.experts)
+        names = [name for name, _ in model.named_modules() if name in chosen]
+        words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
     units = {name: STORAGE[word, outer] for name, word in words.items()}
     if outer == "optim" and all(row.is_whole for row in units.values()):
         raise PlacementError(
@@ -185,20 +192,6 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
             fix="strategy='optim', or leave outer_strategy out",
         )
     return units
-
-
-def _with_expert_units(
-    model: nn.Module, meshes: Meshes, units: dict[str, str], selection: Selection
-) -> dict[str, str]:
-    """``units`` and the expert modules, which cannot share a unit with parameters on other meshes.
-
-    An expert module has the strategy of the unit around it.
-    """
-    if meshes.ep is None:
-        return units
-    chosen = {**units, **dict.fromkeys(find_experts(model, selection) - units.keys())}
-    names = [name for name, _ in model.named_modules() if name in chosen]
-    return {name: units.get(name) or nearest_strategy(name, units) for name in names}
 
 
 def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, ParameterPlan]:
@@ -214,9 +207,14 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
     Raises:
         PlacementError: A parameter registered at several places, of which some are replicated, or in several units.
     """
-    inside = unit_by_module(model, units)
-    modules = model.named_modules(remove_duplicate=False)
-    marked = {id(sub) for _, m in modules if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
+    named = {id(modules[name]): name for name in units}
+    inside: dict[
+        str, str
+    ] = {}  # the innermost unit around each module; a module of several names has them all
+    for name, module in modules.items():  # parents come before their children
+        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[Place, str, Storage]]] = {}
     for place in places_of(model, remove_duplicate=False):
         unit = inside[place.path]
@@ -271,12 +269,6 @@ def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str
         own = around[rows[id(place.owner), place.name].storage.is_whole]
         own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
-
-
-def _stays_whole(rows: Mapping[Key, ParameterPlan], module: nn.Module, name: str) -> bool:
-    """Whether a module's own parameter does, by the name that it has now or when the module is bound."""
-    row = rows.get((id(module), name)) or rows.get((id(module), f"{name}0"))
-    return row is not None and row.storage.is_whole
 
 
 def _completed(
@@ -447,16 +439,6 @@ def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
     while name not in given and name:
         name = name.rpartition(".")[0]
     return given.get(name, DEFAULT)
-
-
-def unit_by_module(model: nn.Module, units: Collection[str]) -> dict[str, str]:
-    """The innermost unit around each module, by name; a module of several names has them all. Local operation."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    named = {id(modules[name]): name for name in units}
-    inside: dict[str, str] = {}
-    for name, module in modules.items():  # parents come before their children
-        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
-    return inside
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

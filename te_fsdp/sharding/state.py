@@ -158,6 +158,10 @@ class ShardingState:
         """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
         return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
 
+    def names(self) -> dict[int, str]:
+        """``id`` -> name of these."""
+        return {id(parameter): name for name, parameter in self.parameters().items()}
+
     def is_expert(self, name: str) -> bool:
         """Whether a parameter is one of experts, of which each rank of ``ep`` has others."""
         plan = self.plans.get(name)
@@ -171,7 +175,7 @@ class ShardingState:
             return {}
         for _, unit in self.gathered():
             mark_gathered(unit)
-        names = {id(parameter): name for name, parameter in self.parameters().items()}
+        names = self.names()
         found = {(key := id(_fsdp2.sharded_of(record))): names[key] for record in records}
         return found | {key: name for key, name in names.items() if name in waiting}
 
