@@ -179,8 +179,7 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
 def from_rank_0(call: Callable[[], T]) -> T:
     """Run a function on rank 0 and hand its result, or its exception, to all. Collective over the world.
 
-    Raises:
-        TeFsdpError: What the function raised; other exceptions come as CheckpointError.
+    What is no ``TeFsdpError`` comes as ``CheckpointError``.
     """
     outcome: list[Any] = [*_attempt(call, "rank 0: ")] if rank() == 0 else [None, None]
     if world_size() > 1:
@@ -191,11 +190,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
 
 def all_agree(call: Callable[[], T]) -> T:
-    """Run a function on every rank; if it raises on any, raise the same error on all. Collective over the world.
-
-    Raises:
-        TeFsdpError: The first failing rank's; its text names the ranks if not all failed.
-    """
+    """Run a function on every rank; if it raises on any, raise the first one's error on all. Collective: the world."""
     result, mine = _attempt(call)
     problem = _worst(gather_if_any(_told(mine)))
     if problem is None:
@@ -240,10 +235,7 @@ _groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
 
 
 def own_ranks() -> Ranks:
-    """The world over a gloo group of our own, made at the first call. Collective over the world.
-
-    Traffic over it disturbs no collective of training, whatever thread it comes from.
-    """
+    """The world over a gloo group of our own, which disturbs no collective of training. Collective at first."""
     if world_size() == 1:
         return Ranks(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
@@ -258,28 +250,21 @@ class Ranks:
 
     It works in any thread, one at a time, and goes on working when the program destroys its process groups:
     the methods of the group itself are called, not torch.distributed's functions, which would refuse.
-
-    Attributes:
-        rank: This one.
-        size: How many there are.
-        group: A gloo group of them; ``None`` for one rank.
-        waits: The rank that a message is awaited from, and since when (``time.monotonic``), for whoever watches from
-            another thread; empty while nothing is awaited.
     """
 
-    rank: int
-    size: int
-    group: Any
+    rank: int  #: This one
+    size: int  #: How many there are
+    group: Any  #: A gloo group of them; ``None`` for one rank
+    #: The rank that a message is awaited from, and since when (``time.monotonic``), for whoever watches from
+    #: another thread; empty while nothing is awaited.
     waits: dict[int, float] = field(default_factory=dict, compare=False)
 
     def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
         """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
 
-        Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere.
-
-        Raises:
-            TeFsdpError: The first failing rank's; its text names the ranks if not all failed. Other
-                exceptions come as CheckpointError. A rank that has died: CheckpointError.
+        Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere: the
+        first failing rank's, with the ranks named if not all failed. What is no ``TeFsdpError``, and a rank that has
+        died, come as ``CheckpointError``.
         """
         result, error = _attempt(mine)
         try:

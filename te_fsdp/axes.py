@@ -45,9 +45,8 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
     """What each axis of a mesh is called here; ``None`` for one over which ranks hold other models, or of one rank.
 
     ``names`` maps the mesh's own names to those out of :data:`ALL_AXES`, :data:`STAGES`, or ``None``; others stay.
-
-    Raises:
-        MeshError: A name that is no axis on either side, two axes of one name, or an axis of unknown meaning.
+    Raises ``MeshError`` for a name that is no axis on either side, two axes of one name, or an axis of unknown
+    meaning.
     """
     where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
     given = dict(names or {})
@@ -210,17 +209,11 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
 
 
 def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of this rank's stage, and that of the stages; collective over the world.
+    """The mesh of this rank's stage, of axes :data:`AXES`, and that of the stages, if any. Collective over the world.
 
     It is cut out of one of all ranks, since torch numbers process groups by counting them: ranks that each made the
-    groups of their own stage alone would give different groups one name, and meet in each other's.
-
-    Args:
-        device_type: The mesh's.
-        ranks: ``(models, stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
-
-    Returns:
-        The axes :data:`AXES`; and a 1-D mesh, ``None`` for one stage.
+    groups of their own stage alone would give different groups one name, and meet in each other's. ``ranks`` are
+    ``(models, stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -300,8 +293,8 @@ def check_device_type(given: str | torch.device) -> str:
 def own_device(device_type: str) -> int:
     """Index of this rank's accelerator: ``LOCAL_RANK``.
 
-    Raises:
-        MeshError: This machine has not as many; or it is not said, and ranks would share the first one.
+    Raises ``MeshError`` where this machine has not as many; or where it is not said, and ranks would share the first
+    one.
     """
     count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
     index = int(said) if said.isdecimal() else 0
@@ -361,9 +354,7 @@ def ranks_of_a_node(world_size: int) -> int:
 def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
     """What of a job's arrangement sends much between nodes that could stay within one: a sentence for each.
 
-    Args:
-        groups: Axis -> its ranks, ``(groups, size)``, of all groups of the job.
-        node: Ranks of a node; rank r is on node ``r // node``, as torchrun numbers them.
+    ``groups``: axis -> its ranks, ``(groups, size)``; rank r is on node ``r // node``, as torchrun numbers them.
     """
     crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
     why = {

@@ -240,8 +240,7 @@ def expert_index(name: str) -> int | None:
 def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
     """The range of each rank along ``ep``, from how many experts (``num_gemms``) each holds.
 
-    Raises:
-        MeshError: Not the numbers that ``torch.chunk`` gives, or a rank without experts.
+    Raises ``MeshError`` for other numbers than ``torch.chunk`` gives, and for a rank without experts.
     """
     total, ranks = sum(counts), len(counts)
     step = -(-total // ranks)
@@ -305,16 +304,10 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:
-    """Local shape of a shard and the boxes that tile it, in local order; no box for an empty shard.
+    """Local shape of the shard ``at`` a place and the boxes that tile it, in local order; none for an empty shard.
 
-    Args:
-        original_shape: Shape of the original tensor (tp size 1).
-        rule: The parameter's rule.
-        at: The rank's place.
-        name: Name for error messages.
-
-    Raises:
-        PlacementError: The cut dim, or a stacked block, does not divide by the tensor-parallel size.
+    Raises ``PlacementError`` where tp does not divide the cut dim, or a stacked block, of ``original_shape`` (at tp
+    size 1).
     """
     local_shape, found = _tp_boxes(tuple(original_shape), rule, at, name)
     for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
@@ -371,18 +364,13 @@ def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 class SyncMode(Enum):
-    """How a backward counts.
+    """How a backward counts."""
 
-    Attributes:
-        LAST: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
-        ACCUMULATE: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps
-            them.
-        NO_SYNC: Others follow, and none of this one's gradients is reduced.
-    """
-
+    #: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
     LAST = "last"
+    #: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
     ACCUMULATE = "accumulate"
-    NO_SYNC = "no_sync"
+    NO_SYNC = "no_sync"  #: Others follow, and none of this one's gradients is reduced
 
 
 @dataclass(frozen=True)

@@ -30,25 +30,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch
+from te_fsdp import _torch, axes
 from te_fsdp.agree import own_ranks
 from te_fsdp.all_ranks import collective_call, is_simulated
-from te_fsdp.axes import (
-    ALL_AXES,
-    AXES,
-    STAGES,
-    check_ascending,
-    check_device_type,
-    check_nested,
-    check_stages,
-    check_started,
-    fill_sizes,
-    mesh_of_stage,
-    own_device,
-    own_names,
-    ranks_of_a_node,
-    slow_axes,
-)
+from te_fsdp.axes import ALL_AXES, AXES, STAGES
 from te_fsdp.errors import MeshError
 
 if TYPE_CHECKING:
@@ -115,10 +100,10 @@ class Meshes:
             MeshError: A size is not a positive integer, or their product is not the world size; no such device; or
                 processes that were not started by torchrun, and would each be a job of their own.
         """
-        device_type = check_device_type(device_type or default_device_type())
+        device_type = axes.check_device_type(device_type or default_device_type())
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
         _start_distributed(device_type, asked)
-        sizes = fill_sizes(asked, dist.get_world_size())
+        sizes = axes.fill_sizes(asked, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
         with collective_call("Meshes.build"):
@@ -181,9 +166,9 @@ class Meshes:
                 got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
                 fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
             )
-        found = own_names(mesh, names)
-        check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
-        check_stages(mesh, found, pp)
+        found = axes.own_names(mesh, names)
+        axes.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
+        axes.check_stages(mesh, found, pp)
         whole = mesh.size() == dist.get_world_size()
         if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
@@ -195,9 +180,9 @@ class Meshes:
         shape = (sizes[STAGES], sizes["dp_replicate"], shards, sizes["tp"])
         ranks = mesh.mesh.permute(order).reshape(-1, *shape)
         for stage in ranks.flatten(0, 1):
-            check_nested(stage, mesh)
+            axes.check_nested(stage, mesh)
         with collective_call("Meshes.from_device_mesh"):
-            own, stages = mesh_of_stage(mesh.device_type, ranks)
+            own, stages = axes.mesh_of_stage(mesh.device_type, ranks)
             if own.size() < dist.get_world_size() and pp is stages is None and not names:
                 _tell_of_other_models(own)
             return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
@@ -214,7 +199,7 @@ class Meshes:
     @property
     def nodes(self) -> int:
         """How many nodes the job has, as torchrun says it (``LOCAL_WORLD_SIZE``); 1 where nobody says it."""
-        return dist.get_world_size() // ranks_of_a_node(dist.get_world_size())
+        return dist.get_world_size() // axes.ranks_of_a_node(dist.get_world_size())
 
     def _report_slow_axes(self) -> None:
         """Log what sends much between nodes, on the first rank alone."""
@@ -225,7 +210,7 @@ class Meshes:
             for position, axis in enumerate(mesh.mesh_dim_names or ()):
                 if mesh.size(position) > 1 and (mesh is self.device_mesh or axis == "ep"):
                     groups[axis] = mesh.mesh.movedim(position, -1).flatten(0, -2)
-        for text in slow_axes(groups, ranks_of_a_node(dist.get_world_size())):
+        for text in axes.slow_axes(groups, axes.ranks_of_a_node(dist.get_world_size())):
             _log.warning("Meshes: %s", text)
 
     @property
@@ -357,13 +342,10 @@ class Meshes:
         return self.size("dp_shard") // self.size("ep")
 
     def experts(self, total: int) -> range:
-        """Global indices of this rank's experts out of ``total``: its ``num_gemms`` is their number.
+        """Global indices of this rank's experts out of ``total``: its ``num_gemms`` is their number. Local operation.
 
         Experts are dealt out over ``ep`` as ``torch.chunk`` cuts: all ranks get equally many, but the last ones maybe
-        fewer. Local operation.
-
-        Raises:
-            MeshError: A rank would get none.
+        fewer. Raises ``MeshError`` where a rank would get none.
         """
         ep = self.size("ep")
         step = -(-total // ep)
@@ -446,7 +428,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
     """Start torch.distributed unless it runs already; one process without torchrun becomes a world of one."""
     if dist.is_initialized():
         return
-    check_started(sizes)
+    axes.check_started(sizes)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # Seen with torch 2.13: the connection to a dead rank's address is tried until the time-out.
@@ -456,7 +438,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
             restarts,
         )
     if device_type != "cpu":
-        torch.get_device_module(device_type).set_device(own_device(device_type))
+        torch.get_device_module(device_type).set_device(axes.own_device(device_type))
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

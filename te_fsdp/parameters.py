@@ -360,16 +360,10 @@ class ShardInfo:
 
 
 def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: str = "") -> ShardInfo:
-    """Describe ``module._parameters[name]``. Local operation, reads no data (meta tensors are fine).
+    """Describe ``module._parameters[name]``: plain, tp DTensor, or FSDP2's sharded DTensor, called ``label`` in errors.
 
-    Args:
-        module: The owner.
-        name: The parameter's name in the owner.
-        parameter: The parameter: plain, tp DTensor, or FSDP2's sharded DTensor.
-        label: Full name for error messages.
-
-    Raises:
-        PlacementError: The local tensor has not the shape that rule and mesh give it.
+    Local operation, reads no data (meta tensors are fine). Raises ``PlacementError`` where the local tensor has not the
+    shape that rule and mesh give it.
     """
     label = label or name
     binding = binding_of(module)

@@ -224,8 +224,7 @@ def compare_gradients(model: nn.Module, wanted: bool) -> None:
 def refuse_same_gradient(binding: Binding, name: str, gradient: torch.Tensor) -> None:
     """Look at this rank's part of a sum over tp, in the first backward in which it is not zero. Collective then.
 
-    Raises:
-        GradientError: All ranks of tp have computed the same.
+    Raises ``GradientError`` where all ranks of tp have computed the same.
     """
     if name not in binding.marked or is_simulated() or is_capturing():
         return

@@ -155,10 +155,9 @@ def _check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict
 
 @functools.cache
 def bound_class(cls: type) -> type:
-    """The class that an instance of ``cls`` gets when it is bound.
+    """The class of a bound instance of ``cls``: TE's own become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``).
 
-    TE's own classes become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``); a user's subclass, and a module
-    that TE does not know, keep their code and name behind the mixin.
+    A user's subclass, and a module that TE does not know, keep their code and name behind the mixin.
     """
     if issubclass(cls, MeshModule):
         return cls
@@ -262,10 +261,7 @@ def _check_drawn_apart(
 
 
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
-    """Carry a plan out: what ``set_device_mesh`` does after the last check.
-
-    Collective over the weight meshes of quantized weights on the device that have one scale.
-    """
+    """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
     run_around_steps(BEFORE_STEP, AFTER_STEP)
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
         if item.kind == "GroupedLinear" and binding_of(item.module) is None:
@@ -273,7 +269,10 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, replaced)
-    watch_assignments(model)
+    for module in model.modules():
+        if _WATCHED not in module.__dict__:
+            module.__dict__[_WATCHED] = True
+            module.register_load_state_dict_pre_hook(_before_load)
     if _te.is_loaded():
         patch_fsdp_hooks()
 
@@ -299,8 +298,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     known = binding_of(module)
     if known is not None:
-        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier
-        # ones.
+        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier ones.
         known.rules.update(item.rules)
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name
@@ -319,11 +317,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             binding.attributes[name] = attributes_of(parameter)
     module.__dict__[BINDING] = binding
     module.__class__ = bound_class(type(module))
-    if (
-        tp_mesh is not None
-        and hasattr(module, "set_tensor_parallel_group")
-        and getattr(module, "tp_size", 1) > 1
-    ):
+    is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
+    if is_cut and hasattr(module, "set_tensor_parallel_group"):
         module.set_tensor_parallel_group(tp_mesh.get_group())
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -371,16 +366,9 @@ def _place(
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
 
 
+#: Key in a module's ``__dict__``: what is assigned to it is looked at.
 _WATCHED = "_te_fsdp_assignments"
 _ASSIGN = "assign_to_params_buffers"
-
-
-def watch_assignments(model: nn.Module) -> None:
-    """Look at what is assigned to a model and to parts of it from now on. Local operation."""
-    for module in model.modules():
-        if _WATCHED not in module.__dict__:
-            module.__dict__[_WATCHED] = True
-            module.register_load_state_dict_pre_hook(_before_load)
 
 
 def _before_load(
@@ -409,7 +397,11 @@ def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) ->
             why="torch.save writes of a sharded tensor the part of the rank that calls it",
             fix="te_fsdp.checkpoint.save and load, on all ranks",
         )
-    wanted = f"a DTensor with placements {tuple(parameter.placements)}"
+    why = (
+        "It would take the place of this rank's part"
+        if assign
+        else "Of a whole tensor each rank needs its part"
+    )
     if not isinstance(value, DTensor):
         got = f"a plain tensor of shape {tuple(value.shape)}"
     elif assign and (value.placements != parameter.placements or value.device_mesh != parameter.device_mesh):
@@ -418,11 +410,9 @@ def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) ->
         return
     raise PlacementError(
         f"{label}: load_state_dict({'assign=True' if assign else ''}) of a sharded parameter",
-        expected=wanted,
+        expected=f"a DTensor with placements {tuple(parameter.placements)}",
         got=got,
-        why="It would take the place of this rank's part"
-        if assign
-        else "Of a whole tensor each rank needs its part",
+        why=why,
         fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
         "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
         "te_fsdp.set_device_mesh and te_fsdp.fully_shard",

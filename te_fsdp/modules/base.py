@@ -109,17 +109,12 @@ def _partial(
 def local_parameters(
     module: nn.Module, binding: Binding, *, differentiable: bool = True
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Within the context the module's own DTensor parameters are their local tensors, for everyone who looks.
+    """Within the context the module's own DTensor parameters are their local tensors, which it yields, for everyone.
 
     The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op
     fuser all see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not inside a backward).
-    Local operation.
-
-    Yields:
-        The local tensors. A forward that returns one of them must pass its result through :func:`keep_returned`.
-
-    Raises:
-        OrderError: The parameters are still sharded by FSDP2: its hooks did not run.
+    A forward that returns a local tensor must pass its result through :func:`keep_returned`. Local operation; raises
+    ``OrderError`` where parameters are still sharded by FSDP2, whose hooks did not run.
     """
     own: dict[str, Any] = module._parameters  # type: ignore[assignment]
     names: list[str] = []
@@ -337,10 +332,9 @@ def _refuse_assignment(
 
 
 def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """Deep copy of a bound parameter.
+    """Deep copy of a bound parameter: torch cannot copy a DTensor whose local tensor is a view with an offset.
 
-    torch cannot copy a DTensor whose local tensor is a view with an offset, and TE's split parameters are views of one
-    buffer; copied through the local tensors, they stay views of one.
+    TE's split parameters are views of one buffer; copied through the local tensors, they stay views of one.
     """
     local = copy.deepcopy(_torch.local_of(parameter), memo)
     new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
@@ -419,9 +413,7 @@ class ForeignModule(MeshModule):
         """The module's own initialisation, run on original-size tensors; this rank keeps its part.
 
         Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
-
-        Raises:
-            InitError: Parameters or buffers that it left unset, by name.
+        Raises ``InitError`` for parameters or buffers that it left unset, by name.
         """
         stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
         binding = binding_of(self)

@@ -98,9 +98,7 @@ def _watch_calls(model: nn.Module) -> None:
 def check_attention(model: nn.Module, meshes: Meshes) -> None:
     """Refuse what :func:`tell_attention` could not make right. Local operation.
 
-    Raises:
-        MeshError: Attention was told of other ranks than those of ``meshes.cp``, or some of it was told, some not.
-        PlacementError: As :func:`set_context_parallel`.
+    Also attention that was told of other ranks than those of ``meshes.cp`` (``MeshError``), or of which only some was.
     """
     found = _attentions(model)
     told = {name: _ranks_of(module) for name, module in found.items()}

@@ -90,11 +90,7 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
 
 
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
-    """The marks and the state of an entry; ``None`` for one that is TE's own. Local operation.
-
-    Raises:
-        DamagedEntryError: Its values were changed.
-    """
+    """The marks and the state of an entry; ``None`` for TE's own. ``DamagedEntryError``: values were changed. Local."""
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:
@@ -126,12 +122,10 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
 
 
 def bytes_of(entry: torch.Tensor) -> bytes:
-    """The bytes of an entry, on any device, in any dtype that holds whole numbers up to 255. Local operation.
+    """The bytes of an entry, in any dtype that holds whole numbers up to 255. Local operation.
 
-    None of them if its values are no bytes and its shape has marks.
-
-    Raises:
-        DamagedEntryError: Its values are no bytes, and nothing but them says what it holds.
+    None of them if its values are no bytes and its shape has marks; ``DamagedEntryError`` where only they say what it
+    holds.
     """
     values = entry.detach().cpu().reshape(-1)
     if values.dtype != torch.uint8:
@@ -213,12 +207,9 @@ class _NotForDcp(_Entry):
 
 
 def guard(module: nn.Module, stock: Any) -> Any:
-    """The value that a bound module's ``get_extra_state`` returns, of what TE's own has returned. Local operation.
+    """What a bound module's ``get_extra_state`` returns, of what TE's own has returned: a tensor on the CPU. Local.
 
-    A tensor on the CPU, whatever the recipe and the weights.
-
-    Raises:
-        PrecisionError: Delayed scaling inside a custom recipe, whose state has no fixed shape.
+    Raises ``PrecisionError`` for delayed scaling inside a custom recipe, whose state has no fixed shape.
     """
     if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
@@ -237,9 +228,8 @@ def guard(module: nn.Module, stock: Any) -> Any:
 def unguard(module: nn.Module, state: Any) -> Any:
     """What of a loaded value TE's own ``set_extra_state`` gets; delayed scaling's state is taken back here. Local.
 
-    Raises:
-        CheckpointError: The value was saved under a condition that does not hold here, or under none where
-            one is due; or it is another module's state; or its bytes were changed.
+    Raises ``CheckpointError`` for a value that was saved under a condition that does not hold here, or under none where
+    one is due; for another module's state; and for changed bytes.
     """
     saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if binding_of(module) is not None or saved is not None:

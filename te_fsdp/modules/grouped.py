@@ -46,8 +46,7 @@ _SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     """Names of the ``GroupedLinear`` modules that expert parallelism deals out, all by default. Local operation.
 
-    Raises:
-        PlacementError: An entry without a ``GroupedLinear``.
+    Raises ``PlacementError`` for an entry without a ``GroupedLinear``.
     """
     names = dict(model.named_modules())
     grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
@@ -73,9 +72,8 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
 def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:
     """Which experts each of these modules holds here. Collective over the 1-D ``ep_mesh``: an object gather.
 
-    Raises:
-        MeshError: On all ranks of ``ep_mesh``: modules that differ in more than the number of experts, and experts that
-            are not dealt out as ``torch.chunk`` cuts.
+    Raises ``MeshError`` on all its ranks for modules that differ in more than the number of experts, and for experts
+    that are not dealt out as ``torch.chunk`` cuts.
     """
     # Number of experts, and all else in which the ranks must agree, as text.
     options = ("in_features", "out_features", "use_bias", "parallel_mode", "tp_size", "params_dtype")
@@ -125,10 +123,7 @@ def single_parameters(module: Any) -> dict[str, Any]:
 
 
 def check_single(module: Any, label: str) -> None:
-    """Raise ``PlacementError`` unless the installed TE, its switches and this device can train single parameters.
-
-    Local operation; every rank sees the same.
-    """
+    """Raise ``PlacementError`` unless TE, its switches and this device can train single parameters. Local."""
     names = single_names(module)
     if not names:
         return
@@ -153,10 +148,7 @@ def check_single(module: Any, label: str) -> None:
 
 
 def check_switch(options: dict[str, Any]) -> None:
-    """Raise ``PlacementError`` if TE would pass over single parameters that a constructor's keywords ask for.
-
-    It does where its environment switch is off.
-    """
+    """Raise ``PlacementError`` if TE passes over single parameters that are asked for, its switch being off."""
     asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
     if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
         raise PlacementError(
@@ -210,33 +202,27 @@ def single_cuts(
     """The dim that FSDP2 shall cut of each single parameter, by name. Local operation on sizes: the same on every rank.
 
     Quantized weights are cut between experts, or within all of them into whole blocks. ``experts`` are those that the
-    module holds, if ``ep`` deals them out.
-
-    Raises:
-        PlacementError: A quantized expert that does not consist of whole blocks of its format.
+    module holds, if ``ep`` deals them out. Raises ``PlacementError`` for an expert that does not consist of whole
+    blocks.
     """
-    counts = experts.counts() if experts is not None else (module.num_gemms,) if single_names(module) else ()
+    names = single_names(module)
+    counts = experts.counts() if experts is not None else (module.num_gemms,) if names else ()
     found = {}
-    for name in single_names(module):
-        features = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
-        weight = _quantized_expert(module, f"{label}.{name}", grid.tp) if name == "weight" else None
-        if weight is not None:
+    for name in names:
+        shape = (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
+        quantizer = weight = None
+        if name == "weight":
+            quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
+        if quantizer is not None:
+            rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
+            weight = weight_made_by(quantizer, f"{label}.{name}", shape, rule, grid.tp)
             check_fit(weight, replace(grid, dp_shard=1))
 
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:
             return weight is None or fits(weight, grid.dp_shard, dim - 1)
 
-        found[name] = grouped_cut((module.num_gemms, *features), grid.dp_shard, counts, fits_within)
+        found[name] = grouped_cut((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
     return found
-
-
-def _quantized_expert(module: Any, label: str, tp: int) -> Weight | None:
-    """One expert's weight (out, in), if TE holds it quantized."""
-    quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
-    if quantizer is None:
-        return None
-    rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
-    return weight_made_by(quantizer, label, (module.out_features, module.in_features), rule, tp)
 
 
 class GroupedModule(GroupedReads, ResettableModule):

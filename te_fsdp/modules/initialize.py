@@ -63,10 +63,9 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
 def initialize_te_parameters(module: nn.Module) -> None:
     """Initialise the own parameters of a bound TE module from TE's ``init_fn`` of each.
 
-    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE
-    holds quantized are quantized once, with the scale of the whole weight.
-
-    Collective over the parameters' mesh (a check of the random state; amax of per-tensor formats).
+    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE holds
+    quantized are quantized once, with the scale of the whole weight. Collective over the parameters' mesh (a check of
+    the random state; amax of per-tensor formats).
 
     Raises:
         InitError: The ranks' random states differ, or an initialiser left values unset.
@@ -137,10 +136,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     """Initialise a module that TE does not know: its own ``reset`` on original-size tensors.
 
     Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
-    check of the random state).
-
-    Returns:
-        Names of own parameters and floating-point buffers that ``reset`` did not fill.
+    check of the random state). Returns the names of own parameters and floating-point buffers that stayed unset.
     """
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
@@ -175,18 +171,12 @@ def target_device(tensor: torch.Tensor) -> torch.device:
 
 
 def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
-    """Raise on all ranks of ``mesh`` unless all hold the same random state on ``device``.
+    """Raise ``InitError`` on all ranks of ``mesh`` unless all hold the same random state on ``device``.
 
     Collective over ``mesh`` (one max all-reduce of two integers per axis).
-
-    Raises:
-        InitError: The states differ.
     """
-    state = (
-        torch.get_rng_state()
-        if device.type == "cpu"
-        else torch.get_device_module(device.type).get_rng_state(device)
-    )
+    on_cpu = device.type == "cpu"
+    state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
     with collective_call(f"reset_parameters ({label})", mesh):
         same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
     if not same:
@@ -271,8 +261,8 @@ def _sentinel_value(dtype: torch.dtype) -> float | bool:
 def _has_sentinel(tensor: torch.Tensor) -> bool:
     """Whether values were left unset.
 
-    Integers: only when all are, as the smallest integer may be meant. Bools and unsigned integers, of which every
-    value may be: never.
+    Integers: only when all are, as the smallest may be meant. Bools and unsigned ones, of which every value may be:
+    never.
     """
     if tensor.numel() == 0:
         return False
@@ -299,14 +289,11 @@ def on_device(planned: Iterable[ModulePlan]) -> bool:
 def find_equal_shards(
     planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> list[str]:
-    """Parameters of which two ranks hold equal parts that should differ. Changes nothing.
+    """Parameters of which two ranks hold equal parts that should differ, with the ranks. Changes nothing.
 
     Over ``tp`` those that it cuts, over ``ep`` those of experts. Collective over the meshes where they have several
-    ranks: one object gather of a checksum per parameter over each. Parameters on meta, and those of modules that are
-    bound already, are left out.
-
-    Returns:
-        One entry per parameter, with the ranks that are equal; the same on all ranks of a tp group, or of an ep group.
+    ranks: one object gather of a checksum per parameter over each, after which all find the same. Parameters on meta,
+    and those of modules that are bound already, are left out.
     """
     if dist.is_initialized() and is_simulated():
         return []
@@ -376,10 +363,7 @@ def _equal_over(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Position-dependent checksum of a tensor's bytes, int64 on its device, wrapping on overflow.
-
-    Halved, so that its negative exists too.
-    """
+    """Position-dependent checksum of a tensor's bytes, int64 on its device, halved: its negative exists too."""
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _PIECE):

@@ -150,11 +150,10 @@ def check_inputs(
 
     Collective over both in that case: one object gather of a checksum per tensor; where floating values differ over
     ``tp``, a broadcast of the first rank's. Nothing in backward, where forwards are computed again, and in the capture
-    of a CUDA graph.
+    of a CUDA graph. Nothing has been gathered or computed when it raises.
 
     Raises:
-        InputError: They differ over ``tp``, or are the same over ``cp``; on all ranks of that axis. Nothing has been
-            gathered or computed yet.
+        InputError: They differ over ``tp``, or are the same over ``cp``; on all ranks of that axis.
         CollectiveError: Some ranks did not come with new shapes.
     """
     check = module.__dict__.get(KEY)
@@ -194,12 +193,9 @@ def check_inputs(
 
 
 def check_same_batch(batch: Any, meshes: Meshes) -> None:
-    """Refuse batches that differ over ``cp``, before each rank takes its part: those of shapes not seen before.
+    """Raise ``InputError`` on all ranks of ``cp`` for batches that differ, before each takes its part of them.
 
-    Collective over ``meshes.cp`` in that case: one object gather of a checksum per tensor.
-
-    Raises:
-        InputError: On all ranks of ``cp``.
+    Collective over ``meshes.cp`` for shapes not seen before: one object gather of a checksum per tensor.
     """
     assert meshes.cp is not None
     named = {"batch" + "".join(f"[{part!r}]" for part in path): t for path, t in _tensors(batch, ())}

@@ -269,11 +269,8 @@ def _quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module
 def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
     """Plan every module of the tree that has parameters, or that TE cuts by tp, or that the user constructs.
 
-    Local operation; changes nothing.
-
-    Raises:
-        MeshError: A module was built for another tensor-parallel size.
-        PlacementError: A TE module without rules, or with options that te_fsdp cannot make right.
+    Local operation; changes nothing. Raises ``MeshError`` for a module that was built for another tensor-parallel size,
+    ``PlacementError`` for one without rules, or with options that te_fsdp cannot make right.
     """
     layouts: dict[int, Layout] = {}
     per_head: set[int] = set()
