@@ -63,11 +63,6 @@ class Block(Generic[K]):
     tensors: list[torch.Tensor]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensors as rows of one."""
-        return (len(self.tensors), *self.tensors[0].shape)
-
-    @property
     def bytes(self) -> int:
         """Bytes of the tensors."""
         return len(self.tensors) * self.tensors[0].nbytes
@@ -115,6 +110,11 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
+def aligned(count: int) -> int:
+    """So many bytes, rounded up to where the next tensor of any dtype may begin."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
 def _host_memory(count: int) -> torch.Tensor:
     """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
 
@@ -137,7 +137,7 @@ class HostMemory:
 
     def take(self, count: int) -> torch.Tensor:
         """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
-        room = -(-count // _ALIGNMENT) * _ALIGNMENT
+        room = aligned(count)
         if room > self._rest.numel():
             self._rest = _host_memory(max(room, _STRETCH))
         taken, self._rest = self._rest[:count], self._rest[room:]
@@ -173,8 +173,8 @@ class Staging:
         self._provide(sizes, pinned=bool(devices))
         copies, on_host = [], []
         for block, (slab, offset) in zip(blocks, places, strict=True):
-            memory = self._slabs[slab][offset : offset + block.bytes]
-            copies.append(memory.view(block.tensors[0].dtype).view(block.shape))
+            memory, first = self._slabs[slab][offset : offset + block.bytes], block.tensors[0]
+            copies.append(memory.view(first.dtype).view(len(block.tensors), *first.shape))
             if block.device.type != "cpu":
                 copies[-1].copy_(block.rows(), non_blocking=True)
             else:
@@ -237,7 +237,7 @@ def _pack(sizes: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Slab and offset of each piece in turn, and the sizes of the slabs; a large piece has a slab of its own."""
     places, slabs = [], [0]
     for size in sizes:
-        room = -(-size // _ALIGNMENT) * _ALIGNMENT
+        room = aligned(size)
         if slabs[-1] and slabs[-1] + room > _SLAB:
             slabs.append(0)
         places.append((len(slabs) - 1, slabs[-1]))

@@ -100,10 +100,7 @@ class Stored:
 class Encoded:
     """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another.
 
-    Attributes:
-        metadata: The file.
-        pieces: Of the index; the last one is the head.
-        mark: In both: the identity of a manifest.
+    The last piece of the index is its head. The mark in both is the identity of a manifest.
     """
 
     metadata: bytes
@@ -128,51 +125,37 @@ class Encoded:
 def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], mark: str) -> Encoded:
     """Index and ``.metadata`` of a save. Local operation; of all pieces, which takes rank 0 some us for each.
 
-    Args:
-        tensors: By key.
-        files: Of each rank.
-        places: Of each rank, a row for each piece that it has written: its number, first byte, bytes.
-        mark: The identity of the manifest.
+    ``files`` and ``places`` are of each rank: a row for each piece that it has written, its number, first byte, bytes.
+    ``mark`` is the identity of the manifest.
     """
     counts = [int(own[:, 0].max(initial=-1)) + 1 for own in places]
     first = np.cumsum([0, *counts])
     lies = np.zeros((first[-1], 2), dtype=np.int64)
     for begin, own in zip(first, places, strict=False):
         lies[begin + own[:, 0]] = own[:, 1:]
-    described = _Described(files)
-
-    def rows() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, Rows]]:
+    described, heads, packed = (
+        _Described(files),
+        list[list[tuple[str, tuple[int, ...], str, int]]](),
+        list[bytes](),
+    )
+    found, count = list[Rows](), 0
+    with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes
             at = lies[first[writers[:, 0]] + writers[:, 1]]
-            own = np.concatenate([writers[:, :1], at, boxes[:, 0], boxes[:, 1]], axis=1)
-            described.add(key, stored, own)
-            yield key, stored.shape, stored.dtype, own
-
-    with without_collector():
-        pieces = pieces_of(files, rows(), mark)
-        return Encoded(described.pickled(mark), pieces, mark)
-
-
-def pieces_of(
-    files: list[str], tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype, Rows]], mark: str
-) -> list[bytes]:
-    """The pieces of an index: its blocks, and its head; given key, shape, dtype and rows of each tensor."""
-    blocks: list[list[tuple[str, list[int], str, int]]] = []
-    packed: list[bytes] = []
-    found: list[Rows] = []
-    count = 0
-    for key, shape, dtype, rows in tensors:
-        if not found:
-            blocks.append([])
-        blocks[-1].append((key, list(shape), dtype_name(dtype), len(rows)))
-        found.append(rows)
-        count += len(rows)
-        if count >= _ROWS:
-            packed.append(_pack(found))
-            found, count = [], 0
-    packed += [_pack(found)] if found else []
-    return [*packed, json.dumps({"mark": mark, "files": files, "blocks": blocks}).encode()]
+            rows = np.concatenate([writers[:, :1], at, boxes[:, 0], boxes[:, 1]], axis=1)
+            described.add(key, stored, rows)
+            if not found:
+                heads.append([])
+            heads[-1].append((key, stored.shape, dtype_name(stored.dtype), len(rows)))
+            found.append(rows)
+            count += len(rows)
+            if count >= _ROWS:
+                packed.append(_pack(found))
+                found, count = [], 0
+        packed += [_pack(found)] if found else []
+        head = json.dumps({"mark": mark, "files": files, "blocks": heads}).encode()
+        return Encoded(described.pickled(mark), [*packed, head], mark)
 
 
 def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
@@ -278,8 +261,8 @@ class Index:
         saved = {
             k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
         }
-        files = {place.relative_path: 0 for place in metadata.storage_data.values()}
-        files = {name: number for number, name in enumerate(files)}
+        names = dict.fromkeys(place.relative_path for place in metadata.storage_data.values())
+        files = {name: number for number, name in enumerate(names)}
 
         def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
             for key in (key for key in keys if key in saved):

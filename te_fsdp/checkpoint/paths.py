@@ -54,14 +54,12 @@ BEAT = 5.0
 #: Seconds without one, after which a holder on another machine counts as dead: clients of NFS may see a file's time a
 #: minute late.
 SILENCE = 120.0
+#: By the owner of each lock that this process holds, what ends its signs of life.
+_held: dict[Owner, threading.Event] = {}
 
 
 def place_of(path: str | os.PathLike[str] | Path) -> Path:
-    """A local path, or one on object storage where it is a URL that fsspec knows. Local operation, touches nothing.
-
-    Raises:
-        CheckpointError: Neither.
-    """
+    """A local path, or one on object storage where it is a URL; CheckpointError if it is neither. Touches nothing."""
     if isinstance(path, RemotePath):
         return cast(Any, path)
     if not isinstance(path, str | os.PathLike):
@@ -270,7 +268,6 @@ class Owner:
 
     Attributes:
         machine: Name of the host, and digits of what a process id means there: its boot and its process ids' namespace.
-        pid: Process id.
         start: Time of the process' start, in ticks since the boot; empty where the system does not tell.
         since: When it began this piece of work, in seconds since 1970, by its clock.
         token: Makes each piece of work another owner.
@@ -369,7 +366,10 @@ def take(target: Path, owner: Owner) -> None:
     finally:
         if own.exists():
             shutil.rmtree(own, ignore_errors=True)
-    _Beat(lock / str(owner)).start()
+    file, _held[owner] = lock / str(owner), threading.Event()
+    threading.Thread(
+        target=_beat, args=(file, _held[owner]), name=f"te_fsdp {file.name}", daemon=True
+    ).start()
 
 
 def _rename(own: Path, lock: Path) -> bool:
@@ -429,29 +429,19 @@ def _is_silent(holder: Path) -> bool:
     return True
 
 
-class _Beat(threading.Thread):
-    """Gives signs of life until the lock is given back, or another's."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(name=f"te_fsdp {file.name}", daemon=True)
-        self.file, self.ended = file, threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.wait(BEAT):
-            try:
-                os.utime(self.file)
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                _log.debug("%s: no sign of life: %s", self.file, error)
+def _beat(file: Path, ended: threading.Event) -> None:
+    """Give signs of life until the lock is given back, or another's."""
+    while not ended.wait(BEAT):
+        try:
+            os.utime(file)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.debug("%s: no sign of life: %s", file, error)
 
 
 def check(target: Path, owner: Owner) -> None:
-    """Raise if a lock is no longer its taker's. Local operation.
-
-    Raises:
-        CheckpointError: This process has been still for so long that another one took it for dead.
-    """
+    """Raise if another has taken this owner's lock, since it was still for so long that it seemed dead. Local."""
     lock = _lock_of(target)
     if (lock / str(owner)).exists():
         return
@@ -468,9 +458,8 @@ def check(target: Path, owner: Owner) -> None:
 def release(target: Path, owner: Owner) -> None:
     """Give a lock back; nothing where it is another's. Local operation."""
     file = _lock_of(target) / str(owner)
-    for thread in threading.enumerate():
-        if isinstance(thread, _Beat) and thread.file == file:
-            thread.ended.set()
+    if owner in _held:
+        _held.pop(owner).set()
     with suppress(OSError):  # another's by now, or the next one has come between the two steps
         file.unlink()
         file.parent.rmdir()

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from te_fsdp.agree import Ranks, digest
-from te_fsdp.checkpoint.background import HostMemory
+from te_fsdp.checkpoint.background import HostMemory, aligned
 from te_fsdp.checkpoint.compare import Rectangle, Staged
+from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.errors import CheckpointError
-from te_fsdp.layout import slices
 
 #: Bytes that are sent together, unless a single tensor has more.
 _MESSAGE = 1 << 26
-#: Tensors begin at multiples of this in a message, so that any dtype is aligned.
-_ALIGNMENT = 64
 #: Ranks beyond which others read the same once more: to have it from ever more ranks costs messages.
 _MOST = 64
 #: Tensors of the model and the optimizer; further ones may be a rank's own.
@@ -47,8 +45,8 @@ class Share:
         ranks: The world.
         members: Those that want the same, in ascending order.
         own: What this rank reads: its part, and what it alone wants.
-        sent: Messages by member.
         dtypes: Of the tensors of the files, by key.
+        sent: Messages by member.
         received: Memory for the other members' messages, by member.
     """
 
@@ -61,20 +59,14 @@ class Share:
 
     @classmethod
     def of(cls, ranks: Ranks, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> Share:
-        """Find who wants the same. Collective over the ranks: a round of small messages.
-
-        Args:
-            ranks: The world.
-            wanted: By this rank.
-            dtypes: Of the tensors of the files, by key.
-        """
+        """Find who wants the same as this rank. Collective over the ranks: a round of small messages."""
         common = [place for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes]
         members = ranks.round(lambda: digest(repr(common)), _alike)
         share = cls(ranks, members, wanted, dtypes)
         if len(members) > 1:
-            parts, rest = _divide(common, len(members), dtypes), set(wanted) - set(common)
+            parts, rest = share._divide(common), set(wanted) - set(common)
             share.own = [*parts[members.index(ranks.rank)], *(place for place in wanted if place in rest)]
-            share.sent = [_messages(part, dtypes) for part in parts]
+            share.sent = [share._messages(part) for part in parts]
         return share
 
     def provide(self) -> None:
@@ -87,23 +79,19 @@ class Share:
     def exchange(self, staged: Staged) -> None:
         """Send what this rank has read to the others, and take theirs. Collective over the members.
 
-        Args:
-            staged: Has what this rank was to read; gets the rest.
-
         Raises:
             CheckpointError: A rank has died.
         """
         count, me = len(self.members), self.members.index(self.ranks.rank)
         for number in range(max(map(len, self.sent), default=0)):
-            mine = self.sent[me][number] if number < len(self.sent[me]) else None
-            packed = None if mine is None else self._pack(mine, staged)
+            packed = [self._pack(message, staged) for message in self.sent[me][number : number + 1]]
             for turn in range(1, count):
                 source = self.members[(me - turn) % count]
                 theirs = self.received[source][number : number + 1]
                 try:
                     works = [self.ranks.group.recv(theirs, source, 1)] if theirs else []
-                    if packed is not None:
-                        works.append(self.ranks.group.send([packed], self.members[(me + turn) % count], 1))
+                    if packed:
+                        works.append(self.ranks.group.send(packed, self.members[(me + turn) % count], 1))
                     for work in works:
                         work.wait()
                 except RuntimeError as lost:  # gloo's
@@ -123,11 +111,31 @@ class Share:
 
     def _views(self, message: _Message, data: torch.Tensor) -> list[tuple[Rectangle, torch.Tensor]]:
         """The rectangles of a message, as tensors in its memory."""
-        found = []
-        for place, begin in message.places:
-            part = data[begin : begin + _bytes_of(place, self.dtypes)]
-            found.append((place, part.view(self.dtypes[place[0]]).view(place[2])))
-        return found
+        parts = ((place, data[begin : begin + self._bytes_of(place)]) for place, begin in message.places)
+        return [(place, part.view(self.dtypes[place[0]]).view(place[2])) for place, part in parts]
+
+    def _bytes_of(self, place: Rectangle) -> int:
+        return math.prod(place[2]) * self.dtypes[place[0]].itemsize
+
+    def _divide(self, places: list[Rectangle]) -> list[list[Rectangle]]:
+        """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
+        sizes, count = [self._bytes_of(place) for place in places], len(self.members)
+        parts: list[list[Rectangle]] = [[] for _ in range(count)]
+        total, before = max(1, sum(sizes)), 0
+        for place, size in zip(places, sizes, strict=True):
+            parts[min(count - 1, (before + size // 2) * count // total)].append(place)
+            before += size
+        return parts
+
+    def _messages(self, places: list[Rectangle]) -> list[_Message]:
+        messages: list[_Message] = []
+        for place in places:
+            size = aligned(self._bytes_of(place))
+            if not messages or messages[-1].size + size > _MESSAGE:
+                messages.append(_Message([]))
+            messages[-1].places.append((place, messages[-1].size))
+            messages[-1].size += size
+        return messages
 
 
 def _alike(seen: list[int]) -> list[list[int]]:
@@ -140,29 +148,3 @@ def _alike(seen: list[int]) -> list[list[int]]:
         for first in range(0, len(ranks), _MOST):
             place |= dict.fromkeys(ranks[first : first + _MOST], ranks[first : first + _MOST])
     return [place[rank] for rank in range(len(seen))]
-
-
-def _bytes_of(place: Rectangle, dtypes: Mapping[str, torch.dtype]) -> int:
-    return math.prod(place[2]) * dtypes[place[0]].itemsize
-
-
-def _divide(places: list[Rectangle], count: int, dtypes: Mapping[str, torch.dtype]) -> list[list[Rectangle]]:
-    """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
-    sizes = [_bytes_of(place, dtypes) for place in places]
-    parts: list[list[Rectangle]] = [[] for _ in range(count)]
-    total, before = max(1, sum(sizes)), 0
-    for place, size in zip(places, sizes, strict=True):
-        parts[min(count - 1, (before + size // 2) * count // total)].append(place)
-        before += size
-    return parts
-
-
-def _messages(places: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> list[_Message]:
-    messages: list[_Message] = []
-    for place in places:
-        size = -(-_bytes_of(place, dtypes) // _ALIGNMENT) * _ALIGNMENT
-        if not messages or messages[-1].size + size > _MESSAGE:
-            messages.append(_Message([]))
-        messages[-1].places.append((place, messages[-1].size))
-        messages[-1].size += size
-    return messages

@@ -237,21 +237,21 @@ class _Collected:
         experts = {} if self.is_known else self.optimized.experts
         token, stage = None if self.plan is None else self.plan.token, None
         if self.stage is not None:
-            names = ("parameters", "buffers", "extra_states", "tied")
-            fields = {name: self.described.fields[name] for name in names}
-            fields |= {
-                "delayed": self.delayed,
-                "semantics": self.semantics,
-                "optimizer": self.saved_optimizer(),
-            }
-            stage = self.stage.number, fields if self.stage.speaks else None
+            stage = self.stage.number, self.fields() if self.stage.speaks else None
         return _Seen(digests, self.own.encoded, experts, token, stage)
 
-    def saved_optimizer(self) -> dict[str, Any] | None:
-        """The manifest's ``optimizer``."""
-        if self.optimizer is None:
-            return None
-        return {"class": type(self.optimizer).__name__, "groups": self.groups, "state": self.described.states}
+    def fields(self) -> dict[str, Any]:
+        """What this rank says in the manifest."""
+        fields = {
+            **self.described.fields,
+            "delayed": self.delayed,
+            "semantics": self.semantics,
+            "optimizer": None,
+        }
+        if self.optimizer is not None:
+            kind, states = type(self.optimizer).__name__, self.described.states
+            fields["optimizer"] = {"class": kind, "groups": self.groups, "state": states}
+        return fields
 
     def entries(self) -> dict[str, Entry]:
         """All tensors that have elements, with rank 0's of the user, and every rank's own."""
@@ -416,8 +416,7 @@ def _describe(
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
-    fields: dict[str, Any] = {**collected.described.fields, "delayed": collected.delayed}
-    fields |= {"semantics": collected.semantics, "optimizer": collected.saved_optimizer(), **(whole or {})}
+    fields = {**collected.fields(), **(whole or {})}
     if fields["optimizer"] is not None:
         # Not in place: a later save takes what is there now.
         fields["optimizer"] |= {"state": {**fields["optimizer"]["state"], **experts}}

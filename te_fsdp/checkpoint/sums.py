@@ -123,12 +123,8 @@ def synced(path: Path) -> Iterator[Any]:
 def telling_why(target: Path, needed: int | None = None) -> Iterator[None]:
     """Say what the system has refused to write, of a full disk that it is full, whatever became of the system's error.
 
-    Args:
-        target: What is being written.
-        needed: Bytes that this process has to write.
-
     Raises:
-        CheckpointError: In the place of the system's error.
+        CheckpointError: In the place of the system's error. ``needed`` are the bytes that this process has to write.
     """
     try:
         yield
@@ -169,13 +165,9 @@ def sync(path: Path) -> None:
 
 
 class Frame(NamedTuple):
-    """A ``torch.save`` file of a contiguous tensor but for its elements.
+    """A ``torch.save`` file of a contiguous tensor but for its elements: what stands around them.
 
-    Attributes:
-        head: What comes before them.
-        size: Their bytes.
-        tail: What comes after them. The checksums that the zip format has for its members are zero there, which
-            ``torch.load`` does not look at.
+    The checksums that the zip format has for its members are zero there, which ``torch.load`` does not look at.
     """
 
     head: bytes
@@ -280,13 +272,8 @@ class CheckedFile:
 
     Files that te_fsdp wrote before format 3 have no table: only their size is known.
 
-    Args:
-        path: The file.
-        listed: The manifest's entry of it; ``None`` where it has none.
-        save_id: The manifest's.
-
     Raises:
-        DamagedFileError: It is not the file that the manifest lists.
+        DamagedFileError: It is not the file that the manifest, with this id of the save, lists.
     """
 
     def __init__(self, path: Path, listed: Listed | None, save_id: str) -> None:
@@ -313,12 +300,7 @@ class CheckedFile:
         self._file.close()
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
-        """The bytes of consecutive pieces of these lengths, from a byte on. Any thread may call this.
-
-        Args:
-            offset: Byte at which the first begins.
-            lengths: Of each.
-            data: uint8 on the host, as many as they are together; filled, and returned.
+        """Fill ``data``, uint8 on the host, with pieces of these lengths from a byte on. Any thread may call this.
 
         Raises:
             DamagedFileError: They are not the bytes that were saved, or there are no such pieces.
@@ -360,18 +342,10 @@ class CheckedFile:
         return pieces
 
     def check(self, crc: int, tick: Tick) -> None:
-        """Read all of it.
-
-        Args:
-            crc: Of the whole file, where it has no table.
-            tick: Told the bytes of each block.
-
-        Raises:
-            DamagedFileError: Something in it has changed.
-        """
+        """Read all of it; DamagedFileError if something has changed. ``crc`` is of the whole, where it has no table."""
+        spans = {0: (self.size, crc)} if self.pieces is None else self.pieces
         self._file.seek(0)
         reader = io.BufferedReader(self._file)
-        spans = {0: (self.size, crc)} if self.pieces is None else self.pieces
         for at, (length, expected) in spans.items():
             if _crc(reader, length, tick) != expected:
                 raise _changed(at, length)
@@ -382,10 +356,7 @@ def _changed(at: int, length: int) -> DamagedFileError:
 
 
 def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
-    """Things that lie side by side in a file together, up to so many bytes; larger ones alone.
-
-    ``items`` are in their order in the file, ``span`` gives the first byte of one, and its bytes.
-    """
+    """Things that lie side by side in a file, in their order there, together up to so many bytes; larger ones alone."""
     run: list[T] = []
     first = end = 0
     for item in items:
