@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,11 +26,11 @@ from te_fsdp.agree import are_equal, digest, raised_on_all_ranks
 from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, PlacementError, shorten
 from te_fsdp.modules.initialize import MEANT, checksum, is_constant, refuse_equal_shards
-from te_fsdp.parameters import facts_of, label_of
+from te_fsdp.parameters import facts_of, label_of, places_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN
-from te_fsdp.sharding.materialize import differing_copies
-from te_fsdp.sharding.state import mark_gathered, refuse_assigned, refuse_hooks
+from te_fsdp.sharding.materialize import holding_groups, own_groups
+from te_fsdp.sharding.state import mark_gathered, refuse_assigned, refuse_hooks, shard_of
 from te_fsdp.step_hooks import registered_at
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.state import ShardingState
     from te_fsdp.step_hooks import Step
 
+T = TypeVar("T")
+
 # Elements of a part that chance does not make equal to another.
 _TELLING = 16
 #: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).
@@ -49,13 +52,7 @@ _FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: 
 
 
 def before_first_forward(state: ShardingState) -> None:
-    """Look at what was done to a model between ``fully_shard`` and its first forward. Local operation.
-
-    Raises:
-        OrderError: Parameters that came after ``fully_shard``, gradient hooks that would never run, or values that were
-            assigned to ``.data``.
-        InitError: Values that ``to_empty`` has left unset.
-    """
+    """Raise for what was done to a model between ``fully_shard`` and its first forward. Local operation."""
     _refuse_changed(state)
     if not state.emptied:
         return
@@ -79,10 +76,7 @@ def before_first_forward(state: ShardingState) -> None:
 
 
 def refuse_inference_mode(state: ShardingState) -> None:
-    """Raise where weights that were first gathered under ``torch.inference_mode`` are to be trained. Local operation.
-
-    What FSDP2 allocates in a model's first forward then can never be written to outside of that mode.
-    """
+    """Raise where weights that were first gathered under ``torch.inference_mode`` are to be trained. Local."""
     if torch.is_inference_mode_enabled():
         state.inferred = state.inferred or (bool(state.modules) and not state.roots())
     elif state.inferred:
@@ -120,12 +114,10 @@ def before_first_step(step: Step) -> None:
 
 
 def _refuse_changed(state: ShardingState) -> None:
-    """Raise for what has come since ``fully_shard``: trained parameters, gradient hooks, values assigned to ``.data``.
-
-    Nobody would average the gradients of new parameters. What stays whole is hooked by what reduces its gradients.
-    """
+    """Raise for what has come since ``fully_shard``: trained parameters, gradient hooks, assignments to ``.data``."""
     for _, unit in state.gathered():  # by hand, by a pipeline's schedule, or in the backward that steps
         mark_gathered(unit)
+    # What stays whole is hooked by what reduces its gradients.
     reduced = state.replicated.reduced() if state.replicated is not None else set()
     others = {name: p for name, p in state.parameters().items() if id(p) not in reduced}
     new = [name for name, p in others.items() if p.requires_grad and not isinstance(p, DTensor)]
@@ -170,13 +162,11 @@ def _refuse_beside_the_model(state: ShardingState, step: Step) -> None:
 
 
 def _refuse_other_optimizers(state: ShardingState, step: Step, parameters: list[torch.Tensor]) -> None:
-    """Raise unless all ranks have given the optimizer the same parameters and options. Collective over the mesh.
-
-    The order counts where a step sends something for several parameters together.
-    """
+    """Raise unless all ranks have given the optimizer the same parameters and options. Collective over the mesh."""
     mesh = state.meshes.device_mesh
     if mesh.size() == 1:
         return
+    # The order counts where a step sends something for several parameters together.
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in parameters)
     names = state.names()
@@ -211,11 +201,7 @@ def _in_words(value: Any) -> str:
 
 
 def watch_writes(state: ShardingState) -> None:
-    """Refuse parameters that are written to in forward, in the first one of each unit that is trained. Local operation.
-
-    ``nn.Embedding(max_norm=...)`` does that, and ``weight.clamp_()`` in a module's forward: what they write to is the
-    gathered copy, which is released, and the shard stays as it was.
-    """
+    """Refuse parameters that are written to in forward, in the first one of each unit that is trained. Local."""
     for unit in state.modules.values():
         seen: list[tuple[torch.Tensor, Any, int]] = []
         handles: list[Any] = []
@@ -315,10 +301,7 @@ def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None
 
 
 def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
-    """Raise for state that another rank has pickled, and for main weights that the optimizer does not update.
-
-    ``torch.load`` gives every rank that rank's part; a shallow copy of an optimizer has its state alone.
-    """
+    """Raise for state that another rank has pickled, and for main weights that the optimizer does not update."""
     follows = hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer)
     for parameter in parameters:
         held = step.optimizer.state.get(parameter, {})
@@ -342,8 +325,17 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
 
 
 def _refuse_differing_copies(state: ShardingState) -> None:
-    """Raise where ranks that hold copies hold different ones. Collective over the mesh if there are copies."""
-    bad = differing_copies(state)
+    """Raise where ranks that hold copies hold different ones. Collective over every axis that copies a parameter."""
+    held: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+    for place in places_of(state.model):
+        # Weights may be gathered now.
+        shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
+        groups = [*own_groups(shard.parameter), *holding_groups(state, shard)]
+        if groups:
+            value = checksum(_torch.local_of(shard.parameter))
+            for group in groups:
+                held.setdefault(group, []).append((place.label, value))
+    bad = list(dict.fromkeys(label for label, is_same in _compared(held) if not is_same))
     if bad:
         raise InitError(
             f"{shorten(bad)}: copies differ between ranks",
@@ -358,9 +350,9 @@ def _equal_shards(state: ShardingState) -> list[str]:
     """Parameters of which all ranks of an axis hold the same part, of values that are not all the same.
 
     So does ``parameter.to_local().normal_()`` with equal seeds leave them. Experts, which may begin as copies of one,
-    are left out. Collective over every axis that cuts a parameter: one max all-reduce of two integers for each.
+    are left out. Collective over every axis that cuts a parameter.
     """
-    cut: dict[dist.ProcessGroup, list[tuple[str, str, torch.Tensor]]] = {}
+    cut: dict[dist.ProcessGroup, list[tuple[tuple[str, str, torch.Tensor], torch.Tensor]]] = {}
     for name, p in state.parameters().items():
         local = _torch.local_of(p)
         if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
@@ -370,14 +362,20 @@ def _equal_shards(state: ShardingState) -> list[str]:
         names = p.device_mesh.mesh_dim_names or ()
         for axis, placement in enumerate(p.placements):
             if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
-                cut.setdefault(p.device_mesh.get_group(axis), []).append((name, names[axis], local))
+                part = (name, names[axis], local), checksum(local)
+                cut.setdefault(p.device_mesh.get_group(axis), []).append(part)
     found: dict[str, str] = {}
-    for group, parts in cut.items():
-        same = are_equal(torch.stack([checksum(local) for _, _, local in parts]), group).tolist()
-        for (name, axis, local), is_same in zip(parts, same, strict=True):
-            if is_same and not bool(is_constant(local)):
-                found.setdefault(name, f"{name} (all ranks of {axis})")
+    for (name, axis, local), is_same in _compared(cut):
+        if is_same and not bool(is_constant(local)):
+            found.setdefault(name, f"{name} (all ranks of {axis})")
     return list(found.values())
+
+
+def _compared(held: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]]) -> Iterator[tuple[T, bool]]:
+    """What a checksum is of, and whether all ranks of its group have the same. Collective: two integers for each."""
+    for group, sums in held.items():
+        same = are_equal(torch.stack([value for _, value in sums]), group).tolist()
+        yield from zip((what for what, _ in sums), same, strict=True)
 
 
 # -------------------------------------------------------------------------------------------------- unfit optimizers

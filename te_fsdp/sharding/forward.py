@@ -247,8 +247,7 @@ def _require_computed_alike(state: ShardingState) -> None:
     """Compare, before a forward of the model, what it would compute with what the other ranks would.
 
     Local operation while nothing changes; else collective over the ranks that gather or split layers with this one, and
-    in training over all of the model's: through the store, then an all-reduce of two numbers for each axis. Raises
-    where some ranks do not come, or have other recipes, dtypes or trained parameters.
+    in training over all of the model's: through the store, then an all-reduce of two numbers for each axis.
     """
     known = state.computed
     mode = state.model.training, torch.is_grad_enabled()

@@ -222,11 +222,7 @@ def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
 
     Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
     as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
-    gradients are divided by one if the user wants sums.
-
-    Args:
-        state: The model's.
-        policy: FSDP2's, of models without a precision policy.
+    gradients are divided by one if the user wants sums. ``policy`` is FSDP2's, of models without one of ours.
     """
     average = state.average_gradients
     meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}
@@ -270,8 +266,10 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     if state.precision_plan is not None:
         state.precision_plan.install(state.model, plan.parameters.values())
     reduce_unused(state.model)
-    watch_reductions(state)
-    _reduce_whole(plan, state)
+    if state.outer == "optim":
+        watch_reductions(state)
+    if plan.replicated:
+        _reduce_whole(plan, state)
     state.model.__dict__[KEY] = state
     mark(state)
     tell_attention(state.model, state.meshes)
@@ -286,7 +284,8 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     watch_first_backward(state)
     watch_writes(state)
     run_around_steps(BEFORE_STEP, AFTER_STEP)
-    _fuse_wgrad(state, fused)
+    if fused:
+        _fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)
     take_in_shards(state)
     reduce_from_where_they_lie(state, plan.mp_policy, plan.request.zero_copy_gradients)
@@ -295,8 +294,6 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
 def _reduce_whole(plan: ModelPlan, state: ShardingState) -> None:
     """Reduce the gradients of what stays whole, and say in a line of the log what that is."""
     replicated = plan.replicated
-    if not replicated:
-        return
     if rank() == 0:
         parameters = [item.parameter for item in replicated]
         elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
@@ -362,12 +359,12 @@ def _fused_weights(module: nn.Module) -> tuple[str, ...]:
 
 def _refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
     """Raise for a fused module whose weights FSDP2 does not reduce. Local operation, the same on all ranks."""
-    names = {id(module): name for name, module in plan.model.named_modules()}
     for module in fused:
         for weight in _fused_weights(module):
-            if plan.parameters[id(module), weight].storage.is_whole:
+            row = plan.parameters[id(module), weight]
+            if row.storage.is_whole:
                 raise PlacementError(
-                    f"{names[id(module)]}.{weight}: fuse_wgrad_accumulation=True of a weight that is not sharded",
+                    f"{row.label}: fuse_wgrad_accumulation=True of a weight that is not sharded",
                     why="TE gives no gradient that could be reduced",
                     fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
                 )
@@ -375,25 +372,34 @@ def _refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
 
 def _fuse_wgrad(state: ShardingState, fused: list[nn.Module]) -> None:
     """Let TE accumulate the weight gradients of ``fused`` where FSDP2 finds them. Local operation."""
-    if not fused:
-        return
-    records = {}
-    for unit in state.modules.values():
-        for managed, group in _fsdp2.records_of(unit):
-            for owner, name in _torch.owners_of(managed):
-                records[id(owner), name] = _Buffer(managed, group)
-    holder: list[weakref.ref[torch.Tensor]] = []
+    holders: list[weakref.ref[torch.Tensor]] = []
+    records = {
+        (id(owner), name): _Buffer(managed, group, holders)
+        for unit in state.modules.values()
+        for managed, group in _fsdp2.records_of(unit)
+        for owner, name in _torch.owners_of(managed)
+    }
     for module in fused:
         buffers = {name: records[id(module), name] for name in _fused_weights(module)}
-        module.register_forward_pre_hook(_torch.untraced(functools.partial(_give_buffers, buffers, holder)))
+        module.register_forward_pre_hook(_torch.untraced(functools.partial(_give_buffers, buffers)))
+
+
+def _give_buffers(buffers: dict[str, _Buffer], module: nn.Module, args: Any) -> None:
+    """After FSDP2 has gathered: the tensors that TE will see say where their gradients go."""
+    for name, buffer in buffers.items():
+        local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
+        if not hasattr(local, "__fsdp_param__"):
+            local.__fsdp_param__, local.overwrite_main_grad = True, buffer
+            local.get_main_grad = functools.partial(buffer.tensor, weakref.ref(local))
 
 
 class _Buffer:
     """Where FSDP2 looks for one parameter's gradient. True while what is there is to be overwritten."""
 
-    def __init__(self, managed: Any, group: Any) -> None:
+    def __init__(self, managed: Any, group: Any, holders: list[weakref.ref[torch.Tensor]]) -> None:
         self.managed, self.group = weakref.ref(managed), weakref.ref(group)
         self._is_new = self._was_asked = False
+        self._holders = holders  # the weight that keeps a buffer as an attribute, of those of all of a model
 
     def __bool__(self) -> bool:
         if _torch.backward_id() < 0:
@@ -401,8 +407,16 @@ class _Buffer:
         self._was_asked = True
         return self._is_new
 
-    def tensor(self) -> torch.Tensor:
-        """The local buffer, to be overwritten where nothing was accumulated. Local operation."""
+    def tensor(self, weight: weakref.ref[torch.Tensor]) -> torch.Tensor:
+        """The local buffer for TE, to be overwritten where nothing was accumulated. Local operation.
+
+        TE keeps it as an attribute of the weight: that of the weight before is dropped here.
+        """
+        for earlier in self._holders:
+            held = earlier()
+            if held is not None:
+                held.__dict__.pop("main_grad", None)
+        self._holders[:] = [weight]
         managed, group = self.managed(), self.group()
         assert managed is not None and group is not None
         self._is_new = _fsdp2.accumulated(managed) is None
@@ -410,26 +424,3 @@ class _Buffer:
         if self._is_new and not self._was_asked:
             found.zero_()  # a TE that does not ask adds to it: the first time nobody knows
         return found
-
-
-def _give_buffers(
-    buffers: dict[str, _Buffer], holder: list[weakref.ref[torch.Tensor]], module: nn.Module, args: Any
-) -> None:
-    """After FSDP2 has gathered: the tensors that TE will see say where their gradients go."""
-    for name, buffer in buffers.items():
-        local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
-        if not hasattr(local, "__fsdp_param__"):
-            local.__fsdp_param__, local.overwrite_main_grad = True, buffer
-            local.get_main_grad = functools.partial(_main_grad, buffer, holder, weakref.ref(local))
-
-
-def _main_grad(
-    buffer: _Buffer, holder: list[weakref.ref[torch.Tensor]], weight: weakref.ref[torch.Tensor]
-) -> torch.Tensor:
-    """The buffer, for TE. TE keeps it as an attribute of the weight: that of the weight before is dropped here."""
-    for earlier in holder:
-        tensor = earlier()
-        if tensor is not None:
-            tensor.__dict__.pop("main_grad", None)
-    holder[:] = [weight]
-    return buffer.tensor()

@@ -35,10 +35,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class Snapshot:
-    """What a recording of a model's step was made with; taken between steps, while weights are sharded.
-
-    ``optimizer`` is the one whose step was recorded too; ``None`` if it was not.
-    """
+    """What a recording, with the step of ``optimizer`` or without, was made with; taken while weights are sharded."""
 
     def __init__(self, state: ShardingState, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
@@ -107,10 +104,7 @@ class Snapshot:
 
 
 class LearningRates:
-    """An optimizer's learning rates as tensors on the device, which its recorded step reads.
-
-    The groups keep what the user, or a scheduler, puts into them: numbers or tensors.
-    """
+    """Learning rates as tensors on the device, which a recorded step reads; groups keep what they have been given."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
-from te_fsdp.sharding.state import mark, mesh_of, settle, shard_of, sharding_state
+from te_fsdp.sharding.state import mark, mesh_of, settle, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -232,10 +232,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
 
 
 def _refuse_conversion(state: ShardingState, fn: Any) -> None:
-    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local.
-
-    FSDP2 has allocated what it gathers into then.
-    """
+    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local."""
     if not state.roots():
         return
     kinds = {
@@ -307,12 +304,12 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
         shapes = (parameter.shape, local.shape)
         states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
-        for group in _own_groups(parameter):
+        for group in own_groups(parameter):
             found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
         # Data-parallel ranks hold those states alike that are not cut over further axes.
         axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
         whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
-        for group in _holders(state, place) if state is not None else ():
+        for group in holding_groups(state, place) if state is not None else ():
             found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
     for group, tensors in found.items():
         broadcast(tensors, group)
@@ -320,7 +317,7 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         finish_writing(local)
 
 
-def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
+def own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     """Groups of ranks that hold a parameter alike, by its own mesh."""
     if not isinstance(parameter, DTensor):
         return []
@@ -328,7 +325,7 @@ def _own_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     return [mesh.get_group(axis) for axis, p in axes if p.is_replicate() and mesh.size(axis) > 1]
 
 
-def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
+def holding_groups(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
     """Groups of data-parallel ranks that hold a parameter alike, of which its own mesh says nothing."""
     plan, meshes = plan_of(place.parameter) or state.plans.get(place.label), state.meshes
     if plan is None:
@@ -339,30 +336,6 @@ def _holders(state: ShardingState, place: Place) -> list[dist.ProcessGroup]:
     return [root.get_group(axis) for axis in alike if axis not in (own or ()) and root[axis].size() > 1]
 
 
-def differing_copies(state: ShardingState) -> list[str]:
-    """Names of the parameters of which ranks that hold copies hold different ones. Changes nothing.
-
-    Collective over every axis along which a parameter is replicated: one max all-reduce of two integers each.
-
-    Returns:
-        What the groups of this rank differ in: not the same on all ranks.
-    """
-    found: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
-    for place in places_of(state.model):
-        # Weights may be gathered now.
-        shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
-        groups = [*_own_groups(shard.parameter), *_holders(state, shard)]
-        if groups:
-            value = checksum(_torch.local_of(shard.parameter))
-            for group in groups:
-                found.setdefault(group, []).append((place.label, value))
-    bad: dict[str, None] = {}
-    for group, held in found.items():
-        same = are_equal(torch.stack([value for _, value in held]), group).tolist()
-        bad |= {name: None for (name, _), equal in zip(held, same, strict=True) if not equal}
-    return list(bad)
-
-
 # ---------------------------------------------------------------------------------------------------------- comparisons
 
 
@@ -370,12 +343,8 @@ def check_same_model(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
     Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
-    expert modules, the ranks that hold the same experts must have the same.
-
-    Collective over the world: three max all-reduces of a few integers per axis.
-
-    Raises:
-        MeshError: The models or the settings differ.
+    expert modules, the ranks that hold the same experts must have the same. Collective over the world: three max
+    all-reduces of a few integers per axis.
     """
     model, meshes, settings = plan.model, plan.meshes, plan.settings()
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
@@ -411,14 +380,9 @@ def check_replicas(plan: ModelPlan) -> None:
     """Raise on all ranks unless parameters on the device are equal wherever they must be.
 
     Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
-    replicated parameters. FSDP2 takes each rank's part from that rank, so that differing initialisations
-    would be mixed in silence. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
-    experts that ranks of ep, hold of their own must not be equal.
-
-    Collective over the world: max all-reduces of two integers per parameter and axis, small object gathers.
-
-    Raises:
-        InitError: Names the parameters that differ, or that do not.
+    replicated parameters. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
+    experts that ranks of ep, hold of their own must not be equal. Collective over the world: max all-reduces of two
+    integers per parameter and axis, small object gathers.
     """
     meshes, rows = plan.meshes, plan.parameters
     found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in places_of(plan.model))

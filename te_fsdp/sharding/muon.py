@@ -427,17 +427,9 @@ def _exchanged(
     updates: Mapping[int, torch.Tensor],
     orthogonalized: Callable[[_Weight, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Orthogonalise updates. Collective over the ranks: two all-to-alls.
+    """Orthogonalise this rank's pieces of updates, by ``_Weight.index``: 1-D, bf16; their memory is given away.
 
-    Args:
-        group: The ranks; ``None`` for this one.
-        weights: Theirs, in the same order on all of them.
-        updates: By ``_Weight.index``: this rank's pieces, 1-D, bf16; their memory is given away. Weights that are not
-            there have no gradient, on any rank.
-        orthogonalized: The result for a whole weight.
-
-    Returns:
-        This rank's pieces of the results, likewise.
+    Weights that are not there have no gradient, on any rank. Collective over the ranks: two all-to-alls.
     """
     weights = [weight for weight in weights if weight.index in updates]
     if group is None or not weights:

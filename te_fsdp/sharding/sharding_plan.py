@@ -125,10 +125,7 @@ class ModelPlan:
 
 
 def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPlan:
-    """Check all that can be checked, and decide the rest. Changes nothing.
-
-    Collective over the world: what one rank refuses, all do.
-    """
+    """Check all that can be checked, decide the rest, change nothing. Collective over the world: all raise, or none."""
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         check_order(model)
         _check_policy(request.precision, request.mp_policy)
@@ -198,14 +195,8 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
     """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
 
     Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
-    by its owner's id and its name there.
-
-    Args:
-        model: The root.
-        units: Name -> storage of each unit, ``""`` for the root.
-
-    Raises:
-        PlacementError: A parameter registered at several places, of which some are replicated, or in several units.
+    by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
+    ``units`` (name -> storage, ``""`` for the root).
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
@@ -326,11 +317,7 @@ def _strategy(strategy: Wish | None, reshard_after_forward: bool | None) -> Wish
 
 
 def check_word(option: str, given: Any) -> str:
-    """What an option of :data:`WORDS` was given, if it is one of its words.
-
-    Raises:
-        PlacementError: It is none; suggests the word that it probably stands for.
-    """
+    """What an option of :data:`WORDS` was given, if it is one of its words; the error suggests what may be meant."""
     words = WORDS[option]
     if isinstance(given, str) and given in words:
         return given

@@ -242,10 +242,7 @@ def mark_gathered(unit: nn.Module) -> None:
 
 
 def versions_of(unit: nn.Module) -> dict[int, int]:
-    """``id`` of a shard -> how often it was written to in place.
-
-    Quantized ones do not count: kernels write them behind torch's back.
-    """
+    """``id`` of a shard -> how often it was written to; but of quantized ones, which kernels write on their own."""
     shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
     return {id(p): _torch.version_of(p) for p, local in shards if not _te.is_quantized(local)}
 
@@ -304,10 +301,7 @@ def refuse_in_backward(where: str) -> None:
 
 
 def mark(state: ShardingState, *, moved: bool = False) -> None:
-    """Let each parameter that the model has now know ``state``, and what is settled about it. Local operation.
-
-    ``moved`` says that parameters have other memory than before, by a conversion.
-    """
+    """Let each parameter know ``state``, and what is settled about it; ``moved`` by a conversion, or not. Local."""
     reference = weakref.ref(state)
     state.computed.places.clear()
     for name, parameter in state.parameters().items():
@@ -410,14 +404,9 @@ def is_container(module: nn.Module) -> bool:
 
 
 def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
-    """Raise for gradient hooks that never run, or would be lost. Local operation.
+    """Raise for gradient hooks that never run, or would be lost, on parameters that FSDP2 manages, by name. Local.
 
-    Args:
-        named: Parameters that FSDP2 manages, or is to manage, by name.
-        sharded: Whether it does so by now: then hooks that run after a gradient was added are right.
-
-    Raises:
-        OrderError: Names the first.
+    Before it is ``sharded`` those that run after a gradient was added are lost too.
     """
     hooked = [
         name
