@@ -355,13 +355,9 @@ class Background:
             self._thread.join(min(REPORT_AFTER, max(timeout - silent, 0.0)) if waits else REPORT_AFTER)
 
     def start(self, handle: SaveHandle, work: Callable[[], None], waited: float, ranks: Ranks) -> None:
-        """Do the rest of a save in a thread. The interpreter does not end before it has.
+        """Do the rest of a save in a thread, which tells the handle how it ends; the interpreter does not end before.
 
-        Args:
-            handle: Told how it ends.
-            work: Raises TeFsdpError when it fails.
-            waited: Seconds of its stall that were spent on waiting for the save before.
-            ranks: Those that it waits for.
+        Its caller has waited so many seconds for the save before. ``ranks`` are those that the work waits for.
         """
         text = (
             "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"

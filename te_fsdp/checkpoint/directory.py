@@ -78,7 +78,7 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
     Args:
         target: What is to appear.
         force: Whether it may take the place of what lies there; ``None`` in a save, which may not.
-        is_file: Whether only the hidden path is returned, for a file.
+        is_file: Only return the hidden path, for a file.
 
     Raises:
         CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
@@ -108,13 +108,10 @@ def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
 
 
 def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
-    """Make what was written visible, durably, and give the lock back. Local operation.
-
-    Of a save, rank 0 alone calls this, after all ranks have written.
+    """Make what was written visible, durably, and give the lock back. One process calls this, after all have written.
 
     Raises:
-        CheckpointError: Something lies at the target by now, or another process has its lock. :func:`discard` is
-            still to be called.
+        CheckpointError: Something lies there by now, or another has the lock. :func:`discard` is still to be called.
     """
     if is_remote(temporary):
         return _commit_folder(temporary)
@@ -206,7 +203,7 @@ def new_directory(
         force: Replace what lies there; it stays until the new one is whole.
         needed: Bytes that will be written, for messages.
         is_file: Yield the hidden path alone, for a file.
-        is_checkpoint: Whether a manifest is written too, without which nothing appears whole on object storage.
+        is_checkpoint: A manifest is written too, without which nothing appears whole on object storage.
 
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
@@ -252,8 +249,8 @@ def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
     for owner in _remove_left_folders(target):
         if owner.is_alive():
             raise written_by(target, owner)
-        more = "%s: begun by another job as well, %s; the first to end has it"
-        _log.warning(more, target, owner.describe())
+        text = "%s: begun by another job as well, %s; the first to end has it"
+        _log.warning(text, target, owner.describe())
     folder = target / f"{_DATA}{Owner.new()}"
     (folder / _BEGUN).write_bytes(b"")
     return folder
@@ -324,10 +321,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     the wrong size) is passed over with a warning.
 
     Args:
-        directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``.
+        directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``; or one itself.
 
     Returns:
-        Path of the checkpoint, of ``directory`` itself if it is one; ``None`` where nothing is.
+        Path of the checkpoint; ``None`` where nothing is.
     """
     place = place_of(directory)
     while True:

@@ -189,10 +189,8 @@ _RESERVED = (_TUPLE, _TENSOR, _PER_RANK)
 class PerRank:
     """A value in ``extra`` of which every rank has its own, such as the state of its random generators.
 
-    On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be:
-    ``load`` names it in a warning and gives ``None`` in its place.
-
-    ``value`` is what ``extra`` may hold; ranks may hold different things.
+    It is what ``extra`` may hold; ranks may hold different things. On the mesh that saved it, each rank gets its own
+    back. On another mesh nobody can say whose it would be: ``load`` warns, and gives ``None`` in its place.
     """
 
     value: Any
@@ -200,12 +198,7 @@ class PerRank:
 
 @dataclass
 class OwnParts:
-    """This rank's values of the PerRank places in an ``extra``.
-
-    Attributes:
-        encoded: JSON form by place.
-        entries: Tensors that they refer to; their keys name the rank.
-    """
+    """This rank's values of the PerRank places of an ``extra``: JSON forms by place, tensors by keys that name it."""
 
     rank: int
     encoded: dict[str, Any] = field(default_factory=dict)

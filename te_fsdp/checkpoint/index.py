@@ -408,12 +408,7 @@ class _Properties(TensorProperties):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         made: Any = self
         made.__class__ = TensorProperties  # dataclasses of two classes are never equal
-        made.__setstate__(state[: _fields_of_properties()])
-
-
-@functools.cache
-def _fields_of_properties() -> int:
-    return len(TensorProperties().__getstate__())
+        made.__setstate__(state[: len(_properties(torch.float32).__getstate__())])
 
 
 class _Unpickler(pickle.Unpickler):
@@ -450,11 +445,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_metadata(data: bytes) -> Metadata:
-    """DCP's ``.metadata``, a pickle, read with its own classes alone.
+    """DCP's ``.metadata``, a pickle, read with its own classes alone. Damaged ones may raise anything.
 
     Raises:
-        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged. Damaged ones may
-            raise anything.
+        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged.
     """
     _refuse_large_numbers(data)
     unpickler = _Unpickler(io.BytesIO(data))

@@ -189,13 +189,10 @@ class RemotePath:
         return RangeFile(self) if mode == "rb" and not buffering else self.call("open", mode)
 
     def create(self, data: bytes) -> None:
-        """Write an object unless there is one: of several processes that do, one succeeds.
+        """Write an object, or raise FileExistsError where there is one: of several processes that do, one succeeds.
 
         S3, Google's and Azure's storage decide it; with an fsspec that cannot ask them to, there is a moment between
         looking and writing.
-
-        Raises:
-            FileExistsError: There is one.
         """
         try:
             self.call("pipe_file", data, mode="create")

@@ -381,10 +381,9 @@ def _prepare(
         temporary, experts, save_id = begun_with
         manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
         plan = collected.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
-        is_known = plan is collected.plan
         tensors = collected.tensors()
         check_replicas(ranks, plan.part, tensors, plan.names)
-        writing = Writing(ranks, temporary, save_id, plan, is_known, tensors)
+        writing = Writing(ranks, temporary, save_id, plan, tensors)
         background().plans[model] = plan, collected.described
         return writing, manifest
     except BaseException:

@@ -88,8 +88,7 @@ class Writing:
     """What this rank has to write, and where.
 
     Attributes:
-        plan: Agreed on for this save, or before.
-        is_known: Whether before: the places in the files are those of then.
+        plan: Agreed on for this save, or before, if it has places in the files: they must be the same again.
         tensors: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept.
         copies: What is written instead: numbers of pieces with their rows on the host.
         problem: What went wrong when they were copied.
@@ -99,7 +98,6 @@ class Writing:
     path: Path
     save_id: str
     plan: Plan
-    is_known: bool
     tensors: InitVar[list[torch.Tensor]]
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
     problem: Exception | None = None
@@ -113,10 +111,7 @@ class Writing:
         return sum(block.bytes for block in self.own)
 
     def copy(self, staging: Staging) -> None:
-        """Copy what this rank writes to the host; the model's own tensors are let go. Local operation.
-
-        What goes wrong is raised by :meth:`write`, where all ranks hear of it.
-        """
+        """Copy what this rank writes to the host, let the model's go; what goes wrong is raised by :meth:`write`."""
         try:
             rows = staging.copy(self.own)
             self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
@@ -146,7 +141,8 @@ class Writing:
                 tick(rows.nbytes)
             listed = file.finish(name, self.save_id)
         places = np.array(lies, dtype=np.int64).reshape(-1, 3)
-        if self.is_known and not np.array_equal(places, self.plan.places):
+        is_known = len(self.plan.places) > 0
+        if is_known and not np.array_equal(places, self.plan.places):
             raise CheckpointError(
                 f"{self.path}: save: tensors were written in another order than by the save that planned it",
                 expected=f"{len(self.plan.places)} pieces at the places of then",
@@ -154,7 +150,7 @@ class Writing:
                 fix="please report this; a model built anew is planned anew",
             )
         self.plan.places = places
-        return None if self.is_known else places, {name: listed}
+        return None if is_known else places, {name: listed}
 
     def finish(self, places: list[Rows | None], manifest: Manifest) -> None:
         """Write index and metadata, given the places of all ranks, and list them. Rank 0 alone calls this.
@@ -169,12 +165,9 @@ class Writing:
         plan.encoded.write(self.path, manifest)
 
 
-def signature_of(entries: dict[str, Entry]) -> list[Any]:
+def signature_of(entries: dict[str, Entry]) -> Any:
     """All that a plan depends on. Local operation."""
-    return [
-        (key, entry.shape, entry.dtype, *((p.offsets, p.tensor.shape, p.tensor.device) for p in entry.pieces))
-        for key, entry in entries.items()
-    ]
+    return held(entries), [tensor.device for tensor in tensors_of(entries)]
 
 
 def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
@@ -183,19 +176,14 @@ def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
 
 
 def plan_entries(ranks: Ranks, path: Path, entries: dict[str, Entry], signature: Any) -> Plan:
-    """Decide who writes what. Collective over the ranks: a round of what each rank holds.
+    """Decide who writes what of this rank's entries, none of them empty. Collective over the ranks: one round.
 
-    Args:
-        ranks: The world.
-        path: An empty directory.
-        entries: This rank's, none of them empty.
-        signature: By which this rank knows that it holds the same again.
+    ``signature`` is that by which this rank knows that it holds the same again.
 
     Raises:
         CheckpointError: The pieces of all ranks do not fit together. All ranks raise it.
     """
-    names: list[str] = []
-    found: list[dict[str, Stored]] = []
+    names, found = list[str](), list[dict[str, Stored]]()
 
     def mine() -> Held:
         if not is_remote(path):
@@ -278,11 +266,7 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
     """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
 
-    Args:
-        path: The directory.
-        tensors: By key; empty ones are left out, as in every checkpoint of te_fsdp.
-        tick: Told the bytes of each block.
-        manifest: Of what is written.
+    Empty tensors are left out, as in every checkpoint of te_fsdp. ``tick`` is told the bytes of each block.
 
     Returns:
         The manifest as of a save of its own, with the files.
@@ -297,15 +281,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     plan = plan_entries(alone, path, entries, None)
     pieces = [(tensors[key], piece) for key, entry in entries.items() for piece in entry.pieces]
     copies = (([at], _rows_of(*pieces[at])) for at in plan.part.writes)
-    writing = Writing(alone, path, manifest.save_id, plan, False, tensors_of(entries), copies)
+    writing = Writing(alone, path, manifest.save_id, plan, tensors_of(entries), copies)
     try:
         places, files = writing.write(tick)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: cannot be written ({type(error).__name__}: {error})", fix="check the space left"
-        ) from error
+        text = f"{path}: cannot be written ({type(error).__name__}: {error})"
+        raise CheckpointError(text, fix="check the space left") from error
     manifest.files.update(files)
     writing.finish([places], manifest)
     return manifest
@@ -341,16 +324,10 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
 
 
 def check_replicas(ranks: Ranks, part: Part, tensors: list[torch.Tensor], names: list[str]) -> None:
-    """Raise on all ranks unless pieces that several ranks hold have the same bytes on all of them.
+    """Raise on all ranks unless this rank's pieces that others hold too have the same bytes on all of them.
 
     Collective over the ranks: a round of a number for each set of ranks that hold the same, of which there are few; one
-    more, of a number for each piece, only if they differ.
-
-    Args:
-        ranks: The world.
-        part: Says what others hold as well.
-        tensors: This rank's pieces.
-        names: Of what several ranks hold, by number; rank 0 alone needs them.
+    more, of a number for each piece, only if they differ. Rank 0 alone needs ``names``, those of :class:`Plan`.
 
     Raises:
         CheckpointError: Names the tensors and the ranks.
