@@ -200,52 +200,42 @@ def _in_words(value: Any) -> str:
 # --------------------------------------------------------------------------------------------------- writes in forward
 
 
-def watch_writes(state: ShardingState) -> None:
-    """Refuse parameters that are written to in forward, in the first one of each unit that is trained. Local."""
-    for unit in state.modules.values():
-        seen: list[tuple[torch.Tensor, Any, int]] = []
-        handles: list[Any] = []
-        # After FSDP2's hook, which gathers, and before the one that releases.
-        before = _torch.untraced(functools.partial(_before_writes, seen))
-        after = _torch.untraced(functools.partial(_refuse_written, state, seen, handles))
-        handles.append(unit.register_forward_pre_hook(before))
-        handles.append(unit.register_forward_hook(after, prepend=True))
+def watch_writes(state: ShardingState, unit: nn.Module) -> None:
+    """Refuse parameters of a unit that are written to in its first forward that is trained. Local operation."""
+    seen: list[tuple[torch.Tensor, Any, int]] = []
 
+    def before(unit: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():  # else perhaps in inference mode, where nobody counts
+            seen[:] = [
+                (parameter, record, _torch.version_of(parameter))
+                for parameter, record in _fsdp2.gathered_parameters(unit)
+                if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those behind torch's back
+            ]
 
-def _before_writes(seen: list[tuple[torch.Tensor, Any, int]], unit: nn.Module, args: Any) -> None:
-    if torch.is_grad_enabled():  # else perhaps in inference mode, where nobody counts
-        seen[:] = [
-            (parameter, record, _torch.version_of(parameter))
-            for parameter, record in _fsdp2.gathered_parameters(unit)
-            if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those behind torch's back
-        ]
+    def after(unit: nn.Module, args: Any, output: Any) -> None:
+        if _torch.in_backward() or not torch.is_grad_enabled():
+            return
+        while handles:
+            handles.pop().remove()
+        written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
+        seen.clear()
+        if written:
+            mark_gathered(unit)
+            names = state.names()
+            found = [names.get(id(_fsdp2.sharded_of(record)), "a parameter") for record in written]
+            raise OrderError(
+                f"{shorten(found, 3)}: written to in forward",
+                expected="weights that a forward only reads",
+                got="a write in place, as of nn.Embedding(max_norm=...), or of weight.clamp_() in a module's forward",
+                why="It changes the gathered copy alone, which is released: the sharded weight stays as it was",
+                fix="write to the parameters after the optimizer's step, under torch.no_grad()",
+            )
 
-
-def _refuse_written(
-    state: ShardingState,
-    seen: list[tuple[torch.Tensor, Any, int]],
-    handles: list[Any],
-    unit: nn.Module,
-    args: Any,
-    output: Any,
-) -> None:
-    if _torch.in_backward() or not torch.is_grad_enabled():
-        return
-    while handles:
-        handles.pop().remove()
-    written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
-    seen.clear()
-    if written:
-        mark_gathered(unit)
-        names = state.names()
-        found = [names.get(id(_fsdp2.sharded_of(record)), "a parameter") for record in written]
-        raise OrderError(
-            f"{shorten(found, 3)}: written to in forward",
-            expected="weights that a forward only reads",
-            got="a write in place, as of nn.Embedding(max_norm=...), or of weight.clamp_() in a module's forward",
-            why="It changes the gathered copy alone, which is released: the sharded weight stays as it was",
-            fix="write to the parameters after the optimizer's step, under torch.no_grad()",
-        )
+    # After FSDP2's hook, which gathers, and before the one that releases.
+    handles: list[Any] = [
+        unit.register_forward_pre_hook(_torch.untraced(before)),
+        unit.register_forward_hook(_torch.untraced(after), prepend=True),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- split backwards
@@ -257,7 +247,7 @@ def watch_first_backward(state: ShardingState) -> None:
     Zero-bubble schedules compute gradients of a stage's inputs first, and those of its weights in a second backward
     through the same graph. Modules of TransformerEngine compute both at once, and free what they have saved.
     """
-    if state.meshes.pp is None or not any(_te.kind_of(module) for module in state.model.modules()):
+    if not any(_te.kind_of(module) for module in state.model.modules()):
         return
     handles: list[Any] = []
 

@@ -304,9 +304,8 @@ def _meet_in_mode(state: ShardingState, mode: tuple[bool, bool]) -> None:
     known = state.computed
     mesh = _met_by(state, any(state.units[name].gather == "pass" for name in state.modules))
     if mesh is not None and _may_meet(state, mesh):
-        kind = (
-            f"forward in {'training' if mode[0] else 'evaluation'}{'' if mode[1] else ' without gradients'}"
-        )
+        kind = f"forward in {'training' if mode[0] else 'evaluation'}"
+        kind += "" if mode[1] else " without gradients"
         with _meeting(kind if mode in known.modes else f"first {kind}", mesh):
             known.meetings[mesh.mesh_dim_names] += 1
     known.modes.add(mode)

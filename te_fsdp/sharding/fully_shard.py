@@ -281,8 +281,10 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     compare_gradients(state.model, check_inputs)
     watch_forward(state)
     watch_conversions(state)
-    watch_first_backward(state)
-    watch_writes(state)
+    if state.meshes.pp is not None:
+        watch_first_backward(state)
+    for unit in state.modules.values():
+        watch_writes(state, unit)
     run_around_steps(BEFORE_STEP, AFTER_STEP)
     if fused:
         _fuse_wgrad(state, fused)

@@ -32,7 +32,6 @@ from te_fsdp.agree import on_any_rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
 from te_fsdp.sharding.graph_checks import (
-    CudaRecorder,
     Inputs,
     LearningRates,
     Signature,
@@ -129,25 +128,16 @@ def graphed_step(
 
 @dataclass
 class _Recording:
-    """A step that was recorded for one kind of inputs.
-
-    Attributes:
-        gradients: Forward, backward, reductions.
-        output: What the function has returned, and the norm: written anew by each replay.
-        trained: Parameters that got gradients.
-        held: Their gradients, where somebody reads them between the graphs; else empty.
-        microbatches: How many ``report_nan`` has counted.
-        update: The optimizer's step; ``None`` where it runs eagerly.
-    """
+    """A step that was recorded for one kind of inputs."""
 
     signature: Signature
     inputs: Inputs
-    gradients: torch.cuda.CUDAGraph
-    output: StepOutput
-    trained: list[torch.Tensor]
-    held: list[torch.Tensor]
-    microbatches: int
-    update: torch.cuda.CUDAGraph | None = None
+    gradients: torch.cuda.CUDAGraph  # forward, backward, reductions
+    output: StepOutput  # what the function has returned, and the norm: written anew by each replay
+    trained: list[torch.Tensor]  # parameters that got gradients
+    held: list[torch.Tensor]  # their gradients, where somebody reads them between the graphs; else empty
+    microbatches: int  # how many ``report_nan`` has counted
+    update: torch.cuda.CUDAGraph | None = None  # the optimizer's step; ``None`` where it runs eagerly
 
 
 class GraphedStep:
@@ -193,7 +183,7 @@ class GraphedStep:
             return self._eager(args, kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
         with self._recorder.aside():
-            return self._aside(self._recorder, leaves, structure)
+            return self._aside(leaves, structure)
 
     def forget(self) -> None:
         """Drop what was recorded: the next call runs eagerly, the one after it records anew. Local operation.
@@ -213,7 +203,7 @@ class GraphedStep:
 
     # ----------------------------------------------------------------------------------------------------- eager steps
 
-    def _aside(self, recorder: CudaRecorder, leaves: list[Any], structure: Any) -> StepOutput:
+    def _aside(self, leaves: list[Any], structure: Any) -> StepOutput:
         """A step on the recorder's stream."""
         self._state.pending_gathers.wait()
         if self._state.gathers or self._state.gathered():
@@ -223,12 +213,11 @@ class GraphedStep:
             self._drop()
         signature = Signature.of(leaves, structure)
         found = next((r for r in self._recorded if r.signature.fits(signature)), None)
-        if (found is not None and found.update is not None) or (
-            found is None and self._step_can_be_recorded()
-        ):
+        reads_rates = self._step_can_be_recorded() if found is None else found.update is not None
+        if reads_rates:
             self._rates.take()
         if found is None and self._may_record(signature):
-            found = self._record(recorder, signature, Inputs(leaves, structure, self._device), leaves)
+            found = self._record(signature, Inputs(leaves, structure, self._device), leaves)
         if found is not None:
             return self._replay(found, leaves)
         there = [
@@ -300,18 +289,16 @@ class GraphedStep:
             self._run_eagerly(why)
         return not why
 
-    def _record(
-        self, recorder: CudaRecorder, signature: Signature, inputs: Inputs, leaves: list[Any]
-    ) -> _Recording | None:
+    def _record(self, signature: Signature, inputs: Inputs, leaves: list[Any]) -> _Recording | None:
         """Record a step, or find out on all ranks that it cannot be. Collective over the model's ranks."""
         with collective_call("graphed_step", self._state.meshes.device_mesh):
             why = why_not(self._optimizer, leaves)
             if on_any_rank(bool(why), self._state.meshes.device_mesh):
                 self._run_eagerly(why or "another rank cannot record its step")
                 return None
-            recording = self._record_gradients(recorder, signature, inputs)
+            recording = self._record_gradients(signature, inputs)
             if recording is not None and self._step_can_be_recorded():
-                self._record_update(recorder, recording)
+                self._record_update(recording)
             self._settle()
         if recording is None:
             return None
@@ -325,9 +312,7 @@ class GraphedStep:
         )
         return recording
 
-    def _record_gradients(
-        self, recorder: CudaRecorder, signature: Signature, inputs: Inputs
-    ) -> _Recording | None:
+    def _record_gradients(self, signature: Signature, inputs: Inputs) -> _Recording | None:
         """The first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
         args, kwargs = inputs.arguments()
         zero_grad(self._model)
@@ -335,7 +320,7 @@ class GraphedStep:
         report = self._state.nan_report
         if report is not None:
             report.forget()
-        made = self._on_all_ranks(recorder, lambda: self._gradients(args, kwargs))
+        made = self._on_all_ranks(lambda: self._gradients(args, kwargs))
         if isinstance(made, str):
             self._settle()
             self._run_eagerly(made)
@@ -346,13 +331,13 @@ class GraphedStep:
         count = 0 if report is None else report.microbatch
         return _Recording(signature, inputs, replay, output, trained, held, count)
 
-    def _record_update(self, recorder: CudaRecorder, recording: _Recording) -> None:
+    def _record_update(self, recording: _Recording) -> None:
         """The second graph, unless it fails on any rank. Collective over the model's ranks."""
         report = self._state.nan_report
         if report is not None:
             report.check()  # asked now, it is not asked in the recording
         output, norm = recording.output
-        made = self._on_all_ranks(recorder, lambda: self._update(norm))
+        made = self._on_all_ranks(lambda: self._update(norm))
         if isinstance(made, str):
             self._no_update = made
             self._step_can_be_recorded()  # says so
@@ -370,16 +355,14 @@ class GraphedStep:
         if self._state.gathered():
             release_params(self._model)
 
-    def _on_all_ranks(
-        self, recorder: CudaRecorder, call: Callable[[], T]
-    ) -> tuple[torch.cuda.CUDAGraph, T] | str:
+    def _on_all_ranks(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | str:
         """What was recorded, or why that has failed, here or on another rank. Collective over the model's ranks."""
+        assert self._recorder is not None
         made, why = None, "the capture has failed on another rank"
         try:
-            made = recorder.record(call)
-        except (
-            Exception
-        ) as error:  # whatever it is: the step runs eagerly then, and raises what is wrong with it
+            made = self._recorder.record(call)
+        except Exception as error:
+            # Whatever it is: the step runs eagerly then, and raises what is wrong with it.
             lines = str(error).splitlines() or [""]
             why = f"the capture has failed ({type(error).__name__}: {lines[0][:200]})"
         failed = on_any_rank(made is None, self._state.meshes.device_mesh)

@@ -158,17 +158,16 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
 
 def _initialize(module: nn.Module) -> list[str]:
     """Initialise one module's own tensors; returns the names that were left unset."""
+    reset: Any = getattr(module, "reset_parameters", None)
     if isinstance(module, ForeignModule):
         # Its reset_parameters would raise for this module alone; materialize reports all at once.
-        return initialize_by_reset(module, super(ForeignModule, module).reset_parameters)  # type: ignore[misc]
-    if not hasattr(module, "reset_parameters"):
-        other = getattr(module, "_reset_parameters", None)
-        # What stays on meta is named at the end, together with all else.
-        return [] if other is None else initialize_by_reset(module, other)
-    if binding_of(module) is not None or _te.kind_of(module) is not None:
-        module.reset_parameters()  # type: ignore[operator]
+        reset = super(ForeignModule, module).reset_parameters  # type: ignore[misc]
+    elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
+        reset()
         return []
-    return initialize_by_reset(module, module.reset_parameters)  # type: ignore[arg-type]
+    reset = reset or getattr(module, "_reset_parameters", None)
+    # What stays on meta is named at the end, together with all else.
+    return [] if reset is None else initialize_by_reset(module, reset)  # type: ignore[bad-argument-type]
 
 
 @contextmanager

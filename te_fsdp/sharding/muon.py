@@ -275,25 +275,15 @@ def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
 
 @dataclass
 class _Weight:
-    """One weight.
+    """One weight."""
 
-    Attributes:
-        index: Its place among all that Muon updates.
-        label: Its name.
-        shape: Of the original.
-        fused: The matrices in it.
-        boxes: Rectangles of the original that make up this rank's local tensor.
-        boxes_of: Likewise of each of the ranks that hold pieces of it.
-        owner: Which of these computes it.
-    """
-
-    index: int
-    label: str
-    shape: tuple[int, ...]
-    fused: _Fused
-    boxes: tuple[Box, ...]
-    boxes_of: Sequence[tuple[Box, ...]] = ()
-    owner: int = 0
+    index: int  # its place among all that Muon updates
+    label: str  # its name
+    shape: tuple[int, ...]  # of the original
+    fused: _Fused  # the matrices in it
+    boxes: tuple[Box, ...]  # rectangles of the original that make up this rank's local tensor
+    boxes_of: Sequence[tuple[Box, ...]] = ()  # likewise of each of the ranks that hold pieces of it
+    owner: int = 0  # which of these computes it
 
     @property
     def heights(self) -> list[int]:

@@ -201,9 +201,8 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
     named = {id(modules[name]): name for name in units}
-    inside: dict[
-        str, str
-    ] = {}  # the innermost unit around each module; a module of several names has them all
+    # The innermost unit around each module; a module of several names has them all.
+    inside: dict[str, str] = {}
     for name, module in modules.items():  # parents come before their children
         inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[Place, str, Storage]]] = {}
