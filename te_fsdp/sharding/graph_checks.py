@@ -281,14 +281,10 @@ def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = (
 
 
 class Signature(NamedTuple):
-    """What of a call's arguments a recording depends on: all but the values of tensors.
+    """What of a call's arguments a recording depends on: all but the values of tensors."""
 
-    Attributes:
-        structure: How the leaves lie in tuples, lists and dictionaries.
-        leaves: Of a tensor its shape, dtype and whether it requires a gradient; else the value itself.
-    """
-
-    structure: Any
+    structure: Any  #: How the leaves lie in tuples, lists and dictionaries
+    #: Of a tensor its shape, dtype and whether it requires a gradient; else the value itself.
     leaves: list[Any]
 
     @classmethod

@@ -58,14 +58,10 @@ MOST_KINDS, MOST_RECORDINGS = 4, 16
 
 
 class StepOutput(NamedTuple):
-    """What a step gives back.
+    """What a step gives back."""
 
-    Attributes:
-        output: What the function has returned, tensors detached: copies that the next step leaves alone.
-        grad_norm: The gradients' norm before clipping, float32 scalar; ``None`` without ``max_norm``.
-    """
-
-    output: Any
+    output: Any  #: What the function has returned, tensors detached: copies that the next step leaves alone
+    #: The gradients' norm before clipping, float32 scalar; ``None`` without ``max_norm``.
     grad_norm: torch.Tensor | None
 
 
@@ -132,12 +128,12 @@ class _Recording:
 
     signature: Signature
     inputs: Inputs
-    gradients: torch.cuda.CUDAGraph  # forward, backward, reductions
-    output: StepOutput  # what the function has returned, and the norm: written anew by each replay
-    trained: list[torch.Tensor]  # parameters that got gradients
-    held: list[torch.Tensor]  # their gradients, where somebody reads them between the graphs; else empty
-    microbatches: int  # how many ``report_nan`` has counted
-    update: torch.cuda.CUDAGraph | None = None  # the optimizer's step; ``None`` where it runs eagerly
+    gradients: torch.cuda.CUDAGraph  #: Forward, backward, reductions
+    output: StepOutput  #: What the function has returned, and the norm: written anew by each replay
+    trained: list[torch.Tensor]  #: Parameters that got gradients
+    held: list[torch.Tensor]  #: Their gradients, where somebody reads them between the graphs; else empty
+    microbatches: int  #: How many ``report_nan`` has counted
+    update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` where it runs eagerly
 
 
 class GraphedStep:

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -398,12 +398,8 @@ def check_whole(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> No
     _require_equal(found, meshes, meshes.device_mesh, "materialize")
 
 
-class _Held(NamedTuple):
-    """A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it."""
-
-    label: str
-    checksum: torch.Tensor
-    whole: bool
+#: A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it.
+_Held = tuple[str, torch.Tensor, bool]
 
 
 def _require_equal(
@@ -418,7 +414,7 @@ def _require_equal(
         local = _torch.local_of(parameter)
         if not local.is_meta:
             whole = plan.rule is None or plan.rule.shard_dim is None
-            held[plan.experts].append(_Held(label, checksum(local), whole))
+            held[plan.experts].append((label, checksum(local), whole))
     with raised_on_all_ranks(told, where):
         bad = _differing(held[False], meshes.device_mesh)
         bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
@@ -439,13 +435,14 @@ def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
     """
     if not held:
         return []
-    mine = torch.stack([item.checksum for item in held])
+    labels, sums, whole = zip(*held, strict=True)
+    mine = torch.stack(sums)
     differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
     if "tp" in (mesh.mesh_dim_names or ()):
-        replicated = torch.tensor([item.whole for item in held], device=mine.device)
+        replicated = torch.tensor(whole, device=mine.device)
         differs |= replicated & ~are_equal(mine, mesh["tp"])
         # A difference seen by one tp rank alone must reach the others: all raise, or none.
         seen = differs.to(torch.int64)
         maximum(seen, mesh["tp"])
         differs = seen.bool()
-    return [item.label for item, flag in zip(held, differs.tolist(), strict=True) if flag]
+    return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]

@@ -277,13 +277,13 @@ def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
 class _Weight:
     """One weight."""
 
-    index: int  # its place among all that Muon updates
-    label: str  # its name
-    shape: tuple[int, ...]  # of the original
-    fused: _Fused  # the matrices in it
-    boxes: tuple[Box, ...]  # rectangles of the original that make up this rank's local tensor
-    boxes_of: Sequence[tuple[Box, ...]] = ()  # likewise of each of the ranks that hold pieces of it
-    owner: int = 0  # which of these computes it
+    index: int  #: Its place among all that Muon updates
+    label: str  #: Its name
+    shape: tuple[int, ...]  #: Of the original
+    fused: _Fused  #: The matrices in it
+    boxes: tuple[Box, ...]  #: Rectangles of the original that make up this rank's local tensor
+    boxes_of: Sequence[tuple[Box, ...]] = ()  #: Likewise of each of the ranks that hold pieces of it
+    owner: int = 0  #: Which of these computes it
 
     @property
     def heights(self) -> list[int]:

@@ -26,49 +26,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter on this rank, or the weights (or biases) of all its experts of one ``GroupedLinear``.
+    """One parameter on this rank, or the weights (or biases) of all its experts of one ``GroupedLinear``."""
 
-    Attributes:
-        name: Name in the model; of experts ``<module>.weight``, whichever way the module holds them.
-        shape: Logical (original) shape; of experts (experts, ...), those of other ranks included.
-        layout: ``plain``, ``stacked(...)`` or ``grouped``.
-        placements: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain
-            tensor.
-        local_shape: Shape of this rank's part.
-        dtype: Format of a quantized weight with its nominal dtype, or the dtype.
-        bytes: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta.
-        note: Whether it stays whole over data parallel; how FSDP2 was told to cut a quantized weight that its
-            default cut does not fit; which experts this rank holds; empty otherwise.
-    """
-
-    name: str
+    name: str  #: Name in the model; of experts ``<module>.weight``, whichever way the module holds them
+    #: Logical (original) shape; of experts (experts, ...), those of other ranks included.
     shape: tuple[int, ...]
-    layout: str
+    layout: str  #: ``plain``, ``stacked(...)`` or ``grouped``
+    #: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain tensor.
     placements: str
-    local_shape: tuple[int, ...]
-    dtype: str
-    bytes: int
+    local_shape: tuple[int, ...]  #: Shape of this rank's part
+    dtype: str  #: Format of a quantized weight with its nominal dtype, or the dtype
+    bytes: int  #: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta
+    #: Whether it stays whole over data parallel; how FSDP2 was told to cut a quantized weight that its default cut does
+    #: not fit; which experts this rank holds; empty otherwise.
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Table of a model's parameters; iterate over :attr:`rows`, or print it.
+    """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
 
-    Attributes:
-        rows: One per parameter, or per module's experts.
-        costs: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
-        transports: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
-        shared_bytes: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for
-            those that are copied there first. On a GPU torch's allocator does not count it.
-        gradients: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty:
-            they are not), and the names of the large parameters.
-    """
-
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  #: One per parameter, or per module's experts
+    #: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
     costs: tuple[tuple[str, int], ...] = ()
+    #: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
     transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    #: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for those that are
+    #: copied there first. On a GPU torch's allocator does not count it.
     shared_bytes: int = 0
+    #: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty: they are
+    #: not), and the names of the large parameters.
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
@@ -275,19 +262,14 @@ def _times(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on this rank that come on top of a parameter's own while it is trained; 0 for a frozen one.
+    """Bytes on this rank that come on top of a parameter's own while it is trained; 0 for a frozen one."""
 
-    Attributes:
-        gradient: Of its gradient when it is reduced, between the last backward of a step and ``zero_grad``.
-        unreduced: Of its gradient while it adds up unreduced: whole, as far as tp and ep do not cut it.
-        main: Of its main weight in the optimizer's state, if it is quantized.
-        dtype: Of the gradient; ``None`` for a frozen parameter.
-    """
-
+    #: Of its gradient when it is reduced, between the last backward of a step and ``zero_grad``.
     gradient: int = 0
+    #: Of its gradient while it adds up unreduced: whole, as far as tp and ep do not cut it.
     unreduced: int = 0
-    main: int = 0
-    dtype: torch.dtype | None = None
+    main: int = 0  #: Of its main weight in the optimizer's state, if it is quantized
+    dtype: torch.dtype | None = None  #: Of the gradient; ``None`` for a frozen parameter
 
 
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:

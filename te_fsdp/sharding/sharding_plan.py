@@ -80,23 +80,19 @@ class Request:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All that is settled before anything changes.
-
-    Attributes:
-        units: Name -> storage of each unit, outer before inner; ``""`` is the root with what its units have left.
-        whole: Names of modules that have parameters, in them or below them, all of which stay whole.
-        parameters: Every place of a parameter, by its owner's id and the name that it has there before it is bound.
-        modules: How each module is bound.
-        precision: What the policy means for each unit that FSDP2 cuts; ``None`` without a policy.
-    """
+    """All that is settled before anything changes."""
 
     model: nn.Module
     meshes: Meshes
     request: Request
+    #: Name -> storage of each unit, outer before inner; ``""`` is the root with what its units have left.
     units: dict[str, Storage]
+    #: Names of modules that have parameters, in them or below them, all of which stay whole.
     whole: frozenset[str]
+    #: Every place of a parameter, by its owner's id and the name that it has there before it is bound.
     parameters: dict[Key, ParameterPlan]
-    modules: list[ModulePlan]
+    modules: list[ModulePlan]  #: How each module is bound
+    #: What the policy means for each unit that FSDP2 cuts; ``None`` without a policy.
     precision: PrecisionPlan | None
 
     @property

@@ -43,109 +43,85 @@ KEY = "_te_fsdp_sharding"
 
 @dataclass
 class Computed:
-    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.forward`).
+    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.sharding.forward`)."""
 
-    Attributes:
-        mode: Training, and with gradients.
-        modes: Those that there were.
-        under: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
-        places: Full name of each parameter, and where it is registered.
-        trained: Which of them were trained in that forward.
-        units: Name of a unit -> its last recipe in training.
-        pairs: Recipes before and now of what this forward has met for.
-        meetings: Names of the axes of a mesh -> how often its ranks have met.
-    """
-
-    mode: tuple[bool, bool] | None = None
-    modes: set[tuple[bool, bool]] = field(default_factory=set)
+    mode: tuple[bool, bool] | None = None  #: Training, and with gradients
+    modes: set[tuple[bool, bool]] = field(default_factory=set)  #: Those that there were
+    #: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
     under: tuple[Any, Any] | None = None
+    #: Full name of each parameter, and where it is registered.
     places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
-    trained: list[bool] | None = None
-    units: dict[str, Any] = field(default_factory=dict)
+    trained: list[bool] | None = None  #: Which of them were trained in that forward
+    units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
+    #: Recipes before and now of what this forward has met for.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    #: Names of the axes of a mesh -> how often its ranks have met.
     meetings: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
 class ShardingState:
-    """What training needs to know about a sharded model.
-
-    Attributes:
-        units: Name -> storage of each unit; ``""`` is the root with what its units have left.
-        outer: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``.
-        precision: The policy, or ``None``.
-        average_gradients: Whether gradients are means over data-parallel ranks, or sums.
-        precision_plan: What ``precision`` means for each parameter, or ``None``.
-        plans: Full name -> what is settled about a parameter.
-        modules: Name -> module of the units that FSDP2 manages, inner before outer.
-        replicated: The machinery of parameters that FSDP2 does not manage, or ``None``.
-        outer_optimizer: What shards main weights and optimizer state over further axes, or ``None``.
-        sync_mode: How the backwards to come count.
-        last_microbatch: Whether the loop has said that the backward to come is the last one of its step; without that,
-            others may follow.
-        last_microbatches: How often it has said so.
-        unfinished: Whether reductions may be under way that nobody has waited for.
-        waiting: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
-        cleared: Whether ``zero_grad`` of the model's optimizers reaches those, as far as they were there then.
-        failed: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
-        dropped: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack
-            it, though none are there now.
-        gathers: Name of a unit -> its gather that was started by hand and not waited for.
-        pending_gathers: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
-        versions: Name of a unit -> :func:`versions_of` it when it was gathered.
-        nan_report: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``.
-        stepping: The optimizer whose step runs, or has raised.
-        mixing: Held open during a step whose optimizer works on DTensors and plain parameters at once.
-        methods: How many methods of the model run that gather as forward does, and may call it.
-        on_meta: Whether parameters may still be on meta.
-        aside: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
-        recognised: Names of the units whose gathered parameters :func:`shard_of` knows.
-        transports: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
-        copied: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is
-            copied, or empty.
-        computed: How the last forwards were computed, which ranks must do alike.
-        optimizers: Those that have begun a step -> how many parameters they had, and the ``id`` of their state then.
-        emptied: Whether ``to_empty`` may have left memory that nothing was written to.
-        inferred: Whether the first forward ran under ``torch.inference_mode``.
-    """
+    """What training needs to know about a sharded model."""
 
     model: nn.Module
     meshes: Meshes
+    #: Name -> storage of each unit; ``""`` is the root with what its units have left.
     units: dict[str, Storage]
-    outer: str = "no_shard"
-    precision: Any = None
-    average_gradients: bool = True
-    precision_plan: Any = None
+    outer: str = "no_shard"  #: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``
+    precision: Any = None  #: The policy, or ``None``
+    average_gradients: bool = True  #: Whether gradients are means over data-parallel ranks, or sums
+    precision_plan: Any = None  #: What ``precision`` means for each parameter, or ``None``
+    #: Full name -> what is settled about a parameter.
     plans: dict[str, ParameterPlan] = field(default_factory=dict)
+    #: Name -> module of the units that FSDP2 manages, inner before outer.
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    #: The machinery of parameters that FSDP2 does not manage, or ``None``.
     replicated: ReplicatedGradients | None = None
+    #: What shards main weights and optimizer state over further axes, or ``None``.
     outer_optimizer: Any = None
-    sync_mode: SyncMode = SyncMode.LAST
+    sync_mode: SyncMode = SyncMode.LAST  #: How the backwards to come count
+    #: Whether the loop has said that the backward to come is the last one of its step; without that, others may follow.
     last_microbatch: bool = False
-    last_microbatches: int = 0
-    unfinished: bool = False
+    last_microbatches: int = 0  #: How often it has said so
+    unfinished: bool = False  #: Whether reductions may be under way that nobody has waited for
+    #: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
     waiting: bool = False
+    #: Whether ``zero_grad`` of the model's optimizers reaches those, as far as they were there then.
     cleared: bool = False
+    #: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
     failed: bool = False
+    #: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack it,
+    #: though none are there now.
     dropped: bool = False
+    #: Name of a unit -> its gather that was started by hand and not waited for.
     gathers: dict[str, Any] = field(default_factory=dict)
+    #: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
     pending_gathers: PendingGathers = field(default_factory=PendingGathers)
+    #: Name of a unit -> :func:`versions_of` it when it was gathered.
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
-    nan_report: Any = None
-    stepping: weakref.ref[Optimizer] | None = None
+    nan_report: Any = None  #: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``
+    stepping: weakref.ref[Optimizer] | None = None  #: The optimizer whose step runs, or has raised
+    #: Held open during a step whose optimizer works on DTensors and plain parameters at once.
     mixing: ExitStack = field(default_factory=ExitStack)
-    methods: int = 0
-    on_meta: bool = True
+    methods: int = 0  #: How many methods of the model run that gather as forward does, and may call it
+    on_meta: bool = True  #: Whether parameters may still be on meta
+    #: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
     aside: dict[str, list[int]] = field(default_factory=dict)
+    #: Names of the units whose gathered parameters :func:`shard_of` knows.
     recognised: set[str] = field(default_factory=set)
+    #: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.sharding.comm_units`.
     transports: dict[str, Any] = field(default_factory=dict)
+    #: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is copied, or
+    #: empty.
     copied: dict[str, str] = field(default_factory=dict)
+    #: How the last forwards were computed, which ranks must do alike.
     computed: Computed = field(default_factory=Computed)
+    #: Optimizers that have begun a step -> how many parameters they had, and the ``id`` of their state then.
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    emptied: bool = False
-    inferred: bool = False
+    emptied: bool = False  #: Whether ``to_empty`` may have left memory that nothing was written to
+    inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
         raise OrderError(
