@@ -18,8 +18,8 @@ import torch
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint.background import HostMemory, aligned
 from te_fsdp.checkpoint.compare import Rectangle, Staged
-from te_fsdp.checkpoint.portable.lazy import slices
 from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import slices
 
 #: Bytes that are sent together, unless a single tensor has more.
 _MESSAGE = 1 << 26

@@ -35,10 +35,7 @@ from te_fsdp.checkpoint.portable.contents import (
 )
 from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, InMemory, Lazy, cast
 from te_fsdp.checkpoint.portable.safetensors import is_safetensors, write_file, write_folder
-from te_fsdp.checkpoint.portable.state_dicts import (
-    open_dcp_contents,
-    open_torch_contents,
-)
+from te_fsdp.checkpoint.portable.state_dicts import open_dcp_contents, open_torch_contents
 from te_fsdp.checkpoint.portable.torch_files import write_torch
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError

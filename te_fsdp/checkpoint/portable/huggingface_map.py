@@ -100,10 +100,10 @@ class Form:
         if not self.names:
             return [torch.zeros(part, device="cpu") for part in parts]
         found = [tensors[name] for name in self.names[: len(parts)]]
-        for name in self.names[len(parts) :]:
-            other = tensors.get(name, found[0])
-            bits = (tensor.contiguous().view(torch.uint8) for tensor in (other, found[0]))  # NaN equals NaN
-            if other.dtype != found[0].dtype or not torch.equal(*bits):
+        for name in (name for name in self.names[len(parts) :] if name in tensors):
+            both = tensors[name], found[0]
+            bits = (tensor.contiguous().view(torch.uint8) for tensor in both)  # NaN equals NaN
+            if both[0].dtype != both[1].dtype or not torch.equal(*bits):
                 raise CheckpointError(
                     f"{name}: differs from {self.names[0]}",
                     expected="the same values, since the Hugging Face model ties the two",

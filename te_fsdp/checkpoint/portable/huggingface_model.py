@@ -177,13 +177,12 @@ def layer_differences(
     A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
     (which is converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
     """
-    wanted, theta = semantics_of_config(architecture, names, blocks, recorded), architecture.rope_theta
+    wanted = semantics_of_config(architecture, names, blocks, recorded)
     rotaries = {name: one for name, one in recorded.items() if one.kind == "RotaryPositionEmbedding"}
-    if architecture.rope_scaling is None:
-        for name, one in rotaries.items():
-            base = architecture.window_rope_theta
-            rotary = {"rotary_base": base if one["rotary_base"] == base else theta, "interleaved": False}
-            wanted[name] = Semantics(one.kind, "te", rotary)
+    for name, one in rotaries.items() if architecture.rope_scaling is None else ():
+        is_windowed = one["rotary_base"] == architecture.window_rope_theta
+        rotary = {"rotary_base": architecture.window_rope_theta if is_windowed else architecture.rope_theta}
+        wanted[name] = Semantics(one.kind, "te", rotary | {"interleaved": False})
     plain = [name for name, one in rotaries.items() if one["seq_len_interpolation_factor"] is None]
     if architecture.rope_scaling is not None and plain and not rank():
         text = "config.json scales rotary frequencies (%s), %s does not: does the model itself?"

@@ -288,11 +288,9 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
 
 
 def _add_quantized(contents: Contents, name: str, value: _WithParts) -> None:
-    found, scaling = value.found, ""
-    if found.format == "float8":
-        # TE's tensor does not tell where its scale came from; the module's state does.
-        owner = name.rpartition(".")[0]
-        scaling = " delayed" if owner in contents.manifest.delayed else " current"
+    found, is_delayed = value.found, name.rpartition(".")[0] in contents.manifest.delayed
+    # TE's float8 tensor does not tell where its scale came from; the module's state does.
+    scaling = "" if found.format != "float8" else " delayed" if is_delayed else " current"
     contents.manifest.parameters[name] = {
         "shape": list(found.shape),
         "dtype": dtype_name(found.dtype),
