@@ -424,24 +424,19 @@ def _why_no_flat_vector(sharded: list[DTensor]) -> tuple[str, str, str] | None:
     """``LBFGS`` has one vector of all gradients: DTensor puts it together of equal parts of rows alone."""
     fix = "sizes that dp_shard divides and no tp, parameters that are all trained; or torch.optim.AdamW"
     for parameter in sharded:
-        if not _has_equal_rows(parameter):
+        mesh, dims = parameter.device_mesh, map(_torch.shard_dim_of, parameter.placements)
+        cut = [
+            (mesh.size(axis), dim) for axis, dim in enumerate(dims) if dim is not None and mesh.size(axis) > 1
+        ]
+        # Whether each rank holds as many whole rows as any other, or all: the same on all ranks.
+        is_equal = not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
+        if not is_equal:
             got = f"{label_of(parameter)}, which ranks do not hold equal parts of rows of"
             return got, "It puts all gradients into one vector, which DTensor does with such parts alone", fix
         if not parameter.requires_grad:
             why = "It takes zeros for a gradient that is not there, as a tensor that DTensor takes with no others"
             return f"{label_of(parameter)}, which is not trained", why, fix
     return None
-
-
-def _has_equal_rows(parameter: DTensor) -> bool:
-    """Whether each rank holds as many whole rows as any other, or all: the same on all ranks."""
-    mesh = parameter.device_mesh
-    cut = [
-        (mesh.size(axis), _torch.shard_dim_of(placement))
-        for axis, placement in enumerate(parameter.placements)
-        if _torch.shard_dim_of(placement) is not None and mesh.size(axis) > 1
-    ]
-    return not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
 
 
 def _has_empty_shards(parameter: DTensor) -> bool:

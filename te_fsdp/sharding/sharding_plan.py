@@ -124,8 +124,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
     """Check all that can be checked, decide the rest, change nothing. Collective over the world: all raise, or none."""
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         check_order(model)
-        _check_policy(request.precision, request.mp_policy)
-        _check_offload(request.offload_policy)
+        _check_policies(request)
         units = _plan_units(model, meshes, request)
         placed = plan_storage(model, units)
         whole = _whole(model, placed)
@@ -426,8 +425,8 @@ def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy | None) -> None:
-    if precision is not None and mp_policy is not None:
+def _check_policies(request: Request) -> None:
+    if request.precision is not None and request.mp_policy is not None:
         raise PrecisionError(
             "fully_shard: precision and mp_policy",
             expected="one of them",
@@ -436,8 +435,8 @@ def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy
             fix="leave mp_policy out",
         )
     for word, given, kind in (
-        ("precision", precision, MixedPrecisionPolicy),
-        ("mp_policy", mp_policy, Fsdp2Policy),
+        ("precision", request.precision, MixedPrecisionPolicy),
+        ("mp_policy", request.mp_policy, Fsdp2Policy),
     ):
         if given is not None and not isinstance(given, kind):
             raise PrecisionError(
@@ -447,10 +446,7 @@ def _check_policy(precision: MixedPrecisionPolicy | None, mp_policy: Fsdp2Policy
                 fix="precision=te_fsdp.MixedPrecisionPolicy(...), or "
                 "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
             )
-
-
-def _check_offload(policy: OffloadPolicy | None) -> None:
-    """Shards stay on the device: optimizers of TE, amaxes and the reductions over tp work on them there."""
+    policy = request.offload_policy
     if policy is not None and type(policy) is not OffloadPolicy:  # torch's base class offloads nothing
         raise PlacementError(
             f"fully_shard: offload_policy={type(policy).__name__}",
