@@ -40,7 +40,7 @@ _KEY = "_te_fsdp_copies"
 
 
 class Memory(Protocol):
-    """What the ranks read of each other (:class:`te_fsdp.move.peers.PeerMemory`)."""
+    """What the ranks read of each other (:class:`te_fsdp.sharding.comm_units.PeerMemory`)."""
 
     parts: list[torch.Tensor]
     own: torch.Tensor
@@ -170,7 +170,7 @@ class CopiedGathers:
 
         Args:
             units: That this gathers.
-            alias: :func:`te_fsdp.move.peers.alias`.
+            alias: :func:`te_fsdp.sharding.comm_units.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
         found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]

@@ -42,7 +42,7 @@ U = TypeVar("U")
 
 @dataclass(eq=False)
 class Pending(Generic[T]):
-    """A move that has begun, and what is left to do to have its result.
+    """A move that has begun.
 
     Attributes:
         finish: Gives the result, once what it is made of has come: casts, divides, unpacks. It issues no collective,
@@ -123,9 +123,7 @@ class SideStream:
     ) -> Pending[T]:
         """Begin something within :meth:`after_current`. Collective as that.
 
-        Args:
-            begin: Begins it.
-            touched: Other streams' tensors that it reads and writes: their memory is not given away before.
+        ``touched`` are other streams' tensors that it reads and writes: their memory is not given away before.
         """
         pending = begin()
         if self._stream is None:
@@ -138,14 +136,7 @@ class SideStream:
 
 
 class UnitGather(NamedTuple):
-    """How the gather of new weights of a unit begins.
-
-    Attributes:
-        name: The unit's.
-        unit: The unit.
-        begin: Begins it.
-        touched: The tensors that it reads and writes; ``begin`` may add some.
-    """
+    """How the gather of a unit's new weights begins; ``begin`` may add to ``touched``, what it reads and writes."""
 
     name: str
     unit: nn.Module
@@ -172,14 +163,7 @@ class PendingGathers:
         self._side = SideStream()
 
     def begin(self, gathers: Iterable[UnitGather], device: torch.device) -> None:
-        """Begin with new weights, in this order. Collective as what is begun.
-
-        Each unit is a range of the profiler, ``te_fsdp::gather`` with its name.
-
-        Args:
-            gathers: Of the units.
-            device: Where the model is.
-        """
+        """Begin with new weights, in this order, each in a range of the profiler. Collective as what is begun."""
         with self._side.after_current(device):
             for name, unit, begin, touched in gathers:
                 with torch.profiler.record_function(f"te_fsdp::gather {name}"):
@@ -193,11 +177,7 @@ class PendingGathers:
 
     @torch.no_grad()
     def wait(self, *names: str) -> None:
-        """Let the current stream, and FSDP2's, wait for units; without streams, complete them. Local operation.
-
-        Args:
-            *names: Of units; none: all.
-        """
+        """Let the current stream, and FSDP2's, wait for some units, or all; without streams, complete them. Local."""
         for name in (names or tuple(self._pending)) if self._pending else ():
             for unit, pending in self._pending.pop(name, ()):
                 streams = _fsdp2.gathering_streams(unit) if pending.event is not None else []
@@ -216,7 +196,7 @@ def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.P
 
     Args:
         root: The mesh of the job, or of this rank's stage.
-        axis: Name of its axis.
+        axis: Of that mesh.
         backend: ``None``: the default one of the job.
     """
     at = (root.mesh_dim_names or ()).index(axis)
@@ -246,11 +226,7 @@ class UnitOrder:
         self._again: set[str] = set()
 
     def begin(self, expected: Iterable[str]) -> None:
-        """A backward begins.
-
-        Args:
-            expected: For each gradient that completes a unit, the unit.
-        """
+        """A backward begins; ``expected`` are, for each gradient that completes a unit, the unit."""
         self._missing = Counter(expected)
         self._seen.clear()
         self._complete.clear()
@@ -278,10 +254,8 @@ class UnitOrder:
     def agree(self, meshes: Meshes) -> None:
         """Settle the order at the end of a first backward. Units that a rank has not used come last.
 
-        Collective over all ranks that hold this model: one all-reduce of two integers for each unit and axis.
-
-        Args:
-            meshes: The job's meshes; not the world, in which other stages of a pipeline have other units.
+        Collective over all ranks that hold this model (not the world, in which other stages of a pipeline have other
+        units): one all-reduce of two integers for each unit and axis.
         """
         never = len(self._units)
         mine = [

@@ -8,24 +8,18 @@ What the ranks of a group hold, and what they shall hold, say which collective t
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
     Replicate  Shard      none            each rank takes its rows (``OptimizerShard.of``)
 
-Those that add in fp32 what is sent in another dtype use an all-to-all. :func:`broadcast` makes replicas equal.
-Gradients cross the wire in the dtype that their model's :class:`~te_fsdp.move.start.GradComm` says. Another transport
-(copies into fixed slots, say) takes the place of a row.
+Those that add in fp32 what is sent in another dtype use an all-to-all. :func:`broadcast` makes replicas equal. Another
+transport (copies into fixed slots, say) takes the place of a row.
 
-In which dtype gradients cross the wire, and in which they are added up:
-
-    main gradients   fp32 buffer (main_grads_dtype), where microbatches accumulate
-    wire             the same buffer rounded to grad_comm_dtype, right before a collective
-    reduction        by the transport in the wire's dtype; or here in fp32, of what an all-to-all brought
-
-One :class:`GradComm` per model decides for all that reduces its gradients: for FSDP2's reduce-scatters
-(:mod:`te_fsdp.sharding.comm_units`), for parameters that are not sharded and for the outer axis of hybrid sharding.
+One :class:`GradComm` per model says in which dtype its gradients cross the wire, rounded right before a collective, and
+in which they are added up: FSDP2's (:mod:`te_fsdp.sharding.comm_units`), those that are not sharded, the outer axis.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,11 +63,8 @@ class Buffer:
 
     def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
-        start, found = 0, []
-        for size, room in zip(self.sizes, self.rooms, strict=True):
-            found.append(memory[..., start : start + size])
-            start += room
-        return found
+        starts = itertools.accumulate(self.rooms, initial=0)
+        return [memory[..., at : at + size] for at, size in zip(starts, self.sizes, strict=False)]
 
     def pack(
         self,
@@ -82,17 +73,14 @@ class Buffer:
         device: torch.device,
         more: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tensors in new memory, by one kernel. Local operation.
+        """The tensors in new memory, 1-D, by one kernel; those of another dtype are cast. Local operation.
 
         Args:
             tensors: Of at most so many elements as :attr:`sizes` says; what is missing is filled with zeros, ``None``
                 wholly.
-            dtype: Of the memory; tensors of another one are cast.
+            dtype: Of the memory.
             device: Where.
             more: What lies behind them, of :attr:`more` elements.
-
-        Returns:
-            1-D, :attr:`numel` elements.
         """
         held = [0 if tensor is None else tensor.numel() for tensor in tensors]
         gaps = [room - numel for room, numel in zip(self.rooms, held, strict=True)]
@@ -142,8 +130,7 @@ class Rows:
     def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the same rows in a whole tensor and in ``flat``, of shape (ranks, :attr:`numel`). Local operation.
 
-        One pair where all ranks have equally many rows, else one for each rank that has some; what pads the rows of the
-        last ranks in ``flat`` is in none.
+        One pair where all ranks have equally many rows, else one for each rank that has some, without what pads them.
         """
         if self.is_even:
             rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
@@ -192,9 +179,9 @@ def comm_of(model: nn.Module) -> GradComm | None:
 def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Let gradients be sent in another dtype for a while, for example in bf16 for all but the last steps.
 
-    Holds for every reduction that runs inside: of a backward, of parameters that are not sharded, of the outer axis
-    at an optimizer step. Contexts nest; leaving one, also by an exception, restores what held before. What gradients
-    accumulate in does not change. Local operation; all ranks must use the same dtype, as the wire connects them.
+    Holds for every reduction that runs inside, of the outer axis at an optimizer step too. Contexts nest; leaving one,
+    also by an exception, restores what held before. What gradients accumulate in does not change. Local operation; all
+    ranks must use the same dtype, as the wire connects them.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
@@ -247,9 +234,9 @@ def start(
         buffer: Contiguous, of the same number of elements on all ranks; it must not change before the end. That of an
             all-reduce is given away: its memory may become the result's.
         source: What the ranks hold: ``Partial("sum")`` or ``Partial("avg")``, or ``Shard``.
-        target: What they shall hold: ``Replicate``, or ``Shard``: the rank's part of as many as there are ranks.
+        target: What they shall hold: ``Replicate``, or ``Shard``: each its part.
         group: The ranks.
-        comm: How the model's gradients are sent; ``None``: in the buffer's dtype.
+        comm: The model's; ``None``: gradients are sent in the buffer's dtype.
         into: 1-D, where the result goes; not for an all-reduce. Gradients may be of another dtype than ``buffer``.
         async_op: Whether nothing waits before :meth:`Pending.wait`; otherwise the current stream does right away.
 
@@ -263,7 +250,8 @@ def start(
         assert into is not None
         return reduce_scatter(into, buffer, group, comm, op=op, async_op=async_op)
     assert isinstance(source, Shard) and isinstance(target, Replicate) and into is not None
-    work = all_gather_single(into, buffer, group=group, async_op=async_op)
+    gather = _first_of(dist, "all_gather_single", "all_gather_into_tensor")
+    work = gather(into, buffer, group=group, async_op=async_op)
     # The buffer is kept by the function until the transport has read it.
     return Pending(lambda sent=buffer: into, work, current_stream(buffer.device))
 
@@ -286,13 +274,13 @@ def _all_reduce(
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
         def gather_sums() -> torch.Tensor:
-            all_gather_single(sent, _add_in_fp32(received, group, op).to(wire), group=group)
+            gather = _first_of(dist, "all_gather_single", "all_gather_into_tensor")
+            gather(sent, _add_in_fp32(received, group, op).to(wire), group=group)
             return sent[: shape.numel()].to(dtype).view(shape)
 
         return Pending(gather_sums, work, stream)
-    before, after = _half_factors(wire, ranks, op)
-    sent = buffer.to(wire) if before == 1 else torch.div(buffer, before).to(wire)
-    op = op if before == 1 else dist.ReduceOp.SUM
+    (buffer,), op, after = _halved([buffer], wire, ranks, op)
+    sent = buffer.to(wire)
     work = dist.all_reduce(sent, op=op, group=group, async_op=True)
 
     def cast() -> torch.Tensor:
@@ -324,14 +312,16 @@ def reduce_scatter(
         group: Who adds.
         comm: The model's; ``None``: the source's own dtype.
         op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
-        async_op: As for :func:`start`; ``source`` must not change, and ``output`` is not complete, before the end.
+        async_op: As for :func:`start`.
     """
     sources = [source] if isinstance(source, torch.Tensor) else list(source)
+    assert len(sources) == 1 or not async_op
     wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
     stream = current_stream(output.device) if async_op else None
+    shares = [each.numel() // group.size() for each in sources] if len(sources) > 1 else []
     if comm is not None and comm.fp32_sum and wire != torch.float32:
         if len(sources) > 1:
-            for part, out in zip(sources, _shares(output, sources, group), strict=True):
+            for part, out in zip(sources, output.split(shares), strict=True):
                 reduce_scatter(out, part, group, comm, op=op)
             return Pending(lambda: output, None, stream)
         sent = sources[0].to(wire)
@@ -340,16 +330,14 @@ def reduce_scatter(
         # What is sent is kept until then.
         pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
-        before, after = _half_factors(wire, group.size(), op)
-        if before != 1:
-            sources, op = [torch.div(each, before) for each in sources], dist.ReduceOp.SUM
+        sources, op, after = _halved(sources, wire, group.size(), op)
         parts = [each.to(wire) for each in sources]
         received = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         if len(parts) > 1:
-            assert not async_op
-            work = _reduce_scatter_all(_shares(received, parts, group), parts, op, group)
+            work = _reduce_scatter_all(list(received.split(shares)), parts, op, group)
         else:
-            work = reduce_scatter_single(received, parts[0], op=op, group=group, async_op=async_op)
+            scatter = _first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+            work = scatter(received, parts[0], op=op, group=group, async_op=async_op)
 
         def cast(sent: list[torch.Tensor] = parts) -> torch.Tensor:  # kept until then
             if received is not output:
@@ -381,46 +369,34 @@ def _add_in_fp32(
     return total if into is None or into is direct else into.copy_(total)
 
 
-def _half_factors(wire: torch.dtype, ranks: int, op: Any) -> tuple[int, float]:
-    """What to divide by before and after an average in fp16, which overflows early: each about the root of ranks."""
+def _halved(
+    sources: list[torch.Tensor], wire: torch.dtype, ranks: int, op: Any
+) -> tuple[list[torch.Tensor], Any, float]:
+    """What to send, by which operation, and what to divide the result by: as they are, but for averages in fp16.
+
+    These overflow early, and are divided by about the root of ranks each time.
+    """
     if wire != torch.float16 or op != dist.ReduceOp.AVG:
-        return 1, 1
+        return sources, op, 1
     before = 1
     while before * before < ranks:
         before *= 2
-    return before, ranks / before
-
-
-def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
-    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return named(output, source, **options)
-
-
-def _shares(
-    output: torch.Tensor, sources: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> Sequence[torch.Tensor]:
-    """What a rank gets of each of several sources."""
-    return output.split([source.numel() // group.size() for source in sources])
+    return [torch.div(each, before) for each in sources], dist.ReduceOp.SUM, ranks / before
 
 
 def _reduce_scatter_all(
-    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], op: Any, group: dist.ProcessGroup
+    outputs: list[torch.Tensor], sources: list[torch.Tensor], op: Any, group: dist.ProcessGroup
 ) -> Any:
-    """Several reduce-scatters as one operation, queued on the current stream. Collective over ``group``.
-
-    What torch's own context manager for it calls; torch before 2.14 has it by the older name alone.
-    """
+    """Several as one operation, queued on the current stream: what torch's own context manager for it calls."""
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, False
-    named = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return named(list(outputs), list(sources), options)
+    named = _first_of(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    return named(outputs, sources, options)
 
 
-def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """``dist.all_gather_single``, which torch before 2.13 calls ``all_gather_into_tensor``."""
-    named = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return named(output, source, **options)
+def _first_of(owner: Any, name: str, older: str) -> Any:
+    """A collective by its name, or by the one that older versions of torch have (before 2.13 for single tensors)."""
+    return getattr(owner, name, None) or getattr(owner, older)
 
 
 @torch.no_grad()
@@ -433,8 +409,8 @@ def gather_all(
         tensors: What this rank sends, and where that of all ranks goes, both 1-D; the first may lie in the second.
         group: The ranks.
     """
-    named = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    work = named([whole for _, whole in tensors], [mine for mine, _ in tensors])
+    gather = _first_of(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    work = gather([whole for _, whole in tensors], [mine for mine, _ in tensors])
     return Pending(lambda: None, work, current_stream(tensors[0][0].device))
 
 

@@ -2,8 +2,7 @@
 
 For another dtype on the wire each unit has a custom reduce-scatter. FSDP2 calls ``allocate`` for the input, copies
 gradients into it (and casts them while copying), calls ``allocate`` for the output, reduces, all-reduces the output
-over ``dp_replicate``, and casts it to the sharded gradient's dtype. It takes whatever dtype the buffers have, which
-is where the wire's dtype comes in:
+over ``dp_replicate``, and casts it to the sharded gradient's dtype. It takes whatever dtype the buffers have:
 
     input     wire's dtype where there is a wire and FSDP2 can copy into it, so that no further cast is needed
     output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards, but for
@@ -20,27 +19,40 @@ The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engi
 ``copy_engine``  copies from rank to rank into the memory that kernels read (``te_fsdp/_fsdp2_copies.py``)
 ``auto``         ``copy_engine`` where it is possible and a gain was measured, ``nccl`` elsewhere
 ===============  ====================================================================================================
+
+A rank writes to its own part of :class:`PeerMemory` alone. Between its writes and the others' reads, and between their
+reads and its next writes, there is a barrier:
+
+=======  ============================================================  ==================================
+device   memory                                                        barrier
+=======  ============================================================  ==================================
+cuda     symmetric memory of torch (``te_fsdp/_torch_symm.py``)        a small kernel on the current stream
+cpu      a file of each rank in a temporary folder, mapped by all      an all-reduce of one element
+=======  ============================================================  ==================================
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
+import socket
+import tempfile
+import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _te, _torch
-from te_fsdp.agree import rank
+from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _te, _torch, _torch_symm
+from te_fsdp.agree import gather, rank
+from te_fsdp.all_ranks import collective_timeout, is_simulated
 from te_fsdp.errors import shorten
-from te_fsdp.move import peers
 from te_fsdp.move.start import GradComm, comm_of, reduce_scatter, start
-
-_log = logging.getLogger("te_fsdp")
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +60,8 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import Storage
     from te_fsdp.sharding.state import ShardingState
+
+_log = logging.getLogger("te_fsdp")
 
 
 def reduce_unused(model: nn.Module) -> None:
@@ -58,9 +72,6 @@ def reduce_unused(model: nn.Module) -> None:
     unit that no rank used gets a gradient of zeros as well.
 
     Every unit must still run on all ranks or on none: its all-gather is a collective too.
-
-    Args:
-        model: The model after FSDP2's ``fully_shard``.
     """
     for unit in model.modules():
         if not _torch.is_fsdp_module(unit):
@@ -77,30 +88,15 @@ def reduce_unused(model: nn.Module) -> None:
 
 
 def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
-    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation.
-
-    Args:
-        unit: A module that FSDP2 manages.
-        comm: The model's.
-        name: The unit's name in the model.
-    """
+    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation."""
     if _torch.fsdp_parameter_groups(unit):
         unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
 
 
-def sum_outer_in_fp32(unit: nn.Module, comm: GradComm) -> None:
-    """Let the gradients of a unit be added up over ``dp_replicate`` as ``comm`` says. Local operation."""
-    _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
-
-
 class OuterGroup(dist.ProcessGroup):
-    """The ranks of a process group, with an all-reduce that adds in fp32 what is sent in another dtype.
+    """The ranks of a process group (``stock``), with an all-reduce that adds in fp32 what is sent in another dtype.
 
     The sum is rounded to the wire's dtype once more on its way back, by an all-gather.
-
-    Attributes:
-        stock: The process group whose collectives it uses.
-        comm: The model's.
     """
 
     def __init__(self, stock: dist.ProcessGroup, comm: GradComm) -> None:
@@ -123,19 +119,14 @@ class OuterGroup(dist.ProcessGroup):
             buffer.copy_(result)
 
 
-def input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Dtype of the input of a reduction that FSDP2 makes in ``dtype``, over several ranks. Local operation."""
+def _input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
+    """Dtype of the input of a reduction that FSDP2 makes in ``dtype``, over several ranks."""
     wire = comm.wire(dtype)
     return wire if _fsdp2.gradients_copy_into(wire, device) else dtype
 
 
 class UnitReduceScatter(_torch.ReduceScatter):
-    """One unit's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
-
-    Attributes:
-        comm: The model's.
-        name: The unit's name in the model.
-    """
+    """One unit's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``)."""
 
     def __init__(self, unit: nn.Module, comm: GradComm, name: str) -> None:
         self.comm, self.name = comm, name
@@ -150,26 +141,24 @@ class UnitReduceScatter(_torch.ReduceScatter):
         """A new buffer: first the input of a reduction, then its output. Local operation.
 
         Args:
-            size: Number of elements.
-            dtype: Dtype that FSDP2 reduces in (main_grads_dtype).
+            size: One number of elements.
+            dtype: That FSDP2 reduces in (main_grads_dtype).
             device: Where.
         """
         unit = self._unit()
         assert unit is not None  # it is running its backward
         shards, replicas, outer = _torch.reduction_of(unit)
-        numel, backward = int(size[0]), _torch.backward_id()
-        buffer = None
+        numel, backward, buffer = int(size[0]), _torch.backward_id(), None
         if self._input == (backward, numel * shards):
             self._input = None
-            if self.comm.look is not None and self._buffer is not None:  # FSDP2 has filled it
-                seen = self._buffer
+            seen, self._buffer = self._buffer, None
+            if seen is not None:  # FSDP2 has filled it
                 for part in seen.sent if isinstance(seen, _fsdp2_grads.Input) else [seen]:
-                    self.comm.look(self.name, part)
-            self._buffer = None
+                    self.show(part)
             given = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            given = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
+            given = _input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = _torch.fsdp_parameter_groups(unit)
             buffer = _fsdp2_grads.input_of(group, numel, given)
         if buffer is None:
@@ -206,7 +195,7 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted
 
     Args:
         state: Of a model that FSDP2 has just sharded, whose transports are chosen; its ``copied`` is filled.
-        policy: FSDP2's own policy, of models without a precision policy.
+        policy: FSDP2's own, of models without a precision policy.
         wanted: Whether in all units, or ``"auto"``.
     """
     if not wanted:
@@ -221,7 +210,7 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted
             continue
         (group,) = groups
         own = policy if precision is None else precision.fsdp2_policy(name)
-        reduced = input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
+        reduced = _input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
         found = dict[str, str]()
         for managed, why in _fsdp2_grads.large_gradients(group):
             parameter = _fsdp2.sharded_of(managed)
@@ -240,6 +229,9 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted
         for why in dict.fromkeys(filter(None, state.copied.values())):
             named = [label for label, reason in state.copied.items() if reason == why]
             _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
+
+
+# ------------------------------------------------------------------ who gathers their weights
 
 
 class Transport(NamedTuple):
@@ -280,14 +272,22 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
         if not why:
             found = known.get(ranks.group_name)
             if found is None:
-                found = known[ranks.group_name] = _connect(device, ranks)
+                made = connect(device, ranks)
+                if not isinstance(made, str):
+                    peers, meeting = made
+                    made = _fsdp2_copies.CopiedGathers(meeting, peers.share, _te.sent_as_it_lies)
+                found = known[ranks.group_name] = made
             if not isinstance(found, str):
                 found.install(unit)
                 state.transports[name] = Transport("copy_engine", gathers=found)
                 continue
             why = found
         state.transports[name] = Transport("nccl", why)
-    _tell(state, wanted)
+    if wanted != "nccl" and rank() == 0:  # something else was wished for
+        level = logging.INFO if wanted == "auto" else logging.WARNING
+        for why in dict.fromkeys(t.why for t in state.transports.values() if t.name == "nccl"):
+            units = [name or "the root" for name, t in state.transports.items() if t.why == why]
+            _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
 
 
 def _why_not_asked(wanted: str, device: torch.device, storage: Storage) -> str:
@@ -300,30 +300,9 @@ def _why_not_asked(wanted: str, device: torch.device, storage: Storage) -> str:
         return "transport='auto' takes copy_engine on GPUs"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "transport='auto' takes copy_engine on GPUs of compute capability 9.0 and later"
-    return (
-        ""
-        if storage.gather == "pass"
-        else "transport='auto' takes copy_engine for weights gathered in each pass"
-    )
-
-
-def _connect(device: torch.device, ranks: dist.ProcessGroup) -> _fsdp2_copies.CopiedGathers | str:
-    """What gathers units whose shards lie on some ranks by copies, or why they cannot be. Collective over them."""
-    found = peers.connect(device, ranks)
-    if isinstance(found, str):
-        return found
-    together, meeting = found
-    return _fsdp2_copies.CopiedGathers(meeting, together.share, _te.sent_as_it_lies)
-
-
-def _tell(state: ShardingState, wanted: str) -> None:
-    """One line in the log for each reason why units are gathered by NCCL though something else was wished for."""
-    if wanted == "nccl" or rank() != 0:
-        return
-    level = logging.INFO if wanted == "auto" else logging.WARNING
-    for why in dict.fromkeys(t.why for t in state.transports.values() if t.name == "nccl"):
-        units = [name or "the root" for name, t in state.transports.items() if t.why == why]
-        _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
+    if storage.gather != "pass":
+        return "transport='auto' takes copy_engine for weights gathered in each pass"
+    return ""
 
 
 def take_in_shards(state: ShardingState) -> None:
@@ -334,7 +313,7 @@ def take_in_shards(state: ShardingState) -> None:
     """
     for gathers in _all_gathers(state):
         units = [state.modules[name] for name, t in state.transports.items() if t.gathers is gathers]
-        gathers.take_in(units, peers.alias)
+        gathers.take_in(units, alias)
 
 
 def gather_anew(state: ShardingState) -> None:
@@ -343,11 +322,158 @@ def gather_anew(state: ShardingState) -> None:
         gathers.expire()
 
 
-def shared_bytes(model: nn.Module) -> int:
+def shared_bytes(state: ShardingState) -> int:
     """Bytes of this rank that others read in a model's gathers; torch's allocator does not count those of a GPU."""
-    state: ShardingState | None = model.__dict__.get("_te_fsdp_sharding")
-    return sum(gathers.shared_bytes for gathers in _all_gathers(state)) if state is not None else 0
+    return sum(gathers.shared_bytes for gathers in _all_gathers(state))
 
 
 def _all_gathers(state: ShardingState) -> Iterable[_fsdp2_copies.CopiedGathers]:
     return {id(t.gathers): t.gathers for t in state.transports.values() if t.gathers is not None}.values()
+
+
+# --------------------------------------------------------------------------------------- memory that others read
+
+#: torch maps no empty file.
+_LEAST = 256
+
+
+class PeerMemory:
+    """One part per rank of a group; each rank reads all of them.
+
+    Attributes:
+        parts: By rank, uint8 tensors of one size on this rank's device.
+        own: This rank's part.
+    """
+
+    def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup, handle: Any = None) -> None:
+        self.parts, self.own, self.group, self._handle = parts, parts[group.rank()], group, handle
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here: the current stream, or on the CPU the caller.
+
+        Collective over the group. A rank that does not come within :func:`te_fsdp.set_collective_timeout` fails the
+        barrier of the others: on the CPU by an error, on a GPU by a trap, after which the process is lost.
+        """
+        seconds = collective_timeout()
+        if self._handle is not None:
+            _torch_symm.barrier(self._handle, seconds)
+            return
+        work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
+        assert work is not None
+        work.wait(datetime.timedelta(seconds=seconds))
+
+
+class Peers:
+    """Ranks that can read each other's memory; ``token``: see :class:`te_fsdp._torch_symm.Exchange`."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, token: str) -> None:
+        self.device, self.group = device, group
+        self._exchange = None if device.type == "cpu" else _torch_symm.Exchange(group, token)
+
+    def share(self, size: int) -> PeerMemory:
+        """Memory that all ranks read. Collective over the group; waits for the device.
+
+        Args:
+            size: Bytes of each rank's part, the same on all ranks.
+
+        Raises:
+            RuntimeError: The memory cannot be had; on the CPU on all ranks.
+        """
+        size = max(size, _LEAST)
+        if self._exchange is None:
+            return PeerMemory(_mapped_files(size, self.group), self.group)
+        handle, parts = _torch_symm.share(size, self.device, self._exchange)
+        return PeerMemory(parts, self.group, handle)
+
+
+def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """A file of each rank, mapped by all ranks. The files are gone afterwards, the memory lives as long as its maps."""
+    storages, reason = [], ""
+    with tempfile.NamedTemporaryFile(prefix="te_fsdp_peers_") as file:
+        file.truncate(size)
+        for name in gather(file.name, group):
+            try:
+                storages.append(torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+        reasons = gather(reason, group)  # also: nobody takes its file away before all have mapped it
+    if any(reasons):
+        raise RuntimeError(next(filter(None, reasons)))
+    return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages]
+
+
+def connect(device: torch.device, group: dist.ProcessGroup) -> tuple[Peers, PeerMemory] | str:
+    """The ranks of a group as peers, with a first, small memory that they share; or why they cannot be.
+
+    Collective over the group, which agrees: each rank tells where it is and whom it reaches, then all try.
+    """
+    if is_simulated():
+        return "the other ranks are simulated"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    # This machine since it was started: containers of one host have names of their own.
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    own = host, _identity(device), _out_of_reach(device), _torch_symm.may_share_a_gpu(), uuid.uuid4().hex
+    told = gather(own, group)
+    hosts = {host for host, *_ in told}
+    identities = [identity for _, identity, *_ in told]
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts"
+    overlap = device.type != "cpu" and len(set(identities)) < len(identities)
+    if overlap and not all(may_share for *_, may_share, _ in told):
+        return "two of its ranks share a GPU"
+    for _, _, apart, *_ in told:
+        if apart is None:
+            return "this torch has no symmetric memory"
+        if apart & set(identities):
+            return "two of its GPUs have no direct access to each other's memory"
+    failed = ""
+    for token in (told[0][-1], ""):  # by the group itself where this torch does not take a group of te_fsdp's
+        made, reason = None, ""
+        try:
+            peers = Peers(device, group, token)
+            made = peers, peers.share(_LEAST)
+        except RuntimeError as error:
+            reason = f"sharing memory failed: {str(error).splitlines()[0]}"
+        reasons = list(filter(None, gather(reason, group)))
+        if made is not None and not reasons:
+            return made
+        failed = failed or reasons[0]
+    return failed
+
+
+def _identity(device: torch.device) -> str:
+    """What a GPU is called whatever this process may see; the device's type otherwise."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def _out_of_reach(device: torch.device) -> set[str] | None:
+    """GPUs that this process sees and whose memory this rank's has no direct access to; ``None``: it never has."""
+    if device.type == "cpu":
+        return set()
+    if not _torch_symm.is_there():
+        return None
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = (number for number in range(torch.cuda.device_count()) if number != own)
+    return {
+        _identity(torch.device("cuda", number))
+        for number in others
+        if not torch.cuda.can_device_access_peer(own, number)
+    }
+
+
+def alias(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the dtype and number of elements of ``like`` at some bytes of ``memory``. Local operation.
+
+    Its storage is these bytes and no more, so that nobody who looks at a storage meets its neighbours, or could resize
+    it. It keeps ``memory`` alive.
+
+    Args:
+        memory: uint8.
+        offset: Of the first byte, a multiple of the dtype's size.
+        like: Any tensor.
+
+    Returns:
+        1-D.
+    """
+    size = like.numel() * like.element_size()
+    return torch.from_dlpack(memory[offset : offset + size]).view(like.dtype)

@@ -26,7 +26,7 @@ from te_fsdp.errors import PrecisionError
 from te_fsdp.move.start import COMM_DTYPES, GradComm, set_comm
 from te_fsdp.parameters import facts_of, is_replicated, places_of, plan_of, successor
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.comm_units import install_comm, sum_outer_in_fp32
+from te_fsdp.sharding.comm_units import OuterGroup, install_comm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +105,7 @@ def _require(condition: bool, field: str, expected: str, got: object, *, why: st
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Dtype of a parameter's gradient in a model with a precision policy. Local operation."""
+    """Dtype of a parameter's gradient. Local operation."""
     plan = plan_of(parameter)
     return plan.gradient_dtype if plan is not None and plan.gradient_dtype is not None else parameter.dtype
 
@@ -125,8 +125,8 @@ class PrecisionPlan:
     all_reduces: bool = False
     _casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def gradients(self, unit: str) -> torch.dtype | None:
-        """Dtype that a unit's gradients add up in. Local operation."""
+    def _gradients(self, unit: str) -> torch.dtype | None:
+        """Dtype that a unit's gradients add up in."""
         return self.policy.main_grads_dtype or self.compute[unit]
 
     def gradient_of(self, parameter: torch.Tensor, plan: ParameterPlan) -> torch.dtype | None:
@@ -135,7 +135,7 @@ class PrecisionPlan:
             return None
         whole, policy = plan.storage.is_whole, self.policy
         own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
-        dtype = policy.main_grads_dtype if whole else self.gradients(plan.unit)
+        dtype = policy.main_grads_dtype if whole else self._gradients(plan.unit)
         return None if dtype == own else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
@@ -146,7 +146,7 @@ class PrecisionPlan:
         policy = self.policy
         return Fsdp2Policy(
             param_dtype=self.compute[unit],
-            reduce_dtype=self.gradients(unit),
+            reduce_dtype=self._gradients(unit),
             output_dtype=policy.output_dtype,
             cast_forward_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
         )
@@ -168,35 +168,26 @@ class PrecisionPlan:
             module._parameters[name] = done[id(parameter)]
 
     def install(self, model: nn.Module, plans: Iterable[ParameterPlan]) -> None:
-        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model.
-
-        Args:
-            model: The root.
-            plans: Those of its parameters.
-        """
-        policy = self.policy
+        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
         others = {p.unit for p in plans if p.gradient_dtype is not None and not p.storage.is_whole}
-        comm = GradComm(policy.grad_comm_dtype, policy.adds_in_fp32)
+        comm = GradComm(self.policy.grad_comm_dtype, self.policy.adds_in_fp32)
         set_comm(model, comm)
         for name in self.compute:
             unit = model.get_submodule(name)
-            if _torch.is_fsdp_module(unit):
-                install_comm(unit, comm, name)
-                if comm.fp32_sum and self.all_reduces:
-                    sum_outer_in_fp32(unit, comm)
-                if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
-                    unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-                if (dtype := self.gradients(name)) is not None and name in others:
-                    _fsdp2_patches.gradients_in(unit, dtype)
+            if not _torch.is_fsdp_module(unit):
+                continue
+            install_comm(unit, comm, name)
+            if comm.fp32_sum and self.all_reduces:
+                _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
+            if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
+                unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            if (dtype := self._gradients(name)) is not None and name in others:
+                _fsdp2_patches.gradients_in(unit, dtype)
 
     def cast_gradients(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
 
         Each is rounded once, after all microbatches were added up. Local operation, right before the step.
-
-        Args:
-            optimizer: Whose step it is.
-            parameters: Those that it has of this plan's model.
 
         Raises:
             PrecisionError: A gradient is not in the policy's dtype: something else than backward has replaced it.
@@ -219,8 +210,7 @@ class PrecisionPlan:
                     fix="change gradients in place, and clear them with zero_grad()",
                 )
             if not _takes_as_it_is(optimizer, parameter):
-                parameter.grad = None
-                parameter.grad_dtype = None
+                parameter.grad = parameter.grad_dtype = None
                 (cast,) = _torch.in_dtypes_of([gradient], [parameter])
                 assert cast is not None
                 parameter.grad = cast
@@ -237,10 +227,7 @@ class PrecisionPlan:
 
 
 def _takes_as_it_is(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer updates a parameter from a gradient of another dtype without loss.
-
-    FusedAdam reads gradients of low-precision parameters in any dtype, main weights of te_fsdp in fp32.
-    """
+    """FusedAdam reads gradients of low-precision parameters in any dtype, main weights of te_fsdp in fp32."""
     low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
     return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
 
@@ -257,10 +244,10 @@ def plan_precision(
     *,
     all_reduces: bool = False,
 ) -> PrecisionPlan:
-    """Plan a policy for a model that is not sharded yet. Local operation, changes nothing; equal on all ranks.
+    """Plan a policy for a model before ``set_device_mesh``. Local operation, changes nothing; equal on all ranks.
 
     Args:
-        model: Before ``set_device_mesh``.
+        model: The root.
         rows: The plans of its parameters, by owner's id and name.
         units: Names of the modules that become FSDP2 units, outer before inner; ``""`` is the root.
         policy: The user's.
@@ -280,7 +267,7 @@ def plan_precision(
         compute[unit] = _compute_dtype(unit, own, policy)
         for label, parameter, quantized in own:
             if parameter.requires_grad:
-                _check_main(label, parameter, quantized, policy)
+                _check_main(label, parameter, quantized, policy.main_params_dtype)
     return PrecisionPlan(policy, compute, all_reduces)
 
 
@@ -300,9 +287,8 @@ def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) 
     return next(iter(found), None)
 
 
-def _check_main(label: str, parameter: torch.Tensor, quantized: bool, policy: MixedPrecisionPolicy) -> None:
+def _check_main(label: str, parameter: torch.Tensor, quantized: bool, main: torch.dtype | None) -> None:
     """Main weights that can hold what the model holds."""
-    main = policy.main_params_dtype
     if quantized and main != torch.float32:
         raise PrecisionError(
             f"{label}: main_params_dtype={main} for a quantized weight",

@@ -132,7 +132,7 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
         return Report(tuple(rows))
     gathers = {name: str(transport) for name, transport in state.transports.items()}
     costs = _costs_of(model) if state.precision is not None else ()
-    return Report(tuple(rows), costs, _by_words(gathers), shared_bytes(model), _by_words(state.copied))
+    return Report(tuple(rows), costs, _by_words(gathers), shared_bytes(state), _by_words(state.copied))
 
 
 def _by_words(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

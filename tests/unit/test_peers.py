@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _torch_symm
-from te_fsdp.move import peers
+from te_fsdp.sharding import comm_units as peers
 
 
 def test_numbers_of_a_group():
