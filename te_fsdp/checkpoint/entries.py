@@ -252,10 +252,8 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        not (isinstance(tensor, DTensor) or tensor.is_meta or _te.is_quantized(tensor))
-        and tensor.layout == torch.strided
-    )
+    other = isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta
+    return not other and not _te.is_quantized(tensor)
 
 
 def _kind_of(value: Any) -> str:
@@ -374,9 +372,7 @@ def rng_state(tracker: Any = None) -> PerRank:
 def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     """Put back what :func:`rng_state` found on this rank, as ``load`` returned it. Local operation.
 
-    Args:
-        state: This rank's.
-        tracker: As at the save (``set_states``).
+    The ``tracker`` (``set_states``) is as at the save.
 
     Raises:
         CheckpointError: No state, since it was saved on another mesh, or none of a generator that is in use.

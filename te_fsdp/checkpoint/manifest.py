@@ -358,17 +358,16 @@ def parse_manifest(body: dict[str, Any], required: Iterable[str] = ()) -> Manife
 
 def _parse(body: dict[str, Any]) -> Manifest:
     manifest = parse_manifest(body, ("files", "format_version"))
-    has_id = len(manifest.save_id) == 32 and set(manifest.save_id) <= set("0123456789abcdef")
+    save_id = manifest.save_id
+    has_id = len(save_id) == 32 and set(save_id) <= set("0123456789abcdef")
     if manifest.folder and manifest.format_version < HAS_FOLDER:
         raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {manifest.folder!a:.80}")
     others = (DCP_METADATA, INDEX)  # whose readers look themselves
     untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
     if untold and has_id:
         raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
-    if has_id != (manifest.format_version >= SUMS_PIECES) or (manifest.save_id and not has_id):
-        raise InvalidError(
-            f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!a:.80}"
-        )
+    if has_id != (manifest.format_version >= SUMS_PIECES) or (save_id and not has_id):
+        raise InvalidError(f"save_id: expected one from format {SUMS_PIECES} on, got {save_id!a:.80}")
     return manifest
 
 
