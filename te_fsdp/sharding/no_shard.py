@@ -34,7 +34,6 @@ from te_fsdp.step_hooks import registered_at
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.mesh import Meshes
     from te_fsdp.move.start import GradComm
     from te_fsdp.parameters import ParameterPlan
 
@@ -122,48 +121,27 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over whom gradients are added up.
-
-    Attributes:
-        group: The ranks that hold the same parameters and see other data; ``None`` for one rank.
-        divisor: What the sum is divided by; 1 for sums.
-    """
+    """Over whom gradients are added up, ``None`` for one rank, and what the sum is divided by (1 for sums)."""
 
     group: dist.ProcessGroup | None
     divisor: int
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, name: str, root: DeviceMesh | None, divisor: int) -> Ranks:
+        """Those of a mesh. Collective over the world where a process group is made.
 
-def all_ranks(meshes: Meshes, *, apart: bool, average: bool) -> tuple[Ranks, Ranks]:
-    """Over whom gradients of dense parameters are added up, and those of experts. Collective over the world.
-
-    Args:
-        meshes: The job's meshes.
-        apart: By process groups of their own.
-        average: Whether sums are divided: an expert's too by all ranks of data parallelism, over whose data the loss is
-            the mean.
-    """
-    divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
-    dense = Ranks(_group(meshes.fsdp, "data", meshes.device_mesh if apart else None), divisor)
-    if meshes.expert_mesh is None:
-        return dense, dense
-    experts = _group(meshes.expert_fsdp, "expert_data", meshes.expert_mesh if apart else None)
-    return dense, Ranks(experts, divisor)
-
-
-def _group(mesh: DeviceMesh | None, name: str, root: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks of a mesh, ``None`` for one. Collective over the world where a process group is made.
-
-    Args:
-        mesh: The mesh.
-        name: Of its axes together: if there are several the group is these reductions' own in any case.
-        root: The mesh of the job that an axis is cut from, for a group of its own; ``None``: the axis' group.
-    """
-    axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
-    if mesh is None or not axes:
-        return None
-    if len(axes) > 1:
-        return _torch.flatten_mesh(mesh, name).get_group()
-    return mesh[axes[0]].get_group() if root is None else own_group(root, axes[0])
+        Args:
+            mesh: The mesh.
+            name: Of its axes together: if there are several the group is these reductions' own in any case.
+            root: The mesh of the job that an axis is cut from, for a group of its own; ``None``: the axis' group.
+            divisor: See above.
+        """
+        axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
+        if mesh is None or not axes:
+            return cls(None, divisor)
+        if len(axes) > 1:
+            return cls(_torch.flatten_mesh(mesh, name).get_group(), divisor)
+        return cls(mesh[axes[0]].get_group() if root is None else own_group(root, axes[0]), divisor)
 
 
 @dataclass(eq=False)
@@ -192,6 +170,11 @@ class Slot:
     reduced: torch.Tensor | None = None
     unreduced: torch.Tensor | None = None
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The one that is there now."""
+        return self.replicated.parameter
+
 
 #: Gives a slot's gradient away; ``None`` if this rank has none.
 Take = Callable[[Slot], "torch.Tensor | None"]
@@ -202,17 +185,12 @@ Reduced = list[tuple[Slot, torch.Tensor]]
 def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
     """Buckets of at most :data:`CAPACITY` elements (or one tensor), in an order that follows from the slots' own.
 
-    Local operation.
-
-    Args:
-        slots: In an order that is the same on all ranks.
-        tp: The tensor-parallel mesh.
+    Local operation; the slots come in an order that is the same on all ranks.
     """
     kinds: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[Slot, torch.Size]]] = {}
     for slot in slots:
-        parameter = slot.replicated.parameter
-        local = _torch.local_of(parameter)
-        kind = slot.ranks, slot.grads_dtype or parameter.dtype, local.device
+        local = _torch.local_of(slot.parameter)
+        kind = slot.ranks, slot.grads_dtype or slot.parameter.dtype, local.device
         kinds.setdefault(kind, []).append((slot, local.shape))
     buckets = []
     for kind, same in kinds.items():
@@ -255,7 +233,7 @@ class Bucket:
         return Buffer(sizes, _ALIGNED, more=len(sizes))
 
     @torch.no_grad()
-    def start(self, comm: GradComm | None, take: Take) -> Pending[Reduced]:
+    def start(self, comm: GradComm | None, take: Take | None) -> Pending[Reduced]:
         """Begin to all-reduce the bucket. Each rank says by flags which gradients it has: others may have them.
 
         Collective over data parallel (once), and over tp if it holds partial gradients (once, and the current stream
@@ -264,23 +242,19 @@ class Bucket:
 
         Args:
             comm: How gradients are sent; ``None``: in their own dtype.
-            take: Gives the gradients.
+            take: Gives the gradients; ``None``: all are NaN.
         """
-        gradients = [take(slot) for slot, _ in self.members]
-        mine = [gradient is not None for gradient in gradients]
-        flags = torch.ones(len(mine), dtype=self.dtype, device=self.device)
-        if not all(mine):
-            flags = flags.new_tensor([float(flag) for flag in mine])
-        flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
-        del gradients  # their memory is free for what is sent
-        return self._send(flat, mine, comm)
-
-    def start_with_nan(self, comm: GradComm | None) -> Pending[Reduced]:
-        """Take part in the bucket's reduction, once, with NaN for all gradients. Collective as :meth:`start`."""
-        flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
-        return self._send(flat, [True] * len(self.members), comm)
-
-    def _send(self, flat: torch.Tensor, mine: list[bool], comm: GradComm | None) -> Pending[Reduced]:
+        if take is None:
+            mine = [True] * len(self.members)
+            flat = torch.full((self.buffer.numel,), math.nan, dtype=self.dtype, device=self.device)
+        else:
+            gradients = [take(slot) for slot, _ in self.members]
+            mine = [gradient is not None for gradient in gradients]
+            flags = torch.ones(len(mine), dtype=self.dtype, device=self.device)
+            if not all(mine):
+                flags = flags.new_tensor([float(flag) for flag in mine])
+            flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
+            del gradients  # their memory is free for what is sent
         rooms = zip(self.members, self.buffer.rooms, strict=True)
         partial = sum(room for (slot, _), room in rooms if slot.partial)
         if partial and self.tp is not None:
@@ -317,23 +291,12 @@ class Reduction:
     early: Sequence[tuple[str, Bucket]]
     rest: Sequence[Bucket]
     comm: GradComm | None
-    take: Take
-
-    def __post_init__(self) -> None:
-        self._pending: deque[Pending[Reduced]] = deque()
-        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
-        dtypes, comm = {bucket.dtype for _, bucket in self.early}, self.comm
-        self._is_wide = comm is not None and any(comm.wire(d).itemsize > d.itemsize for d in dtypes)
-
-    @property
-    def may_begin_early(self) -> bool:
-        """Whether buckets begin during backward, so that an exception in it finds some under way."""
-        return bool(self.early) and not self._is_wide
+    take: Take | None
+    _pending: deque[Pending[Reduced]] = field(default_factory=deque)
 
     def start(self, is_complete: Callable[[str], bool]) -> None:
         """Begin the early buckets, in order, as far as their units are complete. Collective; nothing is waited for."""
-        while not self._is_wide and len(self._pending) < len(self.early):
-            unit, bucket = self.early[len(self._pending)]
+        for unit, bucket in self.early[len(self._pending) :]:
             if not is_complete(unit):
                 return
             with torch.profiler.record_function(f"te_fsdp::reduce_no_shard {unit}"):
@@ -348,22 +311,16 @@ class Reduction:
         self.start(lambda unit: True)
         while self._pending:
             yield from self._pending.popleft().wait()
-        late = [bucket for _, bucket in self.early] if self._is_wide else []
-        for bucket in (*late, *self.rest):
+        for bucket in self.rest:
             with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
                 yield from bucket.start(self.comm, self.take).wait()
 
     def abandon(self) -> None:
-        """After an exception in backward: begin what has not begun, wait, and drop the results.
+        """After an exception in backward: complete the reduction, and drop the results.
 
         Ranks may have begun different buckets, so that all complete the set, with NaN: a rank that has seen no
-        exception must not take what it gets for gradients. Collective over data parallel; only where
-        :attr:`may_begin_early`.
+        exception must not take what it gets for gradients. Collective over data parallel.
         """
-        quiet = None if self.comm is None else replace(self.comm, look=None)
-        for _, bucket in self.early[len(self._pending) :]:
-            self._pending.append(bucket.start_with_nan(quiet))
-        while self._pending:
-            self._pending.popleft().wait()
-        for bucket in self.rest:
-            bucket.start_with_nan(quiet).wait()
+        self.take = None
+        self.comm = None if self.comm is None else replace(self.comm, look=None)
+        deque(self.finish(), maxlen=0)

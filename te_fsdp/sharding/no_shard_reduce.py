@@ -31,7 +31,7 @@ from te_fsdp.layout import REPLICATED
 from te_fsdp.move.pending import UnitOrder, current_stream
 from te_fsdp.move.start import comm_of
 from te_fsdp.sharding.materialize import check_whole
-from te_fsdp.sharding.no_shard import Bucket, Reduction, Slot, all_ranks, pack
+from te_fsdp.sharding.no_shard import Bucket, Ranks, Reduction, Slot, pack
 from te_fsdp.sharding.outer_averages import catch_up
 from te_fsdp.sharding.state import mark, sharding_state
 
@@ -51,7 +51,8 @@ class ReplicatedGradients:
         meshes: The job's meshes.
         units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
         grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
-        average: Divide gradients by the number of data-parallel ranks; otherwise they are sums.
+        average: Divide gradients by the number of data-parallel ranks, an expert's too, over whose data the loss is the
+            mean; otherwise they are sums.
         beside_fsdp2: Whether FSDP2 manages other parameters of the model: its reductions and those that begin during
             backward then need process groups of their own, which are made here. Collective over the world.
     """
@@ -67,23 +68,23 @@ class ReplicatedGradients:
         average: bool = True,
         beside_fsdp2: bool = False,
     ) -> None:
-        dense, experts = all_ranks(meshes, apart=beside_fsdp2 and bool(units), average=average)
+        apart = beside_fsdp2 and bool(units)
+        divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
+        dense = experts = Ranks.of(meshes.fsdp, "data", meshes.device_mesh if apart else None, divisor)
+        if (mesh := meshes.expert_mesh) is not None:
+            experts = Ranks.of(meshes.expert_fsdp, "expert_data", mesh if apart else None, divisor)
         self._slots = []
         for parameter in replicated:
             plan = parameter.plan
             ranks = experts if plan.experts else dense
             partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
             # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
-            unit = (
-                None if partial or ranks.group is None or plan.storage.strategy == REPLICATED else plan.unit
-            )
-            self._slots.append(Slot(parameter, ranks, partial, unit, grads_dtype))
-        self._model, self._meshes, self._grads_dtype = weakref.ref(model), meshes, grads_dtype
-        self._device = meshes.device
-        self._sync, self._owes = True, False
+            at_end = partial or ranks.group is None or plan.storage.strategy == REPLICATED
+            self._slots.append(Slot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype))
+        self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
+        self._sync, self._owes, self._running = True, False, False
         self._inside: dict[Slot, None] = {}
         self._away: set[Slot] = set()
-        self._running = False
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[Slot, ...]()
@@ -97,7 +98,7 @@ class ReplicatedGradients:
         self._gave_up = False
         self.attach()
         model.register_forward_pre_hook(_torch.untraced(self._before_forward))
-        model.register_forward_hook(_torch.untraced(self._after_forward))
+        model.register_forward_hook(_torch.untraced(lambda module, inputs, output: self.watch(output)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
@@ -121,7 +122,7 @@ class ReplicatedGradients:
             if slot.unreduced is not None
             or slot in self._inside
             or slot in self._away
-            or (self._owes and slot.replicated.parameter.requires_grad)
+            or (self._owes and slot.parameter.requires_grad)
         ]
 
     @property
@@ -138,7 +139,7 @@ class ReplicatedGradients:
         if self.interrupted:
             started, self._reduction = self._reduction, None
             self._leave()
-            if started is not None and started.may_begin_early:
+            if started is not None and started.early:
                 started.abandon()
                 self._say(True)
                 self.settle()  # this rank knows
@@ -152,8 +153,8 @@ class ReplicatedGradients:
             work, gave_up = self._said
             work.wait()
             self._said, self._gave_up = None, self._gave_up or bool(gave_up)
-        gave_up_, self._gave_up = self._gave_up, False
-        return gave_up_
+        found, self._gave_up = self._gave_up, False
+        return found
 
     def _say(self, gave_up: bool) -> None:
         """Tell all ranks whether this one gives the reduction up that has just been completed; nothing waits for it.
@@ -174,9 +175,9 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         """Add up over the ranks what is waiting, and add it to ``.grad``.
 
-        Collective over data parallel: an all-reduce for each unit, dtype and group of ranks, and one for all that
-        is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each tensor
-        larger than a bucket; at first all are sent with no unit. All ranks must call it.
+        Collective over data parallel, on all ranks: an all-reduce for each unit, dtype and group of ranks, and one for
+        all that is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each
+        tensor larger than a bucket; at first all are sent with no unit.
         """
         self._owes = False
         self._finish(self._new_reduction())
@@ -201,21 +202,21 @@ class ReplicatedGradients:
 
     def reduced(self) -> set[int]:
         """``id`` of the parameters whose gradients are reduced here."""
-        return {id(slot.replicated.parameter) for slot in self._slots}
+        return {id(slot.parameter) for slot in self._slots}
 
     def attach(self) -> None:
         """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
         replaced = False
         for slot in self._slots:
-            parameter = slot.replicated.parameter
+            parameter = slot.parameter
             if not parameter.requires_grad or (slot.hooked is not None and slot.hooked() is parameter):
                 continue
             for handle in slot.handles:
                 handle.remove()
             slot.hooked, replaced = weakref.ref(parameter), True
             self._buckets = None
-            if self._grads_dtype is not None and parameter.dtype != self._grads_dtype:
-                parameter.grad_dtype = self._grads_dtype
+            if slot.grads_dtype is not None and parameter.dtype != slot.grads_dtype:
+                parameter.grad_dtype = slot.grads_dtype
             slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
         model = self._model()
         state = sharding_state(model) if replaced and model is not None else None
@@ -238,9 +239,6 @@ class ReplicatedGradients:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.attach()
         self.recover()
-
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.watch(output)
 
     def watch(self, output: Any) -> None:
         """Let every rank that runs backward come to the reduction, those without any such gradient included. Local.
@@ -268,7 +266,7 @@ class ReplicatedGradients:
         if slot.unit is not None:
             self._order.arrived(slot.unit, slot)
         if slot not in self._inside:
-            parameter = slot.replicated.parameter
+            parameter = slot.parameter
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
             self._inside[slot] = None
@@ -309,7 +307,7 @@ class ReplicatedGradients:
         Gradients that were cleared since then stay cleared.
         """
         for slot in self._inside:
-            parameter = slot.replicated.parameter
+            parameter = slot.parameter
             slot.unreduced = parameter.grad if keep else None
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
@@ -322,39 +320,41 @@ class ReplicatedGradients:
 
     def _new_reduction(self) -> Reduction:
         """A reduction of all that is trained now, not begun."""
-        trained = tuple(slot for slot in self._slots if slot.replicated.parameter.requires_grad)
+        trained = tuple(slot for slot in self._slots if slot.parameter.requires_grad)
         if trained != self._trained:
             self._trained, self._buckets = trained, None
             self._order = self._orders.setdefault(trained, UnitOrder(self._units))
         if self._buckets is None:
-            early: list[tuple[str, Bucket]] = []
+            # Unit by unit also what does not begin early: the transport adds in an order that depends on the place in a
+            # bucket, and the first backward shall have the bits that it would have had as a later one, of a training
+            # that goes on.
             agreed = self._order.agreed or ()
-            for unit in agreed:
-                own = [slot for slot in trained if slot.unit == unit]
-                early += [(unit, bucket) for bucket in pack(own, self._meshes.tp)]
-            # Unit by unit as well: the transport adds in an order that depends on the place in a bucket, and the first
-            # backward shall have the bits that it would have had as a later one, of a training that goes on.
-            others: dict[str | None, list[Slot]] = {}
+            units: dict[str | None, list[Slot]] = {unit: [] for unit in agreed}
             for slot in trained:
-                if slot.unit not in agreed:
-                    others.setdefault(slot.unit, []).append(slot)
-            rest = [bucket for own in others.values() for bucket in pack(own, self._meshes.tp)]
-            self._buckets = early, rest
+                units.setdefault(slot.unit, []).append(slot)
+            packed = [(unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp)]
+            early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
+            self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
+        early, rest = self._buckets
         model = self._model()
-        return Reduction(*self._buckets, comm_of(model) if model is not None else None, self._take)
+        comm = comm_of(model) if model is not None else None
+        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
+        if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
+            early, rest = [], [*(bucket for _, bucket in early), *rest]
+        return Reduction(early, rest, comm, self._take)
 
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
         for slot, value in reduction.finish():
-            _add(slot.replicated.parameter, value)
-        if reduction.may_begin_early:
+            _add(slot.parameter, value)
+        if reduction.early:
             self._say(False)
 
     def _take(self, slot: Slot) -> torch.Tensor | None:
         """A slot's gradient, for a bucket: it is nobody's else from now on."""
         gradient, slot.unreduced = slot.unreduced, None
         if slot in self._inside:  # backward still runs
-            parameter = slot.replicated.parameter
+            parameter = slot.parameter
             gradient, parameter.grad = parameter.grad, slot.reduced
             slot.reduced = None
             del self._inside[slot]
