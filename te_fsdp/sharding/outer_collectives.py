@@ -120,8 +120,8 @@ class OptimizerShard:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Placements of main weight and states on ``mesh``."""
-        own, factor = _own_placements(self.parameter), _parts(self.parameter, self.mesh, self.dim)
-        return (_torch.strided_shard(self.dim, factor), *own)
+        own = self.parameter.placements if isinstance(self.parameter, DTensor) else ()
+        return (_torch.strided_shard(self.dim, _parts(self.parameter, self.mesh, self.dim)), *own)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor like the parameter's local one; a view."""
@@ -147,15 +147,10 @@ class OptimizerShard:
         return _torch.dtensor(rows, self.spec(rows))
 
 
-def _own_placements(parameter: torch.Tensor) -> tuple[Placement, ...]:
-    """Placements of a DTensor, none of a plain tensor."""
-    return tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
-
-
 def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
     """Into how many parts the parameter's own axes cut a dim; ``mesh`` has one axis more in front."""
-    placements = enumerate(_own_placements(parameter))
-    return math.prod(mesh.size(1 + axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
+    placements = enumerate(parameter.placements if isinstance(parameter, DTensor) else (), 1)
+    return math.prod(mesh.size(axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
 
 
 def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:

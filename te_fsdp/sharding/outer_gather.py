@@ -40,17 +40,17 @@ from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, start_gathe
 from te_fsdp.sharding.state import state_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from te_fsdp.sharding.state import ShardingState
 
 #: Why one tensor of all experts crosses as fp32.
 SINGLE = "one tensor of all experts"
+#: Shards, each with this rank's rows of the main weight, in the same order on all replicas.
+Cut = Sequence[tuple[OptimizerShard, torch.Tensor]]
 
 
 @torch.no_grad()
 def start_install(
-    cut: Sequence[tuple[OptimizerShard, torch.Tensor]],
+    cut: Cut,
     *,
     written: list[torch.Tensor] | None = None,
     scales: Mapping[int, torch.Tensor] | None = None,
@@ -62,8 +62,7 @@ def start_install(
     The wait issues none, unless weights are sent as fp32.
 
     Args:
-        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas. Main weights and
-            parameters must not change until the end.
+        cut: Main weights and parameters must not change until the end.
         written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
             that are sent as fp32.
         scales: From :func:`scales_of_rows`, which is called if there are none.
@@ -103,16 +102,11 @@ def start_install(
     return gather.then(finish)
 
 
-def scales_of_rows(cut: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """The scales of current-scaling weights that are sent as bytes, each from the amax of the whole main weight.
+def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
+    """By ``id`` of its shard the scale of each current-scaling weight that is sent as bytes, one element.
 
-    Collective over replicas and weight mesh, if there are some: one max all-reduce for each group of theirs.
-
-    Args:
-        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas.
-
-    Returns:
-        One element for each, by the ``id`` of its shard.
+    Each from the amax of the whole main weight. Collective over replicas and weight mesh, if there are some: one max
+    all-reduce for each group of theirs.
     """
     asked: dict[int, Scaled] = {}
     for shard, rows in cut:
@@ -217,19 +211,12 @@ def _share_newest_amax(shards: Iterable[OptimizerShard]) -> None:
         largest_of(amaxes, members[0].group)
 
 
-#: Shard, and this rank's rows of the main weight.
-Cut = tuple[OptimizerShard, torch.Tensor]
-
-
 @torch.no_grad()
-def install_by_unit(cut: Sequence[Cut]) -> None:
-    """Begin to make parameters their new main weights, as :func:`~te_fsdp.sharding.outer_gather.start_install` does.
+def install_by_unit(cut: Cut) -> None:
+    """Begin to make parameters their new main weights, as :func:`start_install` does.
 
     Collective over the replicas: as that, but for what is sent together, which is of one unit. Nothing waits for it but
     :class:`~te_fsdp.move.pending.PendingGathers`.
-
-    Args:
-        cut: Shard, and this rank's rows of the main weight, in the same order on all replicas.
     """
     left = {id(shard.parameter): (shard, rows) for shard, rows in cut}
     scales = scales_of_rows(cut)
@@ -240,7 +227,10 @@ def install_by_unit(cut: Sequence[Cut]) -> None:
             own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
             members = [left.pop(key) for key in own if key in left and may_be_sent_later(left[key][0])]
             if members:
-                gathers.append(_gather_of(name, unit, members, scales))
+                touched = [rows for _, rows in members]
+                touched += [scales[id(shard)] for shard, _ in members if id(shard) in scales]
+                begin = functools.partial(start_install, members, written=touched, scales=scales)
+                gathers.append(UnitGather(name, unit, begin, touched))
         begins.append((state, gathers))
     start_install([*left.values()], scales=scales).wait()
     for state, gathers in begins:
@@ -265,12 +255,3 @@ def may_be_sent_later(shard: OptimizerShard) -> bool:
     """Whether new weights of a parameter can arrive after the step, with its unit. Local operation."""
     local = _torch.local_of(shard.parameter)
     return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(shard) is None)
-
-
-def _gather_of(
-    name: str, unit: nn.Module, members: Sequence[Cut], scales: Mapping[int, torch.Tensor]
-) -> UnitGather:
-    touched = [rows for _, rows in members]
-    touched += [scales[id(shard)] for shard, _ in members if id(shard) in scales]
-    begin = functools.partial(start_install, members, written=touched, scales=scales)
-    return UnitGather(name, unit, begin, touched)
