@@ -319,10 +319,10 @@ def _spoiled(drop: str) -> Iterator[None]:
         yield
         return
     from te_fsdp.layout import ParameterRule
-    from te_fsdp.modules import checks
+    from te_fsdp.modules import plan
 
     change = {drop: getattr(ParameterRule(None), drop)}
-    stock = checks.plan_tree
+    stock = plan.plan_tree
 
     def spoiled(*args: Any, **kwargs: Any) -> list[Any]:
         planned = stock(*args, **kwargs)
@@ -330,11 +330,11 @@ def _spoiled(drop: str) -> Iterator[None]:
             item.rules.update({n: dataclasses.replace(rule, **change) for n, rule in item.rules.items()})
         return planned
 
-    checks.plan_tree = spoiled
+    plan.plan_tree = spoiled
     try:
         yield
     finally:
-        checks.plan_tree = stock
+        plan.plan_tree = stock
 
 
 def check_full_precision() -> None:
