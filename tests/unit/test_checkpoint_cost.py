@@ -335,16 +335,19 @@ def test_a_model_on_another_device_is_planned_anew() -> None:
     assert entry[0] != entry[1]
 
 
+@pytest.mark.parametrize(
+    "step", ["blocks", "finish"]
+)  # before its pieces have places in the files, and after
 def test_a_plan_that_led_to_no_checkpoint_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     model, optimizer = small_model()
 
-    def full(self: object) -> Any:
+    def full(*_: object) -> Any:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing.Writing, "blocks", full)
+        patched.setattr(writing.Writing, step, full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.save(tmp_path / "a", model, optimizer)
     checkpoint.save(tmp_path / "a", model, optimizer)

@@ -51,7 +51,7 @@ def quantized(
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model, oracle = mlp(recipe, hidden, "meta", **meshes.te_kwargs()), mlp(recipe, hidden)
-    te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy="optim")
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, outer_strategy="optim", transport="nccl")
     te_fsdp.materialize(model, seed=SEED)
     step, compared = Stepper(model, recipe_of(recipe), meshes, False), 0
     if optimizer == "adamw":
