@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint import compare, index, writing
+from te_fsdp.checkpoint.contents import empty_manifest
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
-from te_fsdp.checkpoint.portable.contents import empty_manifest
 from te_fsdp.checkpoint.sums import without_collector
 
 #: Experts' weights have a leading dim, over which ranks of expert parallelism share them.

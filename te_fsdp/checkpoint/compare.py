@@ -22,13 +22,13 @@ import torch
 
 from te_fsdp import _te
 from te_fsdp.agree import gather_if_any, rank
+from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
 from te_fsdp.checkpoint.index import FIXED, Index, Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import ModelState
-from te_fsdp.checkpoint.portable import torch_files
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
 from te_fsdp.errors import shorten
 from te_fsdp.layout import slices

@@ -30,11 +30,21 @@ from te_fsdp.agree import (
     rank,
     world_size,
 )
+from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.compare import Differences, Rectangle, Staged, read_stored, rectangle
+from te_fsdp.checkpoint.contents import (
+    DCP_KIND,
+    Choices,
+    Contents,
+    Cuts,
+    open_checkpoint_contents,
+    stack_experts,
+)
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
+from te_fsdp.checkpoint.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -48,18 +58,8 @@ from te_fsdp.checkpoint.manifest import (
 )
 from te_fsdp.checkpoint.model_state import tied_names
 from te_fsdp.checkpoint.paths import absolute, is_remote
-from te_fsdp.checkpoint.portable import torch_files
-from te_fsdp.checkpoint.portable.contents import (
-    DCP_KIND,
-    Choices,
-    Contents,
-    Cuts,
-    open_checkpoint_contents,
-    stack_experts,
-)
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Stack
-from te_fsdp.checkpoint.portable.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.replicas import Share
+from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices

@@ -24,9 +24,9 @@ from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
+from te_fsdp.checkpoint.lazy import Lazy
 from te_fsdp.checkpoint.manifest import Manifest, read_manifest
 from te_fsdp.checkpoint.paths import is_remote
-from te_fsdp.checkpoint.portable.lazy import Lazy
 from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, checksums, synced, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 

@@ -17,8 +17,8 @@ import tyro
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
+from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.paths import place_of
-from te_fsdp.checkpoint.portable.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     open_any,

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
+from te_fsdp.checkpoint.contents import CHECKPOINT, Choices, Contents
 from te_fsdp.checkpoint.entries import decode
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
-from te_fsdp.checkpoint.portable.contents import CHECKPOINT, Choices, Contents
 from te_fsdp.checkpoint.portable.convert import compare_contents, open_any, resolve
 from te_fsdp.checkpoint.source import problems_of
 from te_fsdp.cli.main import UsageError, human_bytes, print_json, print_lines, print_table

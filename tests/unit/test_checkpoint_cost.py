@@ -17,13 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import index, saving, sums, writing
+from te_fsdp.checkpoint import index, saving, sums, torch_files, writing
 from te_fsdp.checkpoint.background import Block, Staging, background
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.portable import torch_files
-from te_fsdp.checkpoint.portable.torch_files import Window, open_dcp
+from te_fsdp.checkpoint.torch_files import Window, open_dcp
 from te_fsdp.errors import CheckpointError
 
 #: Files of one length and of different shapes, among others.

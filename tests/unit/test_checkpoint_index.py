@@ -15,9 +15,9 @@ import torch
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, sums
 from te_fsdp.checkpoint.compare import pieces_to_read
+from te_fsdp.checkpoint.contents import empty_manifest
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import MARK, Manifest
-from te_fsdp.checkpoint.portable.contents import empty_manifest
 from te_fsdp.checkpoint.writing import Held, divide
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 

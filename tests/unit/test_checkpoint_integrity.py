@@ -20,8 +20,8 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import compare, sums
 from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint.index import read_index
-from te_fsdp.checkpoint.portable.torch_files import Piece, Window
 from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.torch_files import Piece, Window
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from te_fsdp.checkpoint.compare import Differences
-from te_fsdp.checkpoint.portable.contents import DCP_KIND, Contents, Cuts, empty_manifest, refuse_scrambled
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy
+from te_fsdp.checkpoint.contents import DCP_KIND, Contents, Cuts, empty_manifest, refuse_scrambled
+from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy
 from te_fsdp.checkpoint.source import Source, compare_stacked
 from te_fsdp.errors import CheckpointError
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import new_directory
+from te_fsdp.checkpoint.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.cli.main import main
 from te_fsdp.errors import CheckpointError
 
@@ -302,7 +302,7 @@ def test_rows_are_those_of_the_whole(
 MEGABYTES = 200
 PROBE = """
 import sys
-from te_fsdp.checkpoint.portable import lazy
+from te_fsdp.checkpoint import lazy
 from te_fsdp.cli.main import main
 
 def peak():

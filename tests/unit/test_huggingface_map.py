@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_fsdp.checkpoint.lazy import InMemory
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_config import _KINDS
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
 from te_fsdp.checkpoint.portable.huggingface_model import layer_differences
-from te_fsdp.checkpoint.portable.lazy import InMemory
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics
 from tests.unit.huggingface_models import MODELS, to_huggingface, to_te

@@ -1,5 +1,5 @@
-"""Checkpoints into and out of other formats, in one process, tensor by tensor: no model, no TE, no process group.
+"""Checkpoints into other formats and models out of them, on top of what saves and loads; nothing below imports it.
 
-A source of any kind becomes :class:`~te_fsdp.checkpoint.portable.contents.Contents`: the manifest's description and
-tensors that are read by blocks of rows. Each target is written from that.
+Any source is read as :class:`~te_fsdp.checkpoint.contents.Contents`, the manifest's description and tensors that are
+read by blocks of rows, and each target is written from that. Conversion needs one process: no model, no TE.
 """

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
-from te_fsdp.checkpoint.entries import decode
-from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
-from te_fsdp.checkpoint.paths import is_remote, place_of
-from te_fsdp.checkpoint.portable.contents import (
+from te_fsdp.checkpoint.contents import (
     CHECKPOINT,
     MANIFEST_KEY,
     Choices,
@@ -33,10 +29,14 @@ from te_fsdp.checkpoint.portable.contents import (
     split_experts,
     stack_experts,
 )
-from te_fsdp.checkpoint.portable.lazy import BLOCK_BYTES, InMemory, Lazy, cast
-from te_fsdp.checkpoint.portable.safetensors import is_safetensors, write_file, write_folder
-from te_fsdp.checkpoint.portable.state_dicts import open_dcp_contents, open_torch_contents
-from te_fsdp.checkpoint.portable.torch_files import write_torch
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
+from te_fsdp.checkpoint.entries import decode
+from te_fsdp.checkpoint.lazy import BLOCK_BYTES, InMemory, Lazy, cast
+from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
+from te_fsdp.checkpoint.paths import is_remote, place_of
+from te_fsdp.checkpoint.safetensors import is_safetensors, write_file, write_folder
+from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
+from te_fsdp.checkpoint.torch_files import write_torch
 from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import differences, from_json, in_words, own_differences

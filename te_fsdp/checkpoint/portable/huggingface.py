@@ -20,17 +20,18 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences
-from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.loading import Filling
-from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.model_state import ModelState, model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.portable.contents import (
+from te_fsdp.checkpoint.contents import (
     Contents,
     describe,
     empty_manifest,
     split_experts,
     stack_experts,
 )
+from te_fsdp.checkpoint.directory import new_directory
+from te_fsdp.checkpoint.lazy import Computed, Lazy, total_bytes
+from te_fsdp.checkpoint.loading import Filling
+from te_fsdp.checkpoint.manifest import Tick
+from te_fsdp.checkpoint.model_state import ModelState, model_state, owned_parameters, tied_names
 from te_fsdp.checkpoint.portable.huggingface_config import (
     Architecture,
     first_given,
@@ -51,8 +52,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     semantics_of_config,
     shares_of,
 )
-from te_fsdp.checkpoint.portable.lazy import Computed, Lazy, total_bytes
-from te_fsdp.checkpoint.portable.safetensors import (
+from te_fsdp.checkpoint.safetensors import (
     deal,
     open_safetensors,
     write_file,

@@ -29,6 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
+from te_fsdp.checkpoint.lazy import Computed, InMemory, Lazy
 from te_fsdp.checkpoint.portable.huggingface_config import (
     EXPERTS,
     MIXTRALS,
@@ -45,8 +46,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     known_blocks,
     layer_differences,
 )
-from te_fsdp.checkpoint.portable.lazy import Computed, InMemory, Lazy
-from te_fsdp.checkpoint.portable.safetensors import is_safetensors, open_safetensors
+from te_fsdp.checkpoint.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, rank
 from te_fsdp.checkpoint.index import is_tiling
+from te_fsdp.checkpoint.lazy import InMemory, with_remainders
 from te_fsdp.checkpoint.model_state import Owned, clean_name, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.checkpoint.portable.lazy import InMemory, with_remainders
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import Semantics, differences, semantics_of

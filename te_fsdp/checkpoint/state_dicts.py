@@ -15,10 +15,7 @@ from typing import Any
 import torch
 
 from te_fsdp._te_formats import Quantized, read_extra_state, unreadable_state
-from te_fsdp.checkpoint.entries import encode
-from te_fsdp.checkpoint.index import read_metadata
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
-from te_fsdp.checkpoint.portable.contents import (
+from te_fsdp.checkpoint.contents import (
     DCP_KIND,
     MANIFEST_KEY,
     Choices,
@@ -30,9 +27,12 @@ from te_fsdp.checkpoint.portable.contents import (
     stack_experts,
     with_other_experts,
 )
-from te_fsdp.checkpoint.portable.lazy import Chunked, InMemory, Lazy, Stored
-from te_fsdp.checkpoint.portable.torch_files import Opened, Piece, Window, open_dcp, stored
+from te_fsdp.checkpoint.entries import encode
+from te_fsdp.checkpoint.index import read_metadata
+from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy, Stored
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
 from te_fsdp.checkpoint.sums import frame_of
+from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stored
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from

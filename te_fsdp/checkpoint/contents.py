@@ -24,8 +24,7 @@ from te_fsdp.checkpoint.entries import (
     stacked_name,
 )
 from te_fsdp.checkpoint.index import check_index, stored_tensors
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest
-from te_fsdp.checkpoint.portable.lazy import (
+from te_fsdp.checkpoint.lazy import (
     Chunked,
     InMemory,
     Lazy,
@@ -34,8 +33,9 @@ from te_fsdp.checkpoint.portable.lazy import (
     total_bytes,
     with_remainders,
 )
-from te_fsdp.checkpoint.portable.safetensors import open_safetensors
-from te_fsdp.checkpoint.portable.torch_files import tensors_of
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest
+from te_fsdp.checkpoint.safetensors import open_safetensors
+from te_fsdp.checkpoint.torch_files import tensors_of
 from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.semantics import NOTHING
 

@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from te_fsdp import _torch
 from te_fsdp._te_formats import TENSORS, TableUnpickler, UnknownNameError, with_record
 from te_fsdp.checkpoint.index import Index, read_metadata
+from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
 from te_fsdp.checkpoint.paths import listing
-from te_fsdp.checkpoint.portable.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.sums import crc32, view_of
 from te_fsdp.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.lazy import Lazy, Record, Stored, as_bytes, read_bytes, total_bytes
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.portable.lazy import Lazy, Record, Stored, as_bytes, read_bytes, total_bytes
 from te_fsdp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
