@@ -20,6 +20,13 @@ _FUNCTIONS = {
     "all_to_all_single": ("all_to_all", (1, "input"), (1, "input")),
     "broadcast": ("broadcast", (0, "tensor"), (0, "tensor")),
 }
+#: Methods of a process group that take several such pairs as one operation -> kind, place of the wholes, of the parts.
+_SEVERAL = {
+    "all_gather_single_coalesced": ("all_gather", 0, 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 0, 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1, 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1, 1),
+}
 
 
 class Collective(NamedTuple):
@@ -42,12 +49,15 @@ class Collective(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Collective]]:
-    """Collectives called inside, in order.
+    """Collectives called inside, in order; those that go as one operation one by one.
 
     A call that another one makes is part of that one; but a process group of another class sends nothing itself.
     """
     seen: list[Collective] = []
     stock = {name: getattr(dist, name) for name in _FUNCTIONS if hasattr(dist, name)}
+    several = {
+        name: getattr(dist.ProcessGroup, name) for name in _SEVERAL if hasattr(dist.ProcessGroup, name)
+    }
     depth = [0]
 
     def recording(name: str) -> Any:
@@ -68,13 +78,32 @@ def recorded() -> Iterator[list[Collective]]:
 
         return call
 
+    def recording_several(name: str) -> Any:
+        kind, *places = _SEVERAL[name]
+
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            if depth[0] == 0 and type(group) is dist.ProcessGroup:
+                pairs = zip(*(args[at] for at in places), strict=True)
+                seen.extend(_described(kind, whole, given) for whole, given in pairs)
+            depth[0] += 1
+            try:
+                return several[name](group, *args)
+            finally:
+                depth[0] -= 1
+
+        return call
+
     for name in stock:
         setattr(dist, name, recording(name))
+    for name in several:
+        setattr(dist.ProcessGroup, name, recording_several(name))
     try:
         yield seen
     finally:
         for name, function in stock.items():
             setattr(dist, name, function)
+        for name, function in several.items():
+            setattr(dist.ProcessGroup, name, function)
 
 
 def _described(kind: str, whole: torch.Tensor, given: torch.Tensor) -> Collective:
