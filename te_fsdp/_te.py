@@ -211,9 +211,9 @@ def _is_quantized_class(cls: type) -> bool:
     return is_loaded() and issubclass(cls, te().QuantizedTensor)
 
 
-def set_quantizer(tensor: torch.Tensor, quantizer: Any) -> None:
-    """Give a quantized tensor its quantizer."""
-    tensor._quantizer = quantizer  # type: ignore[attr-defined]
+def is_grouped(tensor: torch.Tensor) -> bool:
+    """Whether a quantized tensor is that of all experts of a layer (``te_fsdp.quantized.grouped_weight``)."""
+    return hasattr(tensor, "experts")
 
 
 #: Attribute of a quantized tensor: its quantizer. For what asks at every gather.
@@ -264,7 +264,7 @@ def format_of(tensor: torch.Tensor) -> Format | None:
     """Format of a quantized tensor, ``None`` for a plain one."""
     if not _is_quantized_class(type(tensor)):
         return None
-    if hasattr(tensor, "experts"):  # one tensor for all experts of a layer
+    if hasattr(tensor, "experts"):  # is_grouped, without a call: a step asks often
         return format_of_quantizer(quantizer_of(tensor))
     return _format_of_class(type(tensor))
 
@@ -453,7 +453,7 @@ def sent_as_it_lies(tensor: torch.Tensor) -> tuple[str, ...]:
 
     Those of a tensor of all experts, and of formats that send another direction before a backward, differ.
     """
-    row = None if hasattr(tensor, "experts") else format_of(tensor)
+    row = None if is_grouped(tensor) else format_of(tensor)
     return tuple([buffer.attribute for buffer in row.dropped]) if row is not None else ()
 
 

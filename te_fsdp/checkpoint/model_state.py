@@ -34,7 +34,6 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
-from te_fsdp.quantized.packing import derive_transposes
 from te_fsdp.sharding.state import settle
 
 
@@ -214,7 +213,7 @@ class ModelState:
         for owned in (one for name in names & self.members.keys() for one in self.members[name]):
             local = owned.local
             if _te.is_quantized(local):
-                (derive_transposes if owned.is_grouped else finish_writing)(local)
+                local.derive_transposes() if owned.is_grouped else finish_writing(local)  # type: ignore[missing-attribute]
 
 
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:

@@ -29,7 +29,6 @@ from te_fsdp.agree import rank, world_size
 from te_fsdp.errors import message
 from te_fsdp.integrations import needs
 from te_fsdp.quantized.components import components_of
-from te_fsdp.quantized.grouped_weight import experts_of
 from te_fsdp.sharding.state import settle, shard_of
 
 if TYPE_CHECKING:
@@ -316,7 +315,7 @@ def _single(local: torch.Tensor) -> Sequence[torch.Tensor]:
     """A quantized local tensor, of all experts' weight each expert's; nothing of a plain one."""
     if not _te.is_quantized(local):
         return ()
-    return experts_of(local) if hasattr(local, "experts") else (local,)
+    return local.experts if _te.is_grouped(local) else (local,)  # type: ignore[missing-attribute]
 
 
 def _add_health(local: torch.Tensor, counts: torch.Tensor, extremes: torch.Tensor) -> None:

@@ -29,7 +29,6 @@ from te_fsdp.modules.base import ResettableModule
 from te_fsdp.parameters import Binding, binding_of, carry_over, name_of
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
-from te_fsdp.quantized.shards import weight_made_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -215,7 +214,7 @@ def single_cuts(
             quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
         if quantizer is not None:
             rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
-            weight = weight_made_by(quantizer, f"{label}.{name}", shape, rule, grid.tp)
+            weight = Weight.made_by(quantizer, f"{label}.{name}", shape, rule, grid.tp)
             check_fit(weight, replace(grid, dp_shard=1))
 
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:

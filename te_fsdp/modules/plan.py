@@ -25,8 +25,7 @@ from te_fsdp.modules.grouped import (
     single_parameters,
 )
 from te_fsdp.parameters import Binding, binding_of, is_replicated
-from te_fsdp.quantized.alignment import Grid, check_quantizer
-from te_fsdp.quantized.shards import plan_cuts
+from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_cuts
 
 if TYPE_CHECKING:
     from torch import nn

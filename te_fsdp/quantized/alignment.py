@@ -21,13 +21,13 @@ combinations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp._te_formats import Format
-from te_fsdp.errors import PlacementError, PrecisionError, message
+from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
 
 if TYPE_CHECKING:
@@ -50,12 +50,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that TE holds quantized.
+    """A weight that TE holds quantized: its full name, for messages, tp-local shape and format.
 
     Attributes:
-        label: Full name, for messages.
-        shape: tp-local shape.
-        format: Its format.
         rule: How tp cuts it, and how its rows are stacked.
         block: Rows and columns that one scale spans, the larger of two formats in a hybrid.
         tp: Size of the tp axis.
@@ -68,6 +65,13 @@ class Weight:
     block: int
     tp: int = 1
 
+    @staticmethod
+    def made_by(quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int) -> Weight:
+        """One that a quantizer of TE's makes, of a weight or of an expert of one."""
+        formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
+        block = max(row.block_or_largest() for row in formats)
+        return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
+
     def over(self, tp: int) -> Weight | None:
         """The same original weight as another tp size cuts it; ``None`` if that does not divide."""
         dim, shape = self.rule.shard_dim, self.shape
@@ -79,18 +83,48 @@ class Weight:
         return replace(self, shape=shape, tp=tp)
 
 
+def plan_cuts(
+    weights: Iterable[tuple[str, nn.Module, str, ParameterRule]],
+    grid: Grid,
+    stays_whole: Callable[[nn.Module, str], bool],
+) -> dict[int, dict[str, int]]:
+    """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
+
+    Local operation; every rank sees the same shapes and raises the same.
+
+    Args:
+        weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
+        grid: Sizes of the axes.
+        stays_whole: Whether data parallelism leaves a module's own parameter whole.
+
+    Returns:
+        Per ``id`` of an owner: dim by name; high-precision weights, and those that stay whole, are left out.
+
+    Raises:
+        PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
+    """
+    found = {}
+    for label, module, name, rule in weights:
+        parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
+        if parameter is None or quantizer is None or stays_whole(module, name):
+            continue
+        shape = tuple(_torch.local_of(parameter).shape)
+        found[id(module), name] = Weight.made_by(quantizer, label, shape, rule, grid.tp)
+    everyone = tuple(found.values())
+    dims: dict[int, dict[str, int]] = {}
+    for (owner, name), weight in found.items():
+        dims.setdefault(owner, {})[name] = check_fit(weight, grid, everyone)
+    return dims
+
+
 def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     """Whether all shards of a weight that FSDP2 cuts along ``dim`` over ``fsdp_size`` ranks fit its format."""
     if weight.format.has_one_scale:
         return dim == 0 or weight.shape[dim] % fsdp_size == 0
     if dim and fsdp_size > 1 and weight.format.block is None:
         return False  # hybrids: no table of their buffers, which a gather along columns needs
-    block, sizes, parts = (
-        weight.block,
-        (weight.shape[0], math.prod(weight.shape[1:])),
-        weight.rule.layout.blocks,
-    )
-    units = [block, block]
+    block, parts = weight.block, weight.rule.layout.blocks
+    sizes, units = (weight.shape[0], math.prod(weight.shape[1:])), [block, block]
     units[dim] *= fsdp_size
     if weight.format.short_blocks:  # a short last block is fine along a dim that nobody cuts
         tp_dim = weight.rule.shard_dim if weight.tp > 1 else None
@@ -105,7 +139,7 @@ def fitting_dim(weight: Weight, fsdp_size: int) -> int | None:
     return next((dim for dim in (0, 1) if fits(weight, fsdp_size, dim)), None)
 
 
-def check_fit(weight: Weight, grid: Grid, everyone: Iterable[Weight] = (), *, dim: int | None = None) -> int:
+def check_fit(weight: Weight, grid: Grid, everyone: Sequence[Weight] = (), *, dim: int | None = None) -> int:
     """The dim along which FSDP2 can cut a weight. Local operation; the same answer on every rank.
 
     Args:
@@ -121,17 +155,20 @@ def check_fit(weight: Weight, grid: Grid, everyone: Iterable[Weight] = (), *, di
         PlacementError: None fits. Names the weight, its shape, and the nearest mesh and shape that would fit.
     """
     found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
-    if found is not None and fits(weight, grid.dp_shard, found):
-        return found
-    raise PlacementError(_unfit(weight, grid, tuple(everyone) or (weight,), dim))
+    if found is None or not fits(weight, grid.dp_shard, found):
+        raise _unfit(weight, grid, everyone or (weight,), dim)
+    return found
 
 
-def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | None) -> str:
+def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | None) -> PlacementError:
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
     if dim is None and weight.format.block is None:
         dim = 0  # hybrids: never cut along columns
+    what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
+    got = f"{rows} rows and {columns} columns"
+    why = f"One scale spans {block} rows or columns; a cut through a block has no right scale"
     if weight.rule.layout.is_stacked and any(height % block for height in heights):
         what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
         expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"
@@ -139,56 +176,42 @@ def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | No
         why = (
             "A scale would span rows that lie apart in the unsharded weight, and no checkpoint could hold it"
         )
+    elif weight.format.has_one_scale:  # refused only where the caller chose the dim
+        expected = f"dim {dim} divisible by the {count} FSDP rank(s) that cut it"
+        why = "FSDP2 cuts any other dim than the first evenly or not at all"
+    elif count == 1:
+        expected = f"rows and columns divisible by {block}"
+    elif dim is None:
+        expected = f"rows or columns divisible by {count} FSDP ranks * {block}, and the others by {block}"
     else:
-        what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
-        if weight.format.has_one_scale:  # refused only where the caller chose the dim
-            expected = f"dim {dim} divisible by the {count} FSDP rank(s) that cut it"
-            why = "FSDP2 cuts any other dim than the first evenly or not at all"
-        else:
-            what += f", cut along dim {dim}" if dim and count > 1 else ""
-            expected = _expected(block, count, dim)
-            why = f"One scale spans {block} rows or columns; a cut through a block has no right scale"
-        got = f"{rows} rows and {columns} columns"
+        what += f", cut along dim {dim}" if dim else ""
+        first, second = ("columns", "rows") if dim else ("rows", "columns")
+        expected = f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
     shape = _nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))
     fix = f"{_nearest_grid(everyone, grid)}, or {shape}, or high-precision weights"
-    return message(what, expected=expected, got=got, why=why, fix=fix)
-
-
-def _expected(block: int, count: int, dim: int | None) -> str:
-    if count == 1:
-        return f"rows and columns divisible by {block}"
-    if dim is None:
-        return f"rows or columns divisible by {count} FSDP ranks * {block}, and the others by {block}"
-    first, second = ("rows", "columns") if dim == 0 else ("columns", "rows")
-    return f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
-
-
-# --- what would fit
+    return PlacementError(what, expected=expected, got=got, why=why, fix=fix)
 
 
 def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
     """The mesh of as many ranks, nearest to the given one, on which all weights fit, in words."""
-    best: tuple[float, Grid] | None = None
-    for other in _grids(grid):
+
+    def fits_all(other: Grid) -> bool:
         moved = [weight.over(other.tp) for weight in weights]
-        if any(w is None or fitting_dim(w, other.dp_shard) is None for w in moved):
-            continue
-        far = abs(math.log(grid.tp / other.tp)) + abs(math.log(grid.dp_shard / other.dp_shard))
-        if best is None or far < best[0]:
-            best = (far, other)
+        return all(w is not None and fitting_dim(w, other.dp_shard) is not None for w in moved)
+
+    def distance(other: Grid) -> float:
+        return abs(math.log(grid.tp / other.tp)) + abs(math.log(grid.dp_shard / other.dp_shard))
+
+    world = grid.dp_replicate * grid.dp_shard * grid.tp
+    # Smaller tp sizes only: what the larger one divided, heads included, they divide too.
+    sizes = [(shard, tp) for tp in _divisors(grid.tp) for shard in _divisors(world // tp)]
+    grids = [Grid(world // tp // shard, shard, tp) for shard, tp in sizes]
+    best = min(filter(fits_all, grids), key=distance, default=None)
     if best is None:
         return "no mesh of these ranks fits; use a weight that does"
-    if best[0] == 0:  # only the caller's own cut is wrong
+    if best == grid:  # only the caller's own cut is wrong
         return "let te_fsdp.fully_shard choose the dim to cut, or give torch's a shard_placement_fn"
-    return f"use the mesh {best[1]}"
-
-
-def _grids(grid: Grid) -> Iterator[Grid]:
-    """Meshes of as many ranks. Smaller tp sizes only: what the larger one divided, heads included, they divide too."""
-    world = grid.dp_replicate * grid.dp_shard * grid.tp
-    for tp in _divisors(grid.tp):
-        for shard in _divisors(world // tp):
-            yield Grid(world // tp // shard, shard, tp)
+    return f"use the mesh {best}"
 
 
 def _divisors(number: int) -> list[int]:
@@ -198,42 +221,38 @@ def _divisors(number: int) -> list[int]:
 
 def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
     """The original shape nearest to the weight's that fits the mesh if one of ``dims`` is cut, in words."""
-    shard_dim, parts = weight.rule.shard_dim, weight.rule.layout.blocks
-    block, count = weight.block, grid.dp_shard
-    tp = [grid.tp if shard_dim == dim else 1 for dim in (0, 1)]
+    block, total = weight.block, sum(weight.rule.layout.blocks)
+    tp = [grid.tp if weight.rule.shard_dim == dim else 1 for dim in (0, 1)]
     have = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
-    best: tuple[float, tuple[int, int]] | None = None
-    for dim in dims:
-        cuts = [count if dim == d else 1 for d in (0, 1)]
-        total = sum(parts)
+
+    def nearest(dim: int) -> tuple[int, ...]:
+        cuts = [grid.dp_shard if dim == d else 1 for d in (0, 1)]
         # Every stacked tensor in whole blocks per tp rank; all of them together in whole blocks per FSDP rank.
         units = (total * tp[0] * block * cuts[0] // math.gcd(cuts[0], total), tp[1] * block * cuts[1])
-        shape = tuple(max(1, round(h / u)) * u for h, u in zip(have, units, strict=True))
-        far = sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, have, strict=True))
-        if best is None or far < best[0]:
-            best = (far, (shape[0], shape[1]))
-    assert best is not None
+        return tuple(max(1, round(h / u)) * u for h, u in zip(have, units, strict=True))
+
+    def distance(shape: tuple[int, ...]) -> float:
+        return sum(abs(math.log(s / h)) if h else 1.0 for s, h in zip(shape, have, strict=True))
+
     whole = "unsharded shape" if grid.tp > 1 else "shape"
-    return f"a weight of {whole} {best[1]} instead of {have}"
+    return f"a weight of {whole} {min(map(nearest, dims), key=distance)} instead of {have}"
 
 
 def check_quantizer(label: str, quantizer: Any) -> None:
     """Raise if weights that this quantizer makes cannot be trained here. Local operation.
 
-    Args:
-        label: Full name of the weight.
-        quantizer: The weight's quantizer.
-
     Raises:
         PrecisionError: The device does not have the format, or FSDP2 would gather a hybrid weight wrongly.
     """
     fmt = _te.format_of_quantizer(quantizer)
-    problem = _device_problem(fmt)
-    if problem:
+    is_available, reason = (
+        getattr(_te.te(), fmt.available)(return_reason=True) if fmt.available else (True, "")
+    )
+    if not is_available:
         raise PrecisionError(
             f"{label}: {fmt} weight on this device",
             expected="a format that the device has",
-            why=problem,
+            why=reason,
             fix="use another recipe in quantized_model_init",
         )
     parts = [part for part in _te.quantizers_of_parts(quantizer) if part is not quantizer]
@@ -263,11 +282,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
 
 
 def check_recipe(module: nn.Module, binding: Binding) -> None:
-    """Raise if this module cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
-
-    Args:
-        module: A bound ``GroupedLinear`` whose forward is about to run.
-        binding: Its binding.
+    """Raise if a bound ``GroupedLinear`` cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
 
     Raises:
         PrecisionError: TE refuses the module under it.
@@ -283,11 +298,3 @@ def check_recipe(module: nn.Module, binding: Binding) -> None:
             why="TransformerEngine refuses it: activations split outside of the module have no common scale",
             fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
         )
-
-
-def _device_problem(fmt: Format) -> str:
-    """TE's reason why the device cannot compute in a format; empty if it can."""
-    if not fmt.available:
-        return ""
-    available, reason = getattr(_te.te(), fmt.available)(return_reason=True)
-    return "" if available else reason

@@ -14,8 +14,8 @@ modules without a te_fsdp binding alone:
    therefore goes out without its transpose, which TE then makes from the bytes when it is needed.
 5. FSDP2 wants buffers of one size from all ranks. Float8 shards that are short, or empty, are padded with rows that
    the gathered weight leaves out.
-6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape
-   (:mod:`te_fsdp.quantized.packing`).
+6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape: they are packed
+   (:mod:`te_fsdp.quantized.components`).
 7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
    would be read with the old one.
 8. TE's modules take the column-wise bytes out of a weight when they have used them once in backward, as if they had
@@ -48,16 +48,10 @@ from te_fsdp._patches import install, install_on
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_replicated
-from te_fsdp.quantized.alignment import Grid, check_fit
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, patch_empty_shards, share_scale
-from te_fsdp.quantized.components import keep_rows_alone
-from te_fsdp.quantized.grouped_weight import is_grouped_weight
-from te_fsdp.quantized.packing import (
-    Columns,
-    join_columns,
-    pack_columns,
-)
-from te_fsdp.quantized.shards import agree_on_weight_mesh, attach_group, weight_made_by
+from te_fsdp.quantized.components import Places, bytes_of_ranks, components_of, keep_rows_alone, pack_bytes
+from te_fsdp.quantized.shards import agree_on_weight_mesh, attach_group
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +93,7 @@ def release_of(
     local = None if gathered is None else _torch.local_of(gathered)
     if local is None or GATHERED not in local.__dict__:
         return None
-    if is_grouped_weight(local):
+    if _te.is_grouped(local):
         return local.release  # type: ignore[missing-attribute]
     row = local.__dict__[GATHERED]
     # Cut along another dim than the first?
@@ -121,13 +115,8 @@ def _fsdp_placements(shard: DTensor, binding: Binding) -> tuple[Placement, ...]:
 def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) -> None:
     """Raise if FSDP2 has cut a weight, quantized now or later, so that its shards do not fit the format.
 
-    Local operation on global shapes: every rank raises the same, before anything is communicated.
-
-    Args:
-        module: Owner.
-        binding: The module's.
-        name: Parameter name.
-        shard: What FSDP2 installs.
+    Local operation on global shapes: every rank raises the same, before anything is communicated. ``shard`` is what
+    FSDP2 installs.
 
     Raises:
         PlacementError: Names the weight, and the nearest mesh and shape that fit; also for a parameter that was to
@@ -149,7 +138,7 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
     if rule.layout.is_grouped:  # what must fit is one expert; cuts between experts always do
         first = 1
         rule = ParameterRule(None if rule.shard_dim is None else rule.shard_dim - 1, quantizable=True)
-    weight = weight_made_by(quantizer, binding.label(name), tuple(shape[first:]), rule, tp)
+    weight = Weight.made_by(quantizer, binding.label(name), tuple(shape[first:]), rule, tp)
     for axis, placement in enumerate(_fsdp_placements(shard, binding)):
         dim = _torch.shard_dim_of(placement)
         if dim is None or dim < first:
@@ -225,6 +214,18 @@ class _Rows(NamedTuple):
 
     metadata: Any
     rows: int
+
+
+class Columns(NamedTuple):
+    """Metadata of a gather along columns: TE's own, the shard's shape, and what its packed tensors hold.
+
+    ``buffers``: shape of a rank's buffer, and columns of the whole one with its padding.
+    """
+
+    metadata: Any
+    shape: tuple[int, int]
+    places: Places
+    buffers: tuple[tuple[torch.Size, int], ...]
 
 
 def patch_fsdp_hooks() -> None:
@@ -317,9 +318,48 @@ def _arrange(
     if ranks == 1:
         return (torch.empty(0, dtype=torch.uint8, device=inputs[0].device),), _Whole(metadata, inputs)
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
-        return pack_columns(shard, inputs, metadata, ranks)
+        return _pack_columns(shard, inputs, metadata, ranks)
     share_scale(shard, mesh, orig_size[0])
-    return _pad_rows(inputs, -(-orig_size[0] // ranks)), _Rows(metadata, orig_size[0])
+    rows, padded = -(-orig_size[0] // ranks), []  # as many as the first rank has
+    for data in inputs:
+        whole = data.new_zeros((rows, *data.shape[1:])) if data.shape[0] < rows else data
+        if whole is not data:
+            whole[: data.shape[0]].copy_(data)
+        padded.append(whole)
+    return tuple(padded), _Rows(metadata, orig_size[0])
+
+
+def _pack_columns(
+    local: torch.Tensor, inputs: tuple[torch.Tensor, ...], metadata: Any, ranks: int
+) -> tuple[tuple[torch.Tensor, ...], Columns]:
+    """Packed tensors of the buffers that TE would gather of a shard (M, K / ranks), without their padding."""
+    rows, columns = local.shape
+    known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
+    found = [known[i.data_ptr()] for i in inputs]  # views of buffers that begin where these begin
+    buffers = []
+    for component in found:
+        whole = component.tensor.shape[1] * ranks
+        if component.name.endswith("wise_scale_inv"):  # data has no padding
+            is_columnwise = component.name.startswith("columnwise")
+            sizes = _te.quantizer_of(local).get_scale_shape((rows, columns * ranks), is_columnwise)
+            whole = int(sizes[-1])
+        buffers.append((component.tensor.shape, whole))
+    flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
+    return tuple(flat[0] for flat in flats), Columns(metadata, (rows, columns), places, tuple(buffers))
+
+
+def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[torch.Tensor, ...]:
+    """The buffers of the whole weight, new tensors, in the order and shapes in which TE expects its own."""
+    rows, columns = packed.shape
+    ranks = outputs[0].numel() // (rows * columns)
+    flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
+    buffers = []
+    for found, (shape, whole) in zip(packed.places.typed(flats), packed.buffers, strict=True):
+        pieces = found.view(ranks, *shape)
+        buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
+        buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
+        buffers.append(buffer)
+    return tuple(buffers)
 
 
 def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,7 +382,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
             buffers, own, inner = (data[: metadata.rows],), metadata.metadata, ()
         elif isinstance(metadata, Columns):
-            buffers, own, inner = join_columns(all_gather_outputs, metadata), metadata.metadata, ()
+            buffers, own, inner = _join_columns(all_gather_outputs, metadata), metadata.metadata, ()
             for output in all_gather_outputs:
                 # FSDP2 would free them with the weight only, and allocates them anew.
                 output.untyped_storage().resize_(0)
@@ -362,31 +402,16 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     return fsdp_post_all_gather
 
 
-def _pad_rows(inputs: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
-    """Buffers extended at the end to as many rows as the first rank has."""
-    padded = []
-    for data in inputs:
-        whole = data.new_zeros((rows, *data.shape[1:])) if data.shape[0] < rows else data
-        if whole is not data:
-            whole[: data.shape[0]].copy_(data)
-        padded.append(whole)
-    return tuple(padded)
-
-
 def gather_missing(module: nn.Module, binding: Binding) -> None:
-    """Complete gathered weights of which one direction is missing, before a forward that runs inside a backward.
+    """Complete gathered weights of which one direction is missing, before a module's forward inside a backward.
 
     Collective over ``dp_shard`` when one is missing, at most in a module's first such forward: one all-gather.
     Every rank gathers the same direction and misses the same.
-
-    Args:
-        module: A bound module under FSDP2, whose forward is about to run in a backward.
-        binding: Its binding.
     """
     missing = []
     for name, parameter in module._parameters.items():
         local = None if parameter is None else _torch.local_of(parameter)
-        if local is not None and _te.gathers_one_direction(local) and not is_grouped_weight(local):
+        if local is not None and _te.gathers_one_direction(local) and not _te.is_grouped(local):
             usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
             if not all(usages.values()):
                 missing.append(name)

@@ -1,4 +1,4 @@
-"""The tensors that make up a quantized weight, each in the layout of the original weight.
+"""The tensors that make up a quantized weight, each in the layout of the original weight: their values and bytes.
 
 :mod:`te_fsdp._te_formats` lists them. A component is a view of the weight's own buffer without its padding, so that
 whoever writes into it writes the weight. A rectangle of the weight is a rectangle of each component as long as it
@@ -8,15 +8,29 @@ copy.
 The values of any rectangle come from the components of a file without TE's tensors. TE's own ``dequantize`` needs a
 tensor with padded scales on the GPU; what a checkpoint holds is unpadded and may be a few blocks of a weight only, and
 a file may be read where there is no TE and no GPU.
+
+FSDP2 gathers any number of buffers and concatenates them along the dim that it cuts, with three exceptions (torch 2.11
+to 2.15, ``foreach_all_gather_copy_out``):
+
+- Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then are sent as one flat
+  tensor; others are not sent at all (:mod:`te_fsdp.quantized.all_gather`).
+- Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
+  two values each, have not.
+- For uneven shards, too.
+
+In the last two cases the bytes of all buffers are sent in one or more *packed tensors*: uint8 tensors of exactly the
+shard's shape. After the gather each rank's bytes are picked out of them again, and each buffer is put together. The
+price: a weight of N values sends whole multiples of N bytes (two of them for MXFP8 and float8-block in one direction,
+as many as bf16 weights), and holds them for a moment beside the result.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +38,7 @@ from te_fsdp import _te
 from te_fsdp._te_formats import FORMATS, Block, Buffer, unknown_format
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.layout import Box
+from te_fsdp.move.start import Buffer as PackedBuffer
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,7 @@ class Component:
     def boxes(self, boxes: Sequence[Box], label: str, original: Sequence[int] | None = None) -> list[Box]:
         """Rectangles of the weight as rectangles of this component.
 
-        Args:
-            boxes: Rectangles of the weight.
-            label: Name for messages.
-            original: Shape of the whole weight, whose last block may be a short one.
+        ``original`` is the shape of the whole weight, whose last block may be a short one.
 
         Raises:
             PlacementError: A rectangle cuts through a block.
@@ -67,10 +79,6 @@ class Component:
 
 def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
     """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one.
-
-    Args:
-        local: A local tensor.
-        label: Name for messages.
 
     Raises:
         PlacementError: An option of the format under which the text would not tell.
@@ -93,11 +101,7 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
-    """The components of a quantized local tensor, those that it has. Local operation.
-
-    Args:
-        local: One of TE's quantized tensors.
-        label: Name for messages.
+    """The components of one of TE's quantized tensors, those that it has. Local operation.
 
     Raises:
         PlacementError: A format or an option of it that has no known layout.
@@ -110,13 +114,6 @@ def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
     """:func:`components_of`, of a hybrid tensor those of both parts, which may have names in common.
 
     Local operation. Always in the same order; a high-precision part is one buffer of its values.
-
-    Args:
-        local: One of TE's quantized tensors.
-        label: Name for messages.
-
-    Raises:
-        PlacementError: As :func:`components_of`, of a part too.
     """
     found: list[Component] = []
     for part in _te.parts_of(local):
@@ -170,13 +167,7 @@ def block_of(local: torch.Tensor) -> int | None:
 def components_from(
     name: str, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
 ) -> list[Component]:
-    """The components of a quantized tensor that is given by its buffers. Local operation.
-
-    Args:
-        name: Its format.
-        metadata: TE's buffers and options by their names in ``get_metadata()``.
-        shape: Of the weight.
-        label: Name for messages.
+    """The components of a quantized tensor of a format that is given by its ``get_metadata()``. Local operation.
 
     Raises:
         PlacementError: A format or an option of it that has no known layout.
@@ -217,7 +208,7 @@ def _view(
     """The buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
     if buffer.block is None:
         return tensor.detach().view(-1), None
-    steps = buffer.block if len(shape) == 2 else (1,) * len(shape)
+    steps = _steps(buffer.block, shape)
     sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
     view = tensor.detach()
     view = view.t() if buffer.is_transposed else view
@@ -226,6 +217,11 @@ def _view(
             f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
         )
     return view[tuple([slice(0, size) for size in sizes])], steps
+
+
+def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Elements of each dim that one element of a component covers; a format of 1 x 1 may have any number of dims."""
+    return block if block is not None and len(sizes) == 2 else (1,) * len(sizes)
 
 
 def finish_writing(local: torch.Tensor) -> None:
@@ -240,6 +236,7 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
     ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
     # The last block of a dim ends where the weight does, whole or not.
     short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
+    found = []
     for values in (box.original, box.local, box.sizes):
         cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
         if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
@@ -250,11 +247,11 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
                 why="The block would belong to two places of the original weight at once",
                 fix="choose sizes of which every rank gets whole blocks, or high-precision weights",
             )
+        found.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
+    return Box(*found)
 
-    def divide(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True))
 
-    return Box(divide(box.original), divide(box.local), divide(box.sizes))
+# --- values
 
 
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -265,10 +262,10 @@ _NVFP4_MAX = 6.0 * 448.0
 
 
 def needed_components(described: str, have: Sequence[str], label: str) -> dict[str, Block]:
-    """Which components of a quantized weight give its values. Local operation.
+    """Which of the components that there are give the values of a quantized weight. Local operation.
 
     Args:
-        described: Format as :func:`te_fsdp.quantized.components.describe_format` writes it.
+        described: Format as :func:`describe_format` writes it, for example ``"mxfp8 kFloat8E4M3"``.
         have: Names of the components that there are.
         label: Name for messages.
 
@@ -302,8 +299,7 @@ def covering(
     """
     if block is None:
         return (0,), (1,)
-    # A format without blocks (1 x 1) may have any number of dims.
-    steps = block if len(offsets) == 2 else (1,) * len(offsets)
+    steps = _steps(block, offsets)
     start = tuple(o // s for o, s in zip(offsets, steps, strict=True))
     stop = tuple(-(-(o + n) // s) for o, n, s in zip(offsets, sizes, steps, strict=True))
     return start, tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -319,7 +315,7 @@ def dequantize_box(
     """Values of a rectangle of the weight. Local operation.
 
     Args:
-        described: Format with its dtype, for example ``"mxfp8 kFloat8E4M3"``.
+        described: As for :func:`needed_components`.
         parts: Per needed component the elements that :func:`covering` gives, not transposed.
         needed: From :func:`needed_components`.
         offsets: Where the rectangle lies in the weight.
@@ -328,9 +324,15 @@ def dequantize_box(
     Returns:
         float32 tensor of shape ``sizes`` on the parts' device: TE's ``dequantize(dtype=torch.float32)``, to the bit.
     """
+
+    def crop(values: torch.Tensor, block: Block) -> torch.Tensor:
+        """The rectangle out of the elements of the blocks that cover it."""
+        places = zip(offsets, sizes, _steps(block, offsets), strict=True)
+        return values[tuple(slice(o % s, o % s + n) for o, n, s in places)]
+
     data_name, scale_name = list(needed)[:2]
     data = _decode(described, parts[data_name], vertical=data_name.startswith("columnwise"))
-    data = _crop(data, offsets, sizes, needed[data_name])
+    data = crop(data, needed[data_name])
     scale = parts[scale_name]
     block = needed[scale_name]
     if block is None:
@@ -341,20 +343,11 @@ def dequantize_box(
     amax = next((parts[n] for n in needed if n.startswith("amax")), None)
     if amax is not None:
         # The kernels' order of multiplications.
-        factor = (
-            factor
-            * amax.float().reshape(())
-            * torch.tensor(1.0 / _NVFP4_MAX, dtype=torch.float32, device=amax.device)
-        )
+        largest = torch.tensor(1.0 / _NVFP4_MAX, dtype=torch.float32, device=amax.device)
+        factor = factor * amax.float().reshape(()) * largest
     for dim, step in enumerate(block):
         factor = factor.repeat_interleave(step, dim) if step > 1 else factor
-    return data * _crop(factor, offsets, sizes, block)
-
-
-def _crop(values: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], block: Block) -> torch.Tensor:
-    """The rectangle out of the elements of the blocks that cover it."""
-    steps = block if block is not None and len(offsets) == 2 else (1,) * len(offsets)
-    return values[tuple(slice(o % s, o % s + n) for o, n, s in zip(offsets, sizes, steps, strict=True))]
+    return data * crop(factor, block)
 
 
 def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tensor:
@@ -365,5 +358,47 @@ def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tens
     table = torch.tensor(_FP4, dtype=torch.float32, device=data.device)
     codes = data.view(torch.uint8).long()
     pair = torch.stack((table[codes & 15], table[codes >> 4]), dim=1 if vertical else 2)
-    rows, columns = data.shape
-    return pair.reshape(2 * rows, columns) if vertical else pair.reshape(rows, 2 * columns)
+    return pair.flatten(0, 1) if vertical else pair.flatten(1)
+
+
+# --- packed tensors
+
+
+class Places(NamedTuple):
+    """Where buffers lie among the bytes of an expert, and the dtype of each."""
+
+    buffer: PackedBuffer
+    dtypes: tuple[torch.dtype, ...]
+
+    def typed(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The buffers in the last dim of ``memory``, contiguous. Local operation."""
+        for piece, dtype in zip(self.buffer.pieces(memory), self.dtypes, strict=True):
+            yield piece.contiguous().view(dtype)
+
+
+def pack_bytes(
+    inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
+) -> tuple[tuple[torch.Tensor, ...], Places]:
+    """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
+    lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
+    buffer = PackedBuffer(lengths, 16)  # aligned enough for every dtype of a scale
+    each = math.prod(shape[1:])
+    count = max(1, math.ceil(buffer.numel / each))
+    flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
+    for source, piece in zip(inputs, buffer.pieces(flat), strict=True):
+        piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
+    parts = flat.view(shape[0], count, each).unbind(1)
+    places = Places(buffer, tuple(source.dtype for source in inputs))
+    return tuple(part.contiguous().view(shape) for part in parts), places
+
+
+def bytes_of_ranks(
+    outputs: Sequence[torch.Tensor], shape: Sequence[int], dim: int, ranks: int
+) -> torch.Tensor:
+    """(experts, ranks, bytes) of packed tensors that ranks hold along ``dim`` of an (experts, rows, columns) shard.
+
+    ``outputs`` is what FSDP2 made of them: memory of the whole's shape, under whatever shape it shows.
+    """
+    cut = (*shape[:dim], ranks, *shape[dim:])
+    parts = [output.view(cut).movedim(dim, 1).reshape(shape[0], ranks, -1) for output in outputs]
+    return torch.cat(parts, dim=-1)

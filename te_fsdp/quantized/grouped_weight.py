@@ -4,9 +4,9 @@
 as a whole. Inside it is TE's ``GroupedTensor``: flat buffers of all experts, of which each expert's own quantized
 tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts where these divide. A
 gather puts the flat buffers of the shards one after the other, which is the whole weight's ``GroupedTensor`` already.
-Where experts do not divide, FSDP2 cuts all of them into whole blocks of rows or columns, if there are as many
-(:mod:`te_fsdp.quantized.packing`); else a shard has more experts than another, or none. No block and no scale is
-ever cut.
+Where experts do not divide, FSDP2 cuts all of them into whole blocks of rows or columns, if there are as many, and
+their bytes are packed (:mod:`te_fsdp.quantized.components`); else a shard has more experts than another, or none. No
+block and no scale is ever cut.
 
 An ordinary contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts one
 after the other in flat buffers. Nothing is copied between the two: FSDP2 frees and refills the memory of the gathered
@@ -18,23 +18,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp._te_formats import GROUPED_BUFFERS
+from te_fsdp.move.start import Buffer
 from te_fsdp.parameters import carry_over
 from te_fsdp.quantized.amax_mark import mark, marked_group
-from te_fsdp.quantized.packing import (
-    GroupedGather,
-    join_within,
-    pack_bytes,
-    pack_flat,
-    sent_within,
-    unpack_bytes,
-    unpack_flat,
-)
+from te_fsdp.quantized.components import Component, Places, bytes_of_ranks, components_of, pack_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,15 +35,23 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-
-def is_grouped_weight(tensor: torch.Tensor) -> bool:
-    """Whether a (local) tensor is a quantized weight of all experts."""
-    return _is_grouped_class(type(tensor))
+#: Shape and dtype of a buffer among others.
+Piece: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
-@functools.cache
-def _is_grouped_class(cls: type) -> bool:
-    return _te.is_loaded() and issubclass(cls, grouped_weight_class())
+class GroupedGather(NamedTuple):
+    """Metadata of a gather: names of the buffers that are sent, experts of the whole weight, and how they are packed.
+
+    ``pieces``: all in one, for a shard axis of size 1. ``places``: where the buffers lie in packed tensors of the
+    shard's own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
+    """
+
+    names: tuple[str, ...]
+    experts: int
+    pieces: tuple[Piece, ...] | None = None
+    places: Places | None = None
+    dim: int = 0
+    shape: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -102,6 +103,11 @@ class _Behaviour:
             for expert in self.experts:
                 mark(expert, group)
 
+    def derive_transposes(self) -> None:
+        """Make the transposes of float8 weights anew from their bytes, where they are kept. Local operation."""
+        for expert in self.experts:
+            _te.derive_transpose(expert)  # it lies in one buffer with those of the other experts
+
     def get_metadata(self) -> dict[str, Any]:
         """The flat buffers by their names in ``GroupedTensor``, those that there are."""
         return dict(_buffers(self.grouped))
@@ -146,11 +152,9 @@ class _Behaviour:
                 return this.cloned()
             if func is aten.copy_.default:
                 source = args[1]
-                if isinstance(source, cls) and _same_buffers(this, source):
-                    for (_, target), (_, buffer) in zip(
-                        _buffers(this.grouped), _buffers(source.grouped), strict=True
-                    ):
-                        target.copy_(buffer)
+                if isinstance(source, cls) and _kind(this) == _kind(source):
+                    for name, target in _buffers(this.grouped):
+                        target.copy_(getattr(source.grouped, name))
                 else:
                     this.quantize_(source)
                 return this
@@ -159,13 +163,6 @@ class _Behaviour:
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[misc]
 
     # --- FSDP2
-
-    def refill(self, metadata: GroupedGather, outputs: Sequence[torch.Tensor]) -> None:
-        """Fill the buffers that :meth:`release` freed; whoever has saved them for backward sees it."""
-        for name, output in zip(metadata.names, outputs, strict=True):
-            buffer, value = getattr(self.grouped, name), output[: metadata.experts].reshape(-1)
-            buffer.untyped_storage().resize_(value.numel() * value.element_size())
-            buffer.copy_(value)
 
     def release(self) -> None:
         """Free buffers of a gathered weight that are not FSDP2's own. Called when its shard takes its place."""
@@ -186,16 +183,13 @@ class _Behaviour:
         total, ranks = outer_size[0], mesh.size()
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
-            names = tuple(sent_within(self.grouped, self.experts[0]))
+            names = tuple(_sent_within(self.grouped, self.experts[0]))
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, places = pack_bytes(buffers, tuple(self.shape))
             return flats, GroupedGather(names, total, None, places, within[0], tuple(outer_size))
-        rows = -(-total // ranks)
-        like = (
-            self
-            if self.experts
-            else empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
-        )
+        rows, like = -(-total // ranks), self
+        if not self.experts:
+            like = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
         # NVFP4 keeps the amax with the weight: it is the second-level scale.
         has_amax = any("amax" in buffer.name for buffer in _te.format_of_quantizer(self._quantizer).buffers)
         inputs, names = [], []
@@ -228,26 +222,28 @@ class _Behaviour:
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight over the gathered buffers; later gathers fill the same memory, and nothing is left to do."""
-        outputs = all_gather_outputs
+        outputs, places = all_gather_outputs, metadata.places
         if metadata.dim:
             return self._gathered_within(outputs, metadata, param_dtype, out)
-        if metadata.places is not None:
-            outputs = unpack_bytes(outputs, metadata.places)
-        if out is not None:
-            if metadata.places is not None:
-                _torch.local_of(out).refill(metadata, outputs)  # type: ignore[missing-attribute]
+        if out is not None and places is None:
             return None
-        if metadata.pieces is not None:
+        if places is not None:  # packed expert after expert
+            outputs = tuple(places.typed(torch.cat([o.reshape(o.shape[0], -1) for o in outputs], dim=1)))
+        elif metadata.pieces is not None:
             outputs = unpack_flat(outputs[0], metadata.pieces)
-        found = {
-            name: output[: metadata.experts].reshape(-1)
-            for name, output in zip(metadata.names, outputs, strict=True)
-        }
-        if metadata.places is not None:
+        values = [output[: metadata.experts].reshape(-1) for output in outputs]
+        found = dict(zip(metadata.names, values, strict=True))
+        if out is not None:  # what `release` has freed; whoever has saved it for backward sees it
+            for name, value in found.items():
+                buffer = getattr(_torch.local_of(out).grouped, name)  # type: ignore[missing-attribute]
+                buffer.untyped_storage().resize_(value.nbytes)
+                buffer.copy_(value)
+            return None
+        if places is not None:
             found = {name: buffer.clone() for name, buffer in found.items()}
         shape = (metadata.experts, *self.shape[1:])
         whole = _from_buffers(found, shape, self._quantizer, param_dtype)
-        whole.owns_buffers = metadata.places is not None
+        whole.owns_buffers = places is not None
         return whole, ()
 
     def _gathered_within(
@@ -265,23 +261,19 @@ class _Behaviour:
         else:
             whole: Any = _torch.local_of(out)
             for _, buffer in _buffers(whole.grouped):
-                buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+                buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()  # the padding of scales
-        join_within(whole, self, outputs, metadata.places, metadata.dim)
+        _join_within(whole, self, outputs, metadata.places, metadata.dim)
         for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
             output.untyped_storage().resize_(0)
         return (whole, ()) if out is None else None
 
 
 def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:
-    """Quantize (experts, out, in) into a new ``GroupedWeight``.
+    """Quantize (experts, out, in), maybe without experts, into a new ``GroupedWeight``.
 
-    Collective over ``group_name`` for formats with one scale per tensor: one reduction for each expert.
-
-    Args:
-        value: High precision; may have no experts.
-        quantizer: The module's; a copy is kept.
-        group_name: Group of the ranks that hold pieces of the same experts, ``None`` if this one holds them whole.
+    Collective for formats with one scale per tensor over ``group_name``, the ranks that hold pieces of the same
+    experts (``None``: this one holds them whole): one reduction for each expert.
     """
     own = _te.quantizer_for_keeping(quantizer)
     new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
@@ -309,25 +301,12 @@ def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, devi
     return _make(grouped, experts, tuple(shape), dtype, device, quantizer)
 
 
-def adopt_grouped(grouped: Any) -> torch.Tensor:
-    """``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` that TE has made. Local operation."""
+def _adopt(grouped: Any) -> Any:
+    """``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` that TE has made."""
     own = grouped.detach()
     own.quantizer = own.quantizer.copy()  # the module sets up its own anew
     experts = own.split_into_quantized_tensors()
     return _make(own, experts, tuple(own.shape), own.dtype, own.device, own.quantizer)
-
-
-def copy_experts(target: torch.Tensor, source: torch.Tensor, low: int) -> None:
-    """Overwrite a shard with the bytes of the experts ``low`` and following of a whole weight. Local operation."""
-    one, other = experts_of(target), experts_of(source)
-    for expert, whole in zip(one, other[low : low + len(one)], strict=True):
-        for have, want in zip(_te.buffers_of(expert), _te.buffers_of(whole), strict=True):
-            have.copy_(want)
-
-
-def experts_of(tensor: Any) -> list[Any]:
-    """Each expert's quantized tensor, views of the buffers of all."""
-    return tensor.experts
 
 
 def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
@@ -336,13 +315,10 @@ def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in found if buffer is not None]
 
 
-def _same_buffers(one: Any, other: Any) -> bool:
-    """Whether two weights have buffers of the same names and sizes, so that bytes can be copied."""
-    sizes = [
-        [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(tensor.grouped)]
-        for tensor in (one, other)
-    ]
-    return type(_te.quantizer_of(one)) is type(_te.quantizer_of(other)) and sizes[0] == sizes[1]
+def _kind(weight: Any) -> tuple[Any, ...]:
+    """Quantizer, and names and sizes of buffers: where these are the same, bytes can be copied."""
+    sizes = [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(weight.grouped)]
+    return type(_te.quantizer_of(weight)), sizes
 
 
 def _from_buffers(
@@ -368,7 +344,7 @@ def _from_buffers(
         **offsets,
         **fields,
     )
-    return adopt_grouped(grouped)
+    return _adopt(grouped)
 
 
 def _make(
@@ -381,7 +357,7 @@ def _make(
 ) -> Any:
     new: Any = grouped_weight_class()(shape, dtype, device=device)
     new.grouped, new.experts, new.owns_buffers = grouped, experts, False
-    _te.set_quantizer(new, quantizer)
+    setattr(new, _te.QUANTIZER, quantizer)
     return new
 
 
@@ -398,19 +374,15 @@ class _AsGrouped(torch.autograd.Function):
 
 
 def as_grouped(tensor: torch.Tensor) -> torch.Tensor:
-    """``GroupedTensor`` over the memory of an ordinary tensor. Local operation.
-
-    Args:
-        tensor: Contiguous (experts, out, in), or (experts, out); its gradient will have this shape.
-    """
+    """``GroupedTensor`` over the memory of a contiguous (experts, out, in) or (experts, out). Local operation."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _AsGrouped.apply(tensor)
     return _wrap(tensor)
 
 
 def _wrap(tensor: torch.Tensor) -> torch.Tensor:
-    if is_grouped_weight(tensor):
-        return tensor.as_grouped()  # type: ignore[missing-attribute]
+    if isinstance(tensor, _Behaviour):
+        return tensor.as_grouped()
     tensor = tensor.detach()
     return _te.te().tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data(
         num_tensors=tensor.shape[0],
@@ -423,15 +395,12 @@ def _wrap(tensor: torch.Tensor) -> torch.Tensor:
 def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The ordinary parameter over the memory of a ``GroupedTensor`` one, with its Python attributes. Local operation.
 
-    Args:
-        parameter: As TE makes it; ordinary ones are returned as they are.
+    Others are returned as they are.
     """
     if not isinstance(parameter, _te.te().tensor.GroupedTensor):
         return parameter
     grouped: Any = parameter.detach()
-    local = (
-        grouped.rowwise_data.view(parameter.shape) if grouped.quantizer is None else adopt_grouped(grouped)
-    )
+    local = grouped.rowwise_data.view(parameter.shape) if grouped.quantizer is None else _adopt(grouped)
     new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
     kept = _te.high_precision_value(parameter)
     if kept is not None:
@@ -460,3 +429,56 @@ def grouped_cut(
     if all(count % ranks == 0 for count in counts or shape[:1]):
         return 0
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0 and fits(dim)), 0)
+
+
+# --- what a gather sends
+
+
+def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+    """All buffers in one flat uint8 tensor, and what :func:`unpack_flat` needs. Local operation."""
+    pieces = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
+    return _flat_buffer(pieces).pack(parts, torch.uint8, inputs[0].device), pieces
+
+
+def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Tensor, ...]:
+    """Views of the buffers that :func:`pack_flat` laid out. Local operation."""
+    found = zip(_flat_buffer(pieces).pieces(flat.view(-1)), pieces, strict=True)
+    return tuple(part.view(dtype).view(shape) for part, (shape, dtype) in found)
+
+
+def _flat_buffer(pieces: tuple[Piece, ...]) -> Buffer:
+    # Kernels and vectorised copies want aligned buffers: to 256 bytes, as torch's CUDA allocator within a block.
+    return Buffer(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), 256)
+
+
+def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
+    """The buffers that are sent of a shard cut within its experts, with the component that each is of the first expert.
+
+    What is no component can be made anew from those that are.
+    """
+    first: dict[int, str] = {}
+    for name, buffer in _buffers(grouped):
+        first.setdefault(buffer.data_ptr(), name)
+    components = components_of(expert, "gathered weight")
+    return {first[component.tensor.data_ptr()]: component for component in components}
+
+
+def _join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: Places, dim: int) -> None:
+    """Fill the buffers of a gathered weight with zeroed padding, of which shards are parts along ``dim``, 1 or 2."""
+    experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]
+    flat = bytes_of_ranks(outputs, shard.shape, dim, ranks)
+    parts = _sent_within(shard.grouped, shard.experts[0])
+    wholes = _sent_within(whole.grouped, whole.experts[0])
+    for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
+        each = values.shape[-1]
+        one, target = part.tensor, getattr(whole.grouped, name)
+        source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
+        into = wholes[name].tensor
+        strides = (target.numel() // experts, *into.stride())
+        stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
+        if part.block is None:
+            stack.copy_(source[:, 0])  # one value of the whole weight, the same on all ranks
+        else:
+            stack.unflatten(dim, (ranks, one.shape[dim - 1])).copy_(source.movedim(1, dim))
+    whole.derive_transposes()

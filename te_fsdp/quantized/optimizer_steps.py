@@ -35,7 +35,6 @@ import torch.distributed as dist
 from te_fsdp import _te, _torch
 from te_fsdp.errors import PrecisionError
 from te_fsdp.quantized.amax_mark import reduce_newest_amax, take_delayed_scale
-from te_fsdp.quantized.grouped_weight import experts_of, is_grouped_weight
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -187,9 +186,10 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[_Write]:
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
             found.append(_Write(local, quantizer, value))
-        elif is_grouped_weight(local):
-            local.mark_experts()  # type: ignore[missing-attribute]
-            experts = zip(experts_of(local), value.detach(), strict=True)
+        elif _te.is_grouped(local):
+            weight: Any = local
+            weight.mark_experts()
+            experts = zip(weight.experts, value.detach(), strict=True)
             found += [_Write(expert, quantizer, part) for expert, part in experts]
         elif _has_independent_parts(local, quantizer):
             parts = zip(_te.parts_of(local), _te.quantizers_of_parts(quantizer), strict=True)

@@ -23,7 +23,6 @@ shard of a module, at the latest before its first gather, and the ranks agree on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,20 +35,16 @@ from te_fsdp.agree import on_any_rank
 from te_fsdp.errors import MeshError, message
 from te_fsdp.layout import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
-from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax_mark import clone_scales_too, drop_group, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.components import components_of, keep_rows_alone
-from te_fsdp.quantized.grouped_weight import copy_experts, experts_of, is_grouped_weight, quantize_experts
-from te_fsdp.quantized.packing import derive_transposes
+from te_fsdp.quantized.grouped_weight import quantize_experts
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.layout import ParameterRule
-
+#: A parameter by its owner's id and its name there.
 Key: TypeAlias = tuple[int, str]
-"""A parameter by its owner's id and its name there."""
 
 
 @dataclass(frozen=True)
@@ -69,57 +64,6 @@ class Stashed:
     quantizer: Any
     whole: torch.Tensor
     keep_high_precision: bool
-
-
-def plan_cuts(
-    weights: Iterable[tuple[str, nn.Module, str, ParameterRule]],
-    grid: Grid,
-    stays_whole: Callable[[nn.Module, str], bool],
-) -> dict[int, dict[str, int]]:
-    """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
-
-    Local operation; every rank sees the same shapes and raises the same.
-
-    Args:
-        weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
-        grid: Sizes of the axes.
-        stays_whole: Whether data parallelism leaves a module's own parameter whole.
-
-    Returns:
-        Per ``id`` of an owner: dim by name; high-precision weights, and those that stay whole, are left out.
-
-    Raises:
-        PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
-    """
-    found = {}
-    for label, module, name, rule in weights:
-        parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
-        if parameter is None or quantizer is None or stays_whole(module, name):
-            continue
-        shape = tuple(_torch.local_of(parameter).shape)
-        found[id(module), name] = weight_made_by(quantizer, label, shape, rule, grid.tp)
-    everyone = tuple(found.values())
-    dims: dict[int, dict[str, int]] = {}
-    for (owner, name), weight in found.items():
-        dims.setdefault(owner, {})[name] = check_fit(weight, grid, everyone)
-    return dims
-
-
-def weight_made_by(
-    quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int
-) -> Weight:
-    """What alignment asks about a weight that a quantizer makes. Local operation.
-
-    Args:
-        quantizer: TE's, of a weight or of an expert of one.
-        label: Full name, for messages.
-        shape: tp-local shape.
-        rule: How tp cuts it.
-        tp: Size of the tp axis.
-    """
-    formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
-    block = max(row.block_or_largest() for row in formats)
-    return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
 
 
 def stash_quantized(model: nn.Module) -> list[Stashed]:
@@ -176,24 +120,26 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
     dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
     low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
     label = binding.label(item.name)
-    if not is_grouped_weight(local):
-        _copy_part(local, item.whole, dim, low, high, label)
+    if not _te.is_grouped(local):
+        _copy_part(local, item.whole, dim, low, label)
         _te.forget_transpose(local)
-    elif dim == 0:
-        copy_experts(local, item.whole, low)
-    else:
-        for one, whole in zip(experts_of(local), experts_of(item.whole), strict=True):
-            _copy_part(one, whole, dim - 1, low, high, label)
-        derive_transposes(local)
+        return
+    weight: Any = local
+    experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
+    if dim == 0:  # whole experts
+        experts, dim, low = experts[low:high], 1, 0
+    for one, whole in zip(weight.experts, experts, strict=True):
+        _copy_part(one, whole, dim - 1, low, label)
+    weight.derive_transposes()
 
 
-def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, high: int, label: str) -> None:
-    """Overwrite a shard with the bytes of ``whole`` from ``low`` to ``high`` along ``dim``."""
+def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, label: str) -> None:
+    """Overwrite a shard with its bytes of ``whole``, from ``low`` on along ``dim``."""
     row = _te.format_of(local)
     if row is None or not row.buffers:
         return  # hybrids: no table of their buffers
     shape, zeros = tuple(local.shape), (0,) * local.ndim
-    if low == high:
+    if not local.numel():
         return  # an empty shard has no bytes; its scale came with its quantization
     box = Box((*zeros[:dim], low, *zeros[dim + 1 :]), zeros, shape)
     sources = {component.name: component for component in components_of(whole, label)}
@@ -212,7 +158,7 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
     Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
     the weight, and a group that TE has put there is dropped.
     """
-    if is_grouped_weight(local):
+    if _te.is_grouped(local):
         group = experts_group(binding)
         drop_group(local) if group is None else mark(local, group)
         return
@@ -310,7 +256,7 @@ def quantize_whole(
         keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
     """
     binding = binding_of(module)
-    if is_grouped_weight(local):  # every expert has a scale of its own
+    if _te.is_grouped(local):  # every expert has a scale of its own
         if binding is not None:
             attach_group(local, binding)
         local.quantize_(value)  # type: ignore[operator]

@@ -34,7 +34,6 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.move.pending import Pending, UnitGather
 from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
-from te_fsdp.quantized.grouped_weight import is_grouped_weight
 from te_fsdp.quantized.optimizer_steps import Scaled, cast, has_current_scale, shared_scales, write_all
 from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, start_gather
 from te_fsdp.sharding.state import state_of
@@ -133,7 +132,7 @@ def why_not_bytes(shard: OptimizerShard) -> str | None:
 
 
 def _obstacle(shard: OptimizerShard, local: torch.Tensor) -> str | None:
-    if is_grouped_weight(local) or local.ndim != 2:
+    if _te.is_grouped(local) or local.ndim != 2:
         return SINGLE
     block = block_of(local)
     if block is None:
