@@ -17,10 +17,10 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     WITHOUT_MEANING,
     Arguments,
     DistributedDataParallelConfig,
+    native_meshes,
     native_strategy,
     native_units,
 )
-from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
 from te_fsdp.errors import MeshError, PlacementError, PrecisionError
 
 MAPPED = {

@@ -9,10 +9,17 @@ warning. The interface is that of megatron-fsdp 0.6.1's documentation; the code 
 
 from __future__ import annotations
 
-from te_fsdp.compat.megatron_fsdp.arguments import DistributedDataParallelConfig, MixedPrecisionPolicy
-from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex
-from te_fsdp.compat.megatron_fsdp.sharding import fully_shard, fully_shard_model, fully_shard_optimizer
-from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MixedPrecisionPolicy,
+)
+from te_fsdp.compat.megatron_fsdp.sharding import (
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from te_fsdp.sharding.no_shard import fsdp_no_shard
 
 __all__ = [

@@ -1,10 +1,11 @@
-"""What the arguments of Megatron-FSDP mean here: mapped ones, and those that have no meaning, with their equivalents.
+"""What the arguments of Megatron-FSDP mean here: mapped ones, those that have no meaning, and meshes of other names.
 
 Source: the documentation of megatron-fsdp 0.6.1, and its behaviour where that says nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from te_fsdp.errors import PlacementError, require_flag_fields
+from te_fsdp import _torch
+from te_fsdp.agree import on_any_rank
+from te_fsdp.errors import MeshError, PlacementError, require_flag_fields
+from te_fsdp.mesh import Meshes, default_device_type
 from te_fsdp.sharding.precision import MixedPrecisionPolicy as NativePolicy
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("te_fsdp")
@@ -72,11 +76,7 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
 
     def native(self) -> NativePolicy:
-        """The same as :class:`te_fsdp.MixedPrecisionPolicy`.
-
-        Raises:
-            PrecisionError: A dtype that te_fsdp does not know.
-        """
+        """The same as :class:`te_fsdp.MixedPrecisionPolicy`; ``PrecisionError``: a dtype that te_fsdp does not know."""
         return NativePolicy(self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype)
 
 
@@ -85,10 +85,8 @@ class Arguments:
     """The arguments of ``fully_shard_model`` after the module, in megatron-fsdp 0.6.1's order, with its defaults.
 
     Attributes:
-        device_mesh: Mesh with the axes named below; ``None``: all ranks in one axis.
-        dp_shard_dim: Axis that shards; the name of a flattened one will do.
-        dp_outer_dim: Axis of HSDP or HFSDP.
-        tp_dim: Tensor-parallel axis.
+        device_mesh: Mesh with axes, or flattened ones, of the names ``dp_shard_dim``, which shards, ``dp_outer_dim``,
+            of HSDP or HFSDP, and ``tp_dim``; ``None``: all ranks in one axis.
         expt_device_mesh: Mesh of expert parameters, with the same names of axes.
         fsdp_unit_modules: Classes, or import paths of classes, whose instances are gathered as one; ``None``: every
             ``te.TransformerLayer``.
@@ -109,11 +107,11 @@ class Arguments:
     dp_shard_dim: str | None = None
     dp_outer_dim: str | None = None
     tp_dim: str | None = None
-    hybrid_fsdp_group: ProcessGroup | None = None
-    hybrid_fsdp_expt_group: ProcessGroup | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
     expt_device_mesh: DeviceMesh | None = None
-    fsdp_group_ag: ProcessGroup | None = None
-    expt_fsdp_group_ag: ProcessGroup | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
     fsdp_unit_modules: Sequence[type | str] | None = None
     zero_dp_strategy: str | int = 3
     outer_dp_sharding_strategy: str | int = 0
@@ -147,12 +145,7 @@ class Arguments:
 
 
 def say_what_has_no_meaning(given: Any, table: Mapping[str, str]) -> None:
-    """Warn of fields of a dataclass that are not at their defaults and change nothing here.
-
-    Args:
-        given: An instance.
-        table: Name of a field -> its equivalent.
-    """
+    """Warn of a dataclass's fields that are not at their defaults and are in a table of names and equivalents."""
     for field in fields(given):
         value = getattr(given, field.name)
         if field.name in table and value is not field.default and value != field.default:
@@ -160,11 +153,7 @@ def say_what_has_no_meaning(given: Any, table: Mapping[str, str]) -> None:
 
 
 def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STRATEGIES) -> str:
-    """Name of a strategy that was given by name or number.
-
-    Raises:
-        PlacementError: Neither.
-    """
+    """Name of a strategy that was given by name or number; ``PlacementError``: by neither."""
     if value in names:
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
@@ -174,14 +163,8 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
 
 
 def native_units(units: Sequence[type | str] | None) -> list[type] | None:
-    """Classes of ``fsdp_unit_modules``, which may be given by import path; ``None`` stays ``None``.
-
-    Raises:
-        PlacementError: A path that leads to no class.
-    """
-    if units is None:
-        return None
-    return [unit if isinstance(unit, type) else _imported(unit) for unit in units]
+    """Classes of ``fsdp_unit_modules``, given or by import path; ``PlacementError``: a path that leads to none."""
+    return None if units is None else [unit if isinstance(unit, type) else _imported(unit) for unit in units]
 
 
 def _imported(path: str) -> type:
@@ -200,34 +183,6 @@ def _imported(path: str) -> type:
             f"fully_shard: fsdp_unit_modules: {path!r}", expected="a class", got=type(found).__name__
         )
     return found
-
-
-_POLICY = "give the constructor a mixed_precision_policy"
-_UNITS = WITHOUT_MEANING["disable_bucketing"]
-
-#: Field -> equivalent. They are taken, and named in a warning when they are not at their default. The two ``overlap``
-#: fields are not among them: what they ask for is what happens.
-CONFIG_WITHOUT_MEANING: Mapping[str, str] = {
-    "bucket_size": _UNITS,
-    "average_in_collective": WITHOUT_MEANING["average_in_collective"],
-    "fp8_param_gather": "quantized weights always travel quantized",
-    "gradient_reduce_div_fusion": WITHOUT_MEANING["average_in_collective"],
-    "suggested_communication_unit_size": _UNITS,
-    "keep_fp8_transpose_cache": WITHOUT_MEANING["keep_fp8_transpose_cache"],
-    "nccl_ub": WITHOUT_MEANING["nccl_ub"],
-    "fsdp_double_buffer": WITHOUT_MEANING["fsdp_double_buffer"],
-    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always begins to gather the root's own parameters",
-    "fsdp_db_use_persist_buf_on_alloc_fail": WITHOUT_MEANING["fsdp_db_use_persist_buf_on_alloc_fail"],
-    "disable_symmetric_registration": WITHOUT_MEANING["disable_symmetric_registration"],
-    "fsdp_manual_registration": WITHOUT_MEANING["nccl_ub"],
-    "megatron_fsdp_main_params_dtype": _POLICY,
-    "megatron_fsdp_main_grads_dtype": _POLICY,
-    "megatron_fsdp_grad_comm_dtype": _POLICY,
-    "megatron_fsdp_use_decoupled_grad": WITHOUT_MEANING["use_decoupled_grad"],
-    "megatron_fsdp_cuda_graph_mode": WITHOUT_MEANING["cuda_graph_mode"],
-    "megatron_fsdp_enable_fine_grained_param_gather": WITHOUT_MEANING["enable_fine_grained_param_gather"],
-    "megatron_fsdp_max_pool_double_buffer": WITHOUT_MEANING["maxpool_double_buffer"],
-}
 
 
 @dataclass
@@ -270,3 +225,244 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         require_flag_fields(self, "DistributedDataParallelConfig")
+
+
+#: Field -> equivalent, as :data:`WITHOUT_MEANING`. The two ``overlap`` fields are not among them: what they ask for is
+#: what happens.
+CONFIG_WITHOUT_MEANING: Mapping[str, str] = {
+    field.name: WITHOUT_MEANING[argument]
+    for field in fields(DistributedDataParallelConfig)
+    if (argument := field.name.removeprefix("megatron_fsdp_")) in WITHOUT_MEANING
+    and not argument.startswith("overlap_")
+} | {
+    "bucket_size": WITHOUT_MEANING["disable_bucketing"],
+    "fp8_param_gather": "quantized weights always travel quantized",
+    "gradient_reduce_div_fusion": WITHOUT_MEANING["average_in_collective"],
+    "suggested_communication_unit_size": WITHOUT_MEANING["disable_bucketing"],
+    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always begins to gather the root's own parameters",
+    "fsdp_manual_registration": WITHOUT_MEANING["nccl_ub"],
+    "megatron_fsdp_max_pool_double_buffer": WITHOUT_MEANING["maxpool_double_buffer"],
+    **{
+        f"megatron_fsdp_{dtype}_dtype": "give the constructor a mixed_precision_policy"
+        for dtype in ("main_params", "main_grads", "grad_comm")
+    },
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- meshes
+
+
+def native_meshes(
+    device_mesh: DeviceMesh,
+    dp_shard_dim: str | None,
+    dp_outer_dim: str | None,
+    tp_dim: str | None,
+    expt_device_mesh: DeviceMesh | None = None,
+) -> Meshes:
+    """te_fsdp's meshes over the ranks of a mesh whose axes have other names. Collective over the world.
+
+    Args:
+        device_mesh: Any mesh.
+        dp_shard_dim: The axis that shards; as the others the name of one, of a flattened one, or ``None``.
+        dp_outer_dim: The axis of HSDP or HFSDP.
+        tp_dim: The tensor-parallel axis.
+        expt_device_mesh: Mesh of expert parameters with the same names; its ``dp_shard_dim`` is the shorter by the
+            expert-parallel size.
+
+    Raises:
+        MeshError: A name that the mesh lacks, axes that do not take in all ranks, or an order of ranks that differs
+            from te_fsdp's (outer, shard, tp). All ranks raise the last.
+    """
+    axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
+    found = [_place(device_mesh, name, axis) for axis, name in axes.items()]
+    sizes, places = {axis: size for axis, (size, _) in zip(axes, found, strict=True)}, [at for _, at in found]
+    place = 0
+    if expt_device_mesh is not None:
+        shards, (expert_shards, place) = sizes["dp_shard"], _place(expt_device_mesh, dp_shard_dim, "dp_shard")
+        if shards % expert_shards:
+            raise MeshError(
+                "fully_shard: expt_device_mesh",
+                expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
+                got=expert_shards,
+                fix="let the axes of expt_device_mesh take in the ranks that device_mesh does",
+            )
+        sizes |= {"dp_shard": expert_shards, "ep": shards // expert_shards}
+    meshes = Meshes.build(**sizes, device_type=device_mesh.device_type)
+    mine = list(meshes.device_mesh.get_coordinate() or ())
+    if meshes.expert_mesh is not None:
+        mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
+        places.append(place)
+    if on_any_rank(mine != places):
+        raise MeshError(
+            "fully_shard: device_mesh or expt_device_mesh",
+            expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
+            "fastest",
+            got="another order",
+            why="te_fsdp's meshes number their ranks that way",
+            fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
+        )
+    return meshes
+
+
+def _place(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
+    """Size of an axis, and this rank's place on it."""
+    if name is None:
+        return 1, 0
+    try:
+        submesh = mesh[name]
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise MeshError(
+            f"fully_shard: axis {name!r} for {role}",
+            expected=f"one of {mesh.mesh_dim_names}, or a flattened axis of this mesh",
+            got=str(error),
+        ) from error
+    return submesh.size(), submesh.get_local_rank()
+
+
+def default_index(dp_shard_dim: str | None = None, tp_dim: str | None = None) -> FSDPDistributedIndex:
+    """All ranks in one axis that shards, ``"fsdp"``, and a tp axis, ``"tp"``, of size 1. Collective over the world."""
+    meshes = Meshes.build(device_type=default_device_type())  # starts torch.distributed
+    names = (dp_shard_dim or "fsdp", tp_dim or "tp")
+    mesh = dist.init_device_mesh(meshes.device_type, (dist.get_world_size(), 1), mesh_dim_names=names)
+    index = FSDPDistributedIndex(mesh, dp_shard_dim=names[0], tp_dim=names[1])
+    index.meshes = meshes
+    return index
+
+
+class FSDPDistributedIndex:
+    """Megatron-FSDP's lookup of process groups and meshes, by the names that the user's own meshes have.
+
+    Args:
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim: As for :func:`native_meshes`; ``dp_shard_dim`` must be named.
+        hybrid_fsdp_group: What :meth:`get_dp_group` gives with ``dp_outer_dim``; ``None``: made when asked for.
+        hybrid_fsdp_expt_group: The same for experts.
+        hsdp_outer_dp_shard: Whether optimizer state is cut over ``dp_outer_dim`` (HFSDP).
+        expt_device_mesh: Mesh of expert parameters, with the same names.
+        fsdp_group_ag: What ``get_fsdp_group(independent_all_gather=True)`` gives; no gather uses it.
+        expt_fsdp_group_ag: The same for experts.
+
+    Attributes:
+        use_hybrid_fsdp: Whether there is a ``dp_outer_dim``.
+        fsdp_group, outer_fsdp_group: Groups of ``dp_shard_dim`` and ``dp_outer_dim``, where there is one.
+        expt_fsdp_group, expt_outer_fsdp_group: Those of ``expt_device_mesh``.
+
+    The arguments are attributes as well. Local operation.
+
+    Raises:
+        MeshError: No ``dp_shard_dim``, or a name that a mesh lacks.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        dp_shard_dim: str | None = None,
+        dp_outer_dim: str | None = None,
+        tp_dim: str | None = None,
+        hybrid_fsdp_group: dist.ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+        hsdp_outer_dp_shard: bool = False,
+        expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: dist.ProcessGroup | None = None,
+        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.device_mesh = device_mesh
+        self.dp_shard_dim, self.dp_outer_dim, self.tp_dim = dp_shard_dim, dp_outer_dim, tp_dim
+        self.hybrid_fsdp_group, self.hybrid_fsdp_expt_group = hybrid_fsdp_group, hybrid_fsdp_expt_group
+        self.use_hybrid_fsdp = dp_outer_dim is not None
+        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
+        self.expt_device_mesh = expt_device_mesh
+        self.fsdp_group_ag, self.expt_fsdp_group_ag = fsdp_group_ag, expt_fsdp_group_ag
+        if dp_shard_dim is None:
+            raise MeshError(
+                "FSDPDistributedIndex: dp_shard_dim",
+                expected=f"the axis that shards, one of {device_mesh.mesh_dim_names}",
+                got=None,
+                fix="dp_shard_dim=...",
+            )
+        self.fsdp_group, self.expt_fsdp_group = map(self._group, [dp_shard_dim] * 2, (False, True))
+        self.outer_fsdp_group, self.expt_outer_fsdp_group = map(
+            self._group, [dp_outer_dim] * 2, (False, True)
+        )
+        if tp_dim is not None:
+            self.get_submesh(tp_dim)
+
+    @functools.cached_property
+    def meshes(self) -> Meshes:
+        """The same ranks by te_fsdp's names. Collective over the world at the first use."""
+        names = (self.dp_shard_dim, self.dp_outer_dim, self.tp_dim)
+        return native_meshes(self.device_mesh, *names, self.expt_device_mesh)
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
+        """The mesh that was given, or that of experts."""
+        return self.expt_device_mesh if is_expert_parallel else self.device_mesh
+
+    def get_submesh(
+        self, mesh_dim_names: str | Sequence[str] | None, is_expert_parallel: bool = False
+    ) -> DeviceMesh:
+        """A part of :meth:`get_root_mesh`, by its own names of axes. Local operation.
+
+        Raises:
+            MeshError: No such axis, or no mesh of experts.
+        """
+        mesh = self.get_root_mesh(is_expert_parallel)
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names or ())
+        try:
+            if mesh is None or not names:
+                raise KeyError(mesh_dim_names)
+            return mesh[names[0] if len(names) == 1 else names]
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise MeshError(
+                f"FSDPDistributedIndex.get_submesh({mesh_dim_names!r}, {is_expert_parallel=})",
+                expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened ones of that mesh",
+                got=str(error),
+                fix="name an axis of size 1 where there is none, also tp_dim",
+            ) from error
+
+    def _group(self, name: str | None, is_expert_parallel: bool) -> dist.ProcessGroup | None:
+        if name is None or self.get_root_mesh(is_expert_parallel) is None:
+            return None
+        return self.get_submesh(name, is_expert_parallel).get_group()
+
+    def get_fsdp_group(
+        self, is_expert_parallel: bool = False, independent_all_gather: bool = False
+    ) -> dist.ProcessGroup | None:
+        """The group that weights are sharded over; that of experts is ``None`` without a mesh of theirs."""
+        if independent_all_gather:
+            return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+        return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The group of HSDP's or HFSDP's outer axis, ``None`` without one."""
+        return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
+        """The ranks that hold parts or copies of the same parameters: with an outer axis, that and the one that shards.
+
+        Collective over the world at the first call with an outer axis whose group was not given.
+        """
+        if not self.use_hybrid_fsdp or (is_expert_parallel and self.expt_device_mesh is None):
+            return self.get_fsdp_group(is_expert_parallel)
+        given = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if given is not None:
+            return given
+        meshes = self.meshes
+        mesh = meshes.expert_fsdp_with_size_one if is_expert_parallel else meshes.fsdp_with_size_one
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        return _torch.flatten_mesh(mesh, "expert_dp" if is_expert_parallel else "dp").get_group()
+
+    def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
+        """This rank's place when parameters are cut over the axis that shards first and then over the outer one.
+
+        Raises:
+            MeshError: Optimizer state is not cut over an outer axis.
+        """
+        outer, inner = self.get_outer_fsdp_group(is_expert_parallel), self.get_fsdp_group(is_expert_parallel)
+        if not self.hsdp_outer_dp_shard or outer is None or inner is None:
+            raise MeshError(
+                "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank",
+                expected="HFSDP: hsdp_outer_dp_shard=True with a dp_outer_dim",
+                got=f"hsdp_outer_dp_shard={self.hsdp_outer_dp_shard}, dp_outer_dim={self.dp_outer_dim!r}",
+                fix="outer_dp_sharding_strategy='optim'; without an outer axis use get_fsdp_group().rank()",
+            )
+        return inner.rank() * outer.size() + outer.rank()

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy
-from te_fsdp.compat.megatron_fsdp.meshes import native_meshes
+from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
@@ -128,10 +127,6 @@ class _Note:
     policy: MixedPrecisionPolicy
     guard: RemovableHandle
 
-    def settings(self) -> tuple[Any, ...]:
-        """What must be the same in a whole model."""
-        return self.mesh, self.outer, self.policy
-
 
 def fully_shard(
     module: nn.Module,
@@ -181,17 +176,15 @@ def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
         raise PlacementError(
             "experimental.fully_shard: placements",
             expected=f"for each axis of {names} (parameter, gradient, optimizer) of a strategy: on the last one "
-            f"{_shown(_INNER)}; on one before it {_shown(_OUTER)}",
-            got=", ".join(
-                f"{a}: ({', '.join(k.__name__ for k in row)})" for a, row in zip(axes, kinds, strict=True)
-            ),
+            f"{', '.join(map(_shown, _INNER))}; on one before it {', '.join(map(_shown, _OUTER))}",
+            got=", ".join(f"{axis}: {_shown(row)}" for axis, row in zip(axes, kinds, strict=True)),
             fix="slice the mesh to its data-parallel axes; for others use te_fsdp.fully_shard",
         )
     return _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
 
 
-def _shown(table: Mapping[tuple[type, type, type], str]) -> str:
-    return ", ".join(f"({', '.join(k.__name__ for k in kinds)})" for kinds in table)
+def _shown(kinds: tuple[type, ...]) -> str:
+    return f"({', '.join(kind.__name__ for kind in kinds)})"
 
 
 def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
@@ -207,12 +200,9 @@ def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:
     """Shard the model whose parameters an optimizer holds, and prepare the optimizer, in place.
 
-    Parameter groups keep their options. Several optimizers of one model are given one after the other. Collective
-    over the world.
-
-    Args:
-        optimizer: Over parameters of modules given to :func:`fully_shard`; must not have stepped.
-        precision_aware: Without meaning.
+    The optimizer, which must not have stepped, is over parameters of modules given to :func:`fully_shard`. Its groups
+    keep their options. Several of one model are given one after the other. Collective over the world.
+    ``precision_aware`` has no meaning.
 
     Raises:
         OrderError: Other parameters, or an optimizer that has state.
@@ -247,16 +237,15 @@ def _shard(root: _Note) -> None:
     """Shard a model with its units. Collective over the world."""
     found = {name: m.__dict__[_NOTED] for name, m in root.module.named_modules() if _NOTED in m.__dict__}
     for name, note in found.items():
-        if note.settings() != root.settings():
+        if (note.mesh, note.outer, note.policy) != (root.mesh, root.outer, root.policy):
             raise PlacementError(
                 f"experimental.fully_shard: {name}",
                 expected="the mesh, outer placements and policy of the model",
                 got="others",
                 fix="give all units of a model the same",
             )
-    names = root.mesh.mesh_dim_names or ()
-    outer = names[0] if len(names) == 2 else None
-    meshes = native_meshes(root.mesh, names[-1], outer, None)
+    *outer, shard = root.mesh.mesh_dim_names or ()
+    meshes = native_meshes(root.mesh, shard, outer[0] if outer else None, None)
     on_meta = any(parameter.is_meta for parameter in root.module.parameters())
     if not on_meta:
         root.module.to(meshes.device)
@@ -272,15 +261,7 @@ def _shard(root: _Note) -> None:
 
 @contextlib.contextmanager
 def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`.
-
-    Args:
-        module: The model, or a module that holds several.
-        is_last: Whether an optimizer step follows.
-
-    Raises:
-        OrderError: No sharded model.
-    """
+    """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`."""
     roots = [inner for inner in module.modules() if sharding_state(inner) is not None]
     with contextlib.ExitStack() as stack:
         for root in roots or [module]:

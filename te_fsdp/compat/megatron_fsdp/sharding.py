@@ -1,4 +1,4 @@
-"""``fully_shard``, ``fully_shard_model`` and ``fully_shard_optimizer`` with Megatron-FSDP's arguments.
+"""Megatron-FSDP's ``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer`` and ``MegatronFSDP``.
 
 Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the first step. DCP fills the state dict that it
 is given. That of an optimizer which has not stepped yet has no state, so that nothing of it would be loaded, in
@@ -12,155 +12,277 @@ when ``state_dict()`` is called, for each parameter that has none yet, and is th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _te
-from te_fsdp.compat.megatron_fsdp.arguments import Arguments, DistributedDataParallelConfig, native_strategy
-from te_fsdp.compat.megatron_fsdp.meshes import FSDPDistributedIndex, default_index
-from te_fsdp.compat.megatron_fsdp.wrapper import MegatronFSDP
-from te_fsdp.errors import CheckpointError, OrderError
+from te_fsdp.compat.megatron_fsdp.arguments import (
+    CONFIG_WITHOUT_MEANING,
+    Arguments,
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MixedPrecisionPolicy,
+    default_index,
+    native_strategy,
+    native_units,
+    say_what_has_no_meaning,
+)
+from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.layout import OUTER_STRATEGIES
+from te_fsdp.move.start import comm_of
 from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding import reductions
+from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
+from te_fsdp.sharding.grad_norm import report_nan
 from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights
+from te_fsdp.sharding.materialize import broadcast_params, materialize
 from te_fsdp.sharding.outer_optimizer import optimizer_shard_in, shard_optimizer
-from te_fsdp.sharding.reductions import finish_grad_reduce, zero_grad
-from te_fsdp.sharding.state import ShardingState, state_of
+from te_fsdp.sharding.state import required_state, state_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+_log = logging.getLogger("te_fsdp")
+_BRIDGED = "_te_fsdp_megatron"
 #: Whose state after a step on zeros, with "step" put back, is that of no step at all.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
 
-def allocate_before_state_dict(optimizer: Optimizer) -> None:
-    """Let ``optimizer.state_dict()`` allocate state where there is none. Local operation.
+class MegatronFSDP(torch.nn.Module):
+    """A model that te_fsdp shards, in a module around it, as ``fully_shard_model`` of this package returns it.
 
-    Gradients and weights stay as they are. ``state_dict()`` before the first step raises ``OrderError`` for an
-    optimizer whose state cannot be made without a step that counts, and ``load_state_dict()`` raises
-    ``CheckpointError`` for a state dict without state, such as one that was asked for before this call, of an
-    optimizer that keeps some.
-    """
-    # Around the methods, not as hooks: those run when main weights are in the parameters' places already.
-    save, load = _saving(optimizer.state_dict), _loading(optimizer.load_state_dict)
-    optimizer.state_dict = MethodType(save, optimizer)  # type: ignore[method-assign]
-    optimizer.load_state_dict = MethodType(load, optimizer)  # type: ignore[method-assign]
+    Calling it calls the model. Its own additions are methods; parameters and state are the model's, under
+    ``module.`` in names. Collective over the world.
 
+    Args:
+        module: The model, on the device, on the CPU or on meta. Changed in place.
+        dist_index: Process groups and meshes; ``None``: all ranks in one axis.
+        ddp_config: Strategies; ``None``: ``optim_grads_params``.
+        sync_model_each_microbatch: As for :class:`Arguments`, but ``False`` by default, as in megatron-fsdp.
 
-def _saving(stock: Callable[[], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        _allocate(optimizer)
-        return stock()
+    The other arguments are those of :class:`Arguments`; what has no meaning here is named in a warning.
 
-    return state_dict
-
-
-def _loading(stock: Callable[[dict[str, Any]], None]) -> Callable[[Optimizer, dict[str, Any]], None]:
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if not state_dict["state"]:
-            _allocate(optimizer)
-            _refuse_empty(optimizer)
-        stock(state_dict)
-
-    return load_state_dict
-
-
-def _refuse_empty(optimizer: Optimizer) -> None:
-    kept = sum(bool(state) for state in optimizer.state.values())
-    if kept:
-        raise CheckpointError(
-            f"{type(optimizer).__name__}.load_state_dict",
-            expected=f"state of {kept} parameters",
-            got="a state dict without any",
-            why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-            fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
-        )
-
-
-@torch.no_grad()
-def _allocate(optimizer: Optimizer) -> None:
-    """Give every trained parameter without state its state before the first step. Local operation.
+    Attributes:
+        module, dist_index, ddp_config, mp_policy: As given; the model is sharded.
+        model_auto_sync: Whether each backward counts as the last one of its step.
 
     Raises:
-        OrderError: No parameter has state, and that of this optimizer is not made without a step.
+        MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
+            :func:`te_fsdp.materialize`.
     """
-    fused = _te.is_fused_adam(optimizer)
-    stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
-    if not fused and not _is_plain(optimizer):
-        if not stepped:
-            raise OrderError(
-                f"{type(optimizer).__name__}.state_dict() before the first step",
-                expected="state to load into",
-                got="none, and it is not made without a step that counts",
-                fix="load with te_fsdp.checkpoint.load, which allocates it",
-            )
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if set(optimizer.state.get(parameter, {})) - {MAIN}:
-                continue
-            if fused and (parameter.requires_grad or optimizer_shard_in(optimizer, parameter) is None):
-                initialize_fused_adam(optimizer, parameter)  # its steps give frozen parameters state as well
-            elif parameter.requires_grad:
-                _initialize(optimizer, group, parameter)
-        if fused and "step" not in group:
-            group["step"] = _no_steps(optimizer, group)
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dist_index: FSDPDistributedIndex | None = None,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+        fsdp_unit_modules: Sequence[type | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+        disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather_hook: bool = False,
+        enable_fine_grained_param_gather_backward_hook: bool = False,
+        fine_grained_recurse_module_types: tuple[type, ...] | None = None,
+        report_nan_in_param_grad: bool = False,
+    ) -> None:
+        given: dict[str, Any] = {k: v for k, v in locals().items() if k in Arguments.__dataclass_fields__}
+        hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
+        given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
+        super().__init__()
+        Arguments(**given).say_what_has_no_meaning()
+        config = ddp_config or DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params"
+        )
+        say_what_has_no_meaning(config, CONFIG_WITHOUT_MEANING)
+        strategies = _native_strategies(config, dist_index)
+        units, policy = native_units(fsdp_unit_modules), mixed_precision_policy.native()
+        self.dist_index = dist_index if dist_index is not None else default_index()
+        self.ddp_config, self.mp_policy = config, mixed_precision_policy
+        if not init_model_with_meta_device:
+            _move(module, device or self.dist_index.meshes.device)
+        native_fully_shard(
+            module,
+            self.dist_index.meshes,
+            units=units,
+            strategy=strategies[0],
+            outer_strategy=strategies[1],
+            precision=policy,
+            average_gradients=not calculate_per_token_loss,
+        )
+        if init_model_with_meta_device:
+            materialize(module)
+        if report_nan_in_param_grad or config.check_for_nan_in_grad:
+            report_nan(module)
+        self.module = module
+        self.model_auto_sync = True
+        self.set_model_auto_sync(sync_model_each_microbatch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, in a profiler range of its name."""
+        with torch.profiler.record_function(f"MegatronFSDP({type(self.module).__name__})"):
+            return self.module(*args, **kwargs)
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Whether each backward counts as the last one of its step: :func:`te_fsdp.set_auto_sync`."""
+        reductions.set_auto_sync(self.module, sync_model)
+        self.model_auto_sync = sync_model
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of a microbatch that others follow: :func:`te_fsdp.microbatch` with ``is_last=False``."""
+        with reductions.microbatch(self.module, is_last=False), self._auto_sync(False):
+            yield
+
+    @contextlib.contextmanager
+    def sync(self) -> Iterator[None]:
+        """Context in which each backward reduces all gradients: :func:`te_fsdp.sync`."""
+        with reductions.sync(self.module), self._auto_sync(True):
+            yield
+
+    @contextlib.contextmanager
+    def _auto_sync(self, value: bool) -> Iterator[None]:
+        """``model_auto_sync`` as the contexts of the schedule put it, restored with them."""
+        before, self.model_auto_sync = self.model_auto_sync, value
+        try:
+            yield
+        finally:
+            self.model_auto_sync = before
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reductions that wait: :func:`te_fsdp.start_grad_reduce`. Collective over data parallel."""
+        reductions.start_grad_reduce(self.module)
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Complete all gradients: :func:`te_fsdp.finish_grad_reduce`."""
+        reductions.finish_grad_reduce(self.module)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Complete all gradients, in any case over all axes, and release gathered weights. Collective."""
+        if force_all_reduce:
+            _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
+        reductions.finish_grad_reduce(self.module)
+        reductions.release_params(self.module)
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Nothing is left to do after :meth:`synchronize_gradient_reduce`: complete gradients are ``.grad``."""
+        reductions.finish_grad_reduce(self.module)
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply all gradients: :func:`te_fsdp.scale_gradients`."""
+        reductions.scale_gradients(self.module, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients: :func:`te_fsdp.zero_grad`."""
+        reductions.zero_grad(self.module)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gather ahead: the root unit, or with ``force_sync`` all units, to the end. Collective over ``dp_shard``.
+
+        It can be a hook. ``force_dispatch`` has no meaning: gathers are always asynchronous.
+        """
+        if force_sync:
+            reductions.finish_param_gather(self.module)
+        else:
+            modules = required_state(self.module, "MegatronFSDP").modules
+            reductions.start_param_gather(self.module, [""] if "" in modules else None)
+
+    def synchronize_param_gather(self) -> None:
+        """Release gathered weights, so that ``parameters()`` gives the sharded ones: :func:`te_fsdp.release_params`."""
+        reductions.release_params(self.module)
+
+    def install_optimized_model_weights(self) -> None:
+        """Let the next forward read the optimizer's result. Steps do it by themselves; this is for other updates."""
+        reductions.release_params(self.module)
+
+    def broadcast_params(self) -> None:
+        """Make copies of parameters equal: :func:`te_fsdp.broadcast_params`."""
+        broadcast_params(self.module)
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Process groups and meshes."""
+        return self.dist_index
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Take over ``grad_comm_dtype`` of a policy for the reductions to come; the other dtypes cannot change.
+
+        Raises:
+            PrecisionError: A dtype that gradients cannot be sent in.
+        """
+        native = mixed_precision_policy.native()  # checks the dtypes
+        comm = comm_of(self.module)
+        assert comm is not None, "fully_shard_model always gives a policy"
+        comm.dtype = native.grad_comm_dtype
+        before = (self.mp_policy.main_params_dtype, self.mp_policy.main_grads_dtype)
+        if before != (native.main_params_dtype, native.main_grads_dtype):
+            _log.warning("megatron_fsdp: main_params_dtype and main_grads_dtype stay %s and %s", *before)
+        self.mp_policy = type(self.mp_policy)(*before, native.grad_comm_dtype)
+
+    @contextlib.contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Context of another ``grad_comm_dtype``: see :meth:`reset_mixed_precision_policy`."""
+        before = self.mp_policy
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        try:
+            yield
+        finally:
+            self.reset_mixed_precision_policy(before)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; gathered weights are released, so that the next forward reads what was loaded."""
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        reductions.release_params(self.module)
+        return result
 
 
-def _is_plain(optimizer: Optimizer) -> bool:
-    # The first step with dampening does not dampen, which it tells by the absence of state.
-    dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    return type(optimizer) in _PLAIN and not dampened
+def _native_strategies(
+    config: DistributedDataParallelConfig, index: FSDPDistributedIndex | None
+) -> tuple[str, str]:
+    """The strategies of a configuration; that of the outer axis is ``no_shard`` where there is none."""
+    strategy = native_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+    outer = native_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
+    if outer != "no_shard" and (index is None or not index.use_hybrid_fsdp):
+        _log.warning("megatron_fsdp: outer_dp_sharding_strategy=%r has no effect without dp_outer_dim", outer)
+        outer = "no_shard"
+    return strategy, outer
 
 
-def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """What a torch optimizer keeps for a parameter before its first step."""
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    main = None if main_parameters is None else main_parameters.make(optimizer, parameter)
-    blank = torch.zeros_like(parameter if main is None else main)
-    blank.grad = torch.zeros_like(blank)
-    other = type(optimizer)([{**group, "params": [blank]}])  # type: ignore[call-arg]
-    other.step()
-    state = other.state.get(blank, {})
-    if "step" in state:
-        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
-    if state:
-        optimizer.state[parameter].update(state)
-
-
-def _no_steps(optimizer: Any, group: dict[str, Any]) -> int | torch.Tensor:
-    """FusedAdam's count of steps before the first one, of the type that it gives it."""
-    if not optimizer.capturable:
-        return 0
-    device = group["params"][0].device if group["params"] else None
-    return torch.zeros(1, dtype=torch.int, device=device)
-
-
-_log = logging.getLogger("te_fsdp")
-_BRIDGED = "_te_fsdp_megatron"
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a model; what is on meta cannot be moved."""
+    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+    if found:
+        raise InitError(
+            f"fully_shard: {found[0]} is on meta",
+            expected="a model with values",
+            got=f"{len(found)} tensor(s) without",
+            fix="init_model_with_meta_device=True",
+        )
+    module.to(device)
 
 
 def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronFSDP:
     """Shard a model: :func:`te_fsdp.fully_shard`, and a wrapper with Megatron-FSDP's methods around it.
 
-    Collective over the world.
-
-    Args:
-        module: The model, on the device, on the CPU or on meta. Changed in place.
-        *args: As :class:`Arguments` describes them.
-        **kwargs: As :class:`Arguments` describes them.
-
-    Returns:
-        The wrapper; ``.module`` is the model.
+    The model, on the device, on the CPU or on meta, is changed in place; its further arguments are those of
+    :class:`Arguments`. Collective over the world.
 
     Raises:
         TypeError: An argument that megatron-fsdp does not have.
@@ -186,12 +308,11 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
             given.fsdp_group_ag,
             given.expt_fsdp_group_ag,
         )
+    strategies = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
     return MegatronFSDP(
         module,
         index,
-        DistributedDataParallelConfig(
-            data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer
-        ),
+        DistributedDataParallelConfig(**strategies),
         given.mixed_precision_policy,
         given.fsdp_unit_modules,
         device=given.device,
@@ -214,29 +335,33 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
 
     Main weights for parameters that lack them (:func:`te_fsdp.main_weights`), state cut where the strategy says so
     (:func:`te_fsdp.shard_optimizer`), and Megatron-FSDP's further arguments of ``step`` and ``zero_grad``. Parameter
-    groups and their options stay; no step is taken. Local operation, but for quantized weights.
+    groups and their options stay; no step is taken. From then on ``state_dict()`` allocates state where there is none:
+    before the first step it raises ``OrderError`` for an optimizer whose state cannot be made without a step that
+    counts, and ``load_state_dict()`` raises ``CheckpointError`` for a state dict without state of an optimizer that
+    keeps some. Local operation, but for quantized weights.
 
     Args:
-        optimizer: Over parameters of the sharded model.
+        optimizer: Over parameters of the sharded model; it is returned.
         preproc_state_dict_for_dcp_ckpt: Without meaning.
-
-    Returns:
-        ``optimizer``.
 
     Raises:
         OrderError: No parameter of a sharded model among its parameters.
     """
     Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt).say_what_has_no_meaning()
-    state = _state_of(optimizer)
+    states = (state_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    state = next((state for state in states if state is not None), None)
+    if state is None:
+        raise OrderError(
+            f"fully_shard_optimizer({type(optimizer).__name__})",
+            expected="an optimizer over the parameters of a sharded model",
+            got="other parameters",
+            fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
+        )
     main_weights(state.model, optimizer)
     shard_optimizer(optimizer)
     if not hasattr(optimizer, _BRIDGED):
         setattr(optimizer, _BRIDGED, True)
-        allocate_before_state_dict(optimizer)
-        # As methods: learning rate schedulers look for the function in them.
-        step, zero = _step(optimizer.step, state.model), _zero_grad(optimizer.zero_grad, state.model)
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        optimizer.zero_grad = MethodType(zero, optimizer)  # type: ignore[method-assign]
+        _bridge(optimizer, state.model)
     return optimizer
 
 
@@ -245,17 +370,8 @@ def fully_shard(
 ) -> tuple[MegatronFSDP, Optimizer]:
     """Shard a model and the optimizer that was built over it: arguments of :func:`fully_shard_model`.
 
-    The optimizer's parameter groups keep their options and get the sharded parameters in place of those that were
-    there. Collective over the world.
-
-    Args:
-        module: The model.
-        optimizer: Over the model's parameters; must not have stepped.
-        *args: As for :func:`fully_shard_model`.
-        **kwargs: As for :func:`fully_shard_model`.
-
-    Returns:
-        The wrapper and ``optimizer``.
+    The optimizer, which must not have stepped, keeps its parameter groups with their options, and gets the sharded
+    parameters in place of those that were there. Collective over the world.
 
     Raises:
         OrderError: The optimizer holds other parameters, or has state.
@@ -266,24 +382,14 @@ def fully_shard(
     return model, fully_shard_optimizer(optimizer)
 
 
-def _state_of(optimizer: Optimizer) -> ShardingState:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = state_of(parameter)
-            if state is not None:
-                return state
-    raise OrderError(
-        f"fully_shard_optimizer({type(optimizer).__name__})",
-        expected="an optimizer over the parameters of a sharded model",
-        got="other parameters",
-        fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
-    )
+def _bridge(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give four methods of an optimizer what Megatron-FSDP's have."""
+    # Around the methods, not as hooks: those run when main weights are in the parameters' places already.
+    stock = {
+        name: getattr(optimizer, name) for name in ("step", "zero_grad", "state_dict", "load_state_dict")
+    }
 
-
-def _step(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """``step`` that takes Megatron-FSDP's two arguments more, and by default reduces what waits."""
-
-    @functools.wraps(stock)
+    @functools.wraps(stock["step"])
     def step(
         optimizer: Optimizer,
         *args: Any,
@@ -292,33 +398,92 @@ def _step(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if not install_optimized_model_weights:
-            _log.warning(
-                "megatron_fsdp: a step always installs its weights; use the optimizer's own main weights"
-            )
+            text = "megatron_fsdp: a step always installs its weights; use the optimizer's own main weights"
+            _log.warning(text)
         if sync_grad_before_optimizer_step:
-            finish_grad_reduce(model)
-        return stock(*args, **kwargs)
+            reductions.finish_grad_reduce(model)
+        return stock["step"](*args, **kwargs)
 
-    return step
-
-
-def _zero_grad(stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """``zero_grad`` that takes Megatron-FSDP's argument more.
-
-    What lies in buffers is forgotten for a model as a whole; an optimizer over a part of one leaves the gradients of
-    the others alone, which may not have stepped yet.
-    """
-
-    @functools.wraps(stock)
-    def zero_grads(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
+    @functools.wraps(stock["zero_grad"])
+    def zero_grad(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
+        result = stock["zero_grad"](*args, **kwargs)
+        # What lies in buffers is forgotten for a model as a whole; an optimizer over a part of one leaves the gradients
+        # of the others alone, which may not have stepped yet.
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if zero_grad_buffer and all(id(p) in held for p in model.parameters() if p.requires_grad):
             to_none = kwargs.get("set_to_none", args[0] if args else None)
-            zero_grad(model, set_to_none=to_none is not False)
+            reductions.zero_grad(model, set_to_none=to_none is not False)
         return result
 
-    return zero_grads
+    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+        _allocate(optimizer)
+        return stock["state_dict"]()
+
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if not state_dict["state"]:
+            _allocate(optimizer)
+            if kept := sum(bool(state) for state in optimizer.state.values()):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__}.load_state_dict",
+                    expected=f"state of {kept} parameters",
+                    got="a state dict without any",
+                    why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+                    fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
+                )
+        stock["load_state_dict"](state_dict)
+
+    # As methods: learning rate schedulers look for the function in them.
+    for name, function in zip(stock, (step, zero_grad, state_dict, load_state_dict), strict=True):
+        setattr(optimizer, name, MethodType(function, optimizer))
+
+
+@torch.no_grad()
+def _allocate(optimizer: Any) -> None:
+    """Give every trained parameter without state its state before the first step; gradients and weights stay. Local.
+
+    Raises:
+        OrderError: No parameter has state, and that of this optimizer is not made without a step that counts.
+    """
+    fused = _te.is_fused_adam(optimizer)
+    stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
+    # The first step with dampening does not dampen, which it tells by the absence of state.
+    dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    if not fused and not (type(optimizer) in _PLAIN and not dampened):
+        if stepped:
+            return
+        raise OrderError(
+            f"{type(optimizer).__name__}.state_dict() before the first step",
+            expected="state to load into",
+            got="none, and it is not made without a step that counts",
+            fix="load with te_fsdp.checkpoint.load, which allocates it",
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if set(optimizer.state.get(parameter, {})) - {MAIN}:
+                continue
+            if fused and (parameter.requires_grad or optimizer_shard_in(optimizer, parameter) is None):
+                initialize_fused_adam(optimizer, parameter)  # its steps give frozen parameters state as well
+            elif parameter.requires_grad:
+                _initialize(optimizer, group, parameter)
+        if fused and "step" not in group:
+            device = group["params"][0].device if group["params"] else None
+            zero = torch.zeros(1, dtype=torch.int, device=device) if optimizer.capturable else 0
+            group["step"] = zero  # of the type that FusedAdam gives it
+
+
+def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """What a torch optimizer keeps for a parameter before its first step."""
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    main = None if main_parameters is None else main_parameters.make(optimizer, parameter)
+    blank = torch.zeros_like(parameter if main is None else main)
+    blank.grad = torch.zeros_like(blank)
+    other = type(optimizer)([{**group, "params": [blank]}])  # type: ignore[call-arg]
+    other.step()
+    state = other.state.get(blank, {})
+    if "step" in state:
+        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
+    if state:
+        optimizer.state[parameter].update(state)
 
 
 _show_arguments(fully_shard_model, 1)
