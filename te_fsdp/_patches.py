@@ -225,7 +225,7 @@ PATCHES: dict[str, Patch] = {
     "clone": Patch(
         "quantized tensors",
         "clone",
-        "copies the scales too (`quantized/amax_mark.py`)",
+        "copies the scales too (`quantized/amax.py`)",
         "test_te_faults.py::test_clone_shares_the_scale",
         "### `clone()` of a quantized tensor shares its scales",
     ),

@@ -39,7 +39,7 @@ from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.plan import HEADS, Meshing, check_multiple, plan_modules
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of, require_model
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
-from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.step_hooks import (
     StepFunctions,

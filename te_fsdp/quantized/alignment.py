@@ -90,12 +90,9 @@ def plan_cuts(
 ) -> dict[int, dict[str, int]]:
     """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
 
-    Local operation; every rank sees the same shapes and raises the same.
-
-    Args:
-        weights: Label, owner, name, rule of each weight that TE may hold quantized; tp-local, not yet cut.
-        grid: Sizes of the axes.
-        stays_whole: Whether data parallelism leaves a module's own parameter whole.
+    Local operation; every rank sees the same shapes and raises the same. ``weights`` are label, owner, name and rule of
+    each weight that TE may hold quantized, tp-local, not yet cut; ``stays_whole``: whether data parallelism leaves a
+    module's own parameter whole.
 
     Returns:
         Per ``id`` of an owner: dim by name; high-precision weights, and those that stay whole, are left out.
@@ -140,16 +137,9 @@ def fitting_dim(weight: Weight, fsdp_size: int) -> int | None:
 
 
 def check_fit(weight: Weight, grid: Grid, everyone: Sequence[Weight] = (), *, dim: int | None = None) -> int:
-    """The dim along which FSDP2 can cut a weight. Local operation; the same answer on every rank.
+    """The dim along which FSDP2 can cut a weight: ``dim`` where that is settled, else the better of 0 and 1.
 
-    Args:
-        weight: The weight.
-        grid: The axes it is cut by.
-        everyone: All quantized weights of the model: a mesh that is proposed fits them all.
-        dim: The dim that is or will be cut, where that is settled.
-
-    Returns:
-        ``dim``, or the better of 0 and 1.
+    Local operation; the same answer on every rank. A mesh that is proposed fits all weights of ``everyone``.
 
     Raises:
         PlacementError: None fits. Names the weight, its shape, and the nearest mesh and shape that would fit.

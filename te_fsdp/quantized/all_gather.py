@@ -49,7 +49,7 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.parameters import BINDING, Binding, is_replicated
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
-from te_fsdp.quantized.amax_mark import drop_group, is_marked, mark, patch_empty_shards, share_scale
+from te_fsdp.quantized.amax import is_marked, mark, patch_empty_shards, share_scale
 from te_fsdp.quantized.components import Places, bytes_of_ranks, components_of, keep_rows_alone, pack_bytes
 from te_fsdp.quantized.shards import agree_on_weight_mesh, attach_group
 
@@ -82,10 +82,7 @@ def release_of(
     TE derives transposes and padded scales from gathered bytes; they would stay until the next gather. Buffers that
     were put together along columns are te_fsdp's own.
 
-    Args:
-        gathered: The parameter that FSDP2 will take out of the module.
-        shard: The sharded one that it will put in.
-        binding: The module's.
+    FSDP2 will put ``shard`` in the place of ``gathered``.
 
     Returns:
         To be called at the end of every forward and backward; ``None`` if this is no gathered quantized weight.
@@ -202,30 +199,31 @@ class _Shard(NamedTuple):
     is_as_it_is: bool
 
 
-class _Whole(NamedTuple):
-    """Metadata of a shard that is the whole weight: TE's metadata, and the buffers that TE would gather."""
-
-    metadata: Any
-    buffers: tuple[torch.Tensor, ...]
-
-
-class _Rows(NamedTuple):
-    """Metadata of a gather of uneven shards: TE's metadata, and the rows of the whole weight."""
-
-    metadata: Any
-    rows: int
-
-
-class Columns(NamedTuple):
-    """Metadata of a gather along columns: TE's own, the shard's shape, and what its packed tensors hold.
+class _Packed(NamedTuple):
+    """What packed tensors of a shard (rows, columns) hold, cut along its columns.
 
     ``buffers``: shape of a rank's buffer, and columns of the whole one with its padding.
     """
 
-    metadata: Any
     shape: tuple[int, int]
     places: Places
-    buffers: tuple[tuple[torch.Size, int], ...]
+    buffers: list[tuple[torch.Size, int]]
+
+
+class _Arranged(NamedTuple):
+    """Metadata of a gather that sends something else than TE would: TE's own, and one of what TE's buffers come from.
+
+    Attributes:
+        metadata: TE's.
+        buffers: TE's, of a shard that is the whole weight.
+        rows: Of uneven shards: those of the whole weight.
+        packed: Of shards that are cut along their columns.
+    """
+
+    metadata: Any
+    buffers: tuple[torch.Tensor, ...] = ()
+    rows: int = 0
+    packed: _Packed | None = None
 
 
 def patch_fsdp_hooks() -> None:
@@ -276,7 +274,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             known = _look_at(self, module, binding, now)
         elif known.has_one_scale and not is_marked(self, known.group):
             # TE's hook has put FSDP2's group there, or the weight another quantizer.
-            drop_group(self) if known.group is None else mark(self, known.group)
+            mark(self, known.group)
         if not known.is_as_it_is:
             inputs, metadata = _arrange(self, inputs, metadata, mesh, orig_size)
         if group is not None:
@@ -312,26 +310,27 @@ def _arrange(
     metadata: Any,
     mesh: DeviceMesh,
     orig_size: torch.Size,
-) -> tuple[tuple[torch.Tensor, ...], Any]:
+) -> tuple[tuple[torch.Tensor, ...], _Arranged]:
     """The buffers that TE would gather, where FSDP2 cannot gather them as they are."""
     ranks = mesh.size()
     if ranks == 1:
-        return (torch.empty(0, dtype=torch.uint8, device=inputs[0].device),), _Whole(metadata, inputs)
+        nothing = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
+        return (nothing,), _Arranged(metadata, buffers=inputs)
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
-        return _pack_columns(shard, inputs, metadata, ranks)
+        inputs, packed = _pack_columns(shard, inputs, ranks)
+        return inputs, _Arranged(metadata, packed=packed)
     share_scale(shard, mesh, orig_size[0])
     rows, padded = -(-orig_size[0] // ranks), []  # as many as the first rank has
     for data in inputs:
-        whole = data.new_zeros((rows, *data.shape[1:])) if data.shape[0] < rows else data
-        if whole is not data:
-            whole[: data.shape[0]].copy_(data)
-        padded.append(whole)
-    return tuple(padded), _Rows(metadata, orig_size[0])
+        if data.shape[0] < rows:
+            data = torch.cat([data, data.new_zeros((rows - data.shape[0], *data.shape[1:]))])
+        padded.append(data)
+    return tuple(padded), _Arranged(metadata, rows=orig_size[0])
 
 
 def _pack_columns(
-    local: torch.Tensor, inputs: tuple[torch.Tensor, ...], metadata: Any, ranks: int
-) -> tuple[tuple[torch.Tensor, ...], Columns]:
+    local: torch.Tensor, inputs: tuple[torch.Tensor, ...], ranks: int
+) -> tuple[tuple[torch.Tensor, ...], _Packed]:
     """Packed tensors of the buffers that TE would gather of a shard (M, K / ranks), without their padding."""
     rows, columns = local.shape
     known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
@@ -345,10 +344,10 @@ def _pack_columns(
             whole = int(sizes[-1])
         buffers.append((component.tensor.shape, whole))
     flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
-    return tuple(flat[0] for flat in flats), Columns(metadata, (rows, columns), places, tuple(buffers))
+    return tuple(flat[0] for flat in flats), _Packed((rows, columns), places, buffers)
 
 
-def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[torch.Tensor, ...]:
+def _join_columns(outputs: tuple[torch.Tensor, ...], packed: _Packed) -> tuple[torch.Tensor, ...]:
     """The buffers of the whole weight, new tensors, in the order and shapes in which TE expects its own."""
     rows, columns = packed.shape
     ranks = outputs[0].numel() // (rows * columns)
@@ -359,6 +358,8 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Columns) -> tuple[t
         buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
         buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
         buffers.append(buffer)
+    for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+        output.untyped_storage().resize_(0)
     return tuple(buffers)
 
 
@@ -374,18 +375,14 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         target = None if out is None else _torch.local_of(out)
         buffers, own, inner = all_gather_outputs, metadata, None
-        if isinstance(metadata, _Whole):
+        if isinstance(metadata, _Arranged):
             # FSDP2 shall not free the shard's memory.
             buffers, own, inner = metadata.buffers, metadata.metadata, ()
-        elif isinstance(metadata, _Rows):
-            (data,) = all_gather_outputs
-            # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
-            buffers, own, inner = (data[: metadata.rows],), metadata.metadata, ()
-        elif isinstance(metadata, Columns):
-            buffers, own, inner = _join_columns(all_gather_outputs, metadata), metadata.metadata, ()
-            for output in all_gather_outputs:
-                # FSDP2 would free them with the weight only, and allocates them anew.
-                output.untyped_storage().resize_(0)
+            if metadata.rows:
+                # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
+                buffers = (all_gather_outputs[0][: metadata.rows],)
+            elif metadata.packed is not None:
+                buffers = _join_columns(all_gather_outputs, metadata.packed)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
         # What TE has taken off for backward lives until FSDP2 frees it, on the weight or not (fault 9).
         known: _Shard | None = self.__dict__.get(GATHERS)
@@ -405,16 +402,16 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
 def gather_missing(module: nn.Module, binding: Binding) -> None:
     """Complete gathered weights of which one direction is missing, before a module's forward inside a backward.
 
-    Collective over ``dp_shard`` when one is missing, at most in a module's first such forward: one all-gather.
-    Every rank gathers the same direction and misses the same.
+    Collective over ``dp_shard`` when one is missing, at most in a module's first such forward: one all-gather. Every
+    rank misses the same.
     """
     missing = []
     for name, parameter in module._parameters.items():
         local = None if parameter is None else _torch.local_of(parameter)
-        if local is not None and _te.gathers_one_direction(local) and not _te.is_grouped(local):
-            usages: dict[str, bool] = local.get_usages()  # type: ignore[attr-defined]
-            if not all(usages.values()):
-                missing.append(name)
+        if local is None or not _te.gathers_one_direction(local) or _te.is_grouped(local):
+            continue
+        if not all(local.get_usages().values()):  # type: ignore[attr-defined]
+            missing.append(name)
     if missing:
         binding.recomputed = True
         _fsdp2.gather_again(_te.fsdp_group_of(module), module, missing)

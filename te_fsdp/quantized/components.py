@@ -43,14 +43,11 @@ from te_fsdp.move.start import Buffer as PackedBuffer
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a quantized weight.
+    """One tensor of a quantized weight, under TE's name of the buffer.
 
     Attributes:
-        name: TE's name of the buffer.
-        tensor: View of the buffer: local shape divided by ``block``, or one element for a value of the whole
-        weight.
-        block: Rows and columns of the weight that one element covers; ``None`` for a value of the whole
-        weight.
+        tensor: View of the buffer: local shape divided by ``block``, or one element for a value of the whole weight.
+        block: Rows and columns of the weight that one element covers; ``None`` for a value of the whole weight.
     """
 
     name: str
@@ -130,11 +127,8 @@ def empty_on_meta(
 ) -> torch.Tensor:
     """The quantized tensor that a quantizer would make of a value, its buffers on meta. Local operation.
 
-    Args:
-        quantizer: Any; it stays as it is.
-        shape: Of the value; of one weight for all experts of a layer in 3-D.
-        dtype: Of the value.
-        backward: Only what backward reads of it, or only what forward reads; ``None``: all that the quantizer makes.
+    The value's shape is 3-D for one weight of all experts of a layer. ``backward``: only what backward reads of it, or
+    only what forward reads; ``None``: all that the quantizer makes.
     """
     own = quantizer.copy()
     if backward is not None:
@@ -157,10 +151,8 @@ def keep_rows_alone(shard: torch.Tensor) -> None:
 
 def block_of(local: torch.Tensor) -> int | None:
     """Rows (and columns) that a scale of a quantized tensor spans, the most of a hybrid's parts; ``None``: unknown."""
-    parts: list[int | None] = []
-    for part in _te.parts_of(local):
-        row = _te.format_of(part)
-        parts.append(1 if _te.high_precision_part(part) is not None or row is None else row.block)
+    found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.parts_of(local)]
+    parts = [1 if values is not None or row is None else row.block for values, row in found]
     return None if None in parts else max(part for part in parts if part is not None)
 
 
@@ -264,10 +256,7 @@ _NVFP4_MAX = 6.0 * 448.0
 def needed_components(described: str, have: Sequence[str], label: str) -> dict[str, Block]:
     """Which of the components that there are give the values of a quantized weight. Local operation.
 
-    Args:
-        described: Format as :func:`describe_format` writes it, for example ``"mxfp8 kFloat8E4M3"``.
-        have: Names of the components that there are.
-        label: Name for messages.
+    ``described`` is its format as :func:`describe_format` writes it, for example ``"mxfp8 kFloat8E4M3"``.
 
     Returns:
         Name of the component -> rows and columns of the weight that one element covers.
@@ -275,7 +264,7 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
     Raises:
         CheckpointError: A format that is not known, or components of neither direction.
     """
-    name, dtype = described.split()[0], described.split()[-1]
+    name, *_, dtype = described.split()
     row = FORMATS.get(name, unknown_format(name))
     for choice in row.directions() if dtype in row.elements else ():
         if set(choice) <= set(have):
@@ -314,12 +303,8 @@ def dequantize_box(
 ) -> torch.Tensor:
     """Values of a rectangle of the weight. Local operation.
 
-    Args:
-        described: As for :func:`needed_components`.
-        parts: Per needed component the elements that :func:`covering` gives, not transposed.
-        needed: From :func:`needed_components`.
-        offsets: Where the rectangle lies in the weight.
-        sizes: Its extents.
+    ``described`` is as for :func:`needed_components`, which gives ``needed``; ``parts`` has of each of these components
+    the elements that :func:`covering` gives, not transposed.
 
     Returns:
         float32 tensor of shape ``sizes`` on the parts' device: TE's ``dequantize(dtype=torch.float32)``, to the bit.

@@ -26,7 +26,7 @@ from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp._te_formats import GROUPED_BUFFERS
 from te_fsdp.move.start import Buffer
 from te_fsdp.parameters import carry_over
-from te_fsdp.quantized.amax_mark import mark, marked_group
+from te_fsdp.quantized.amax import mark, marked_group
 from te_fsdp.quantized.components import Component, Places, bytes_of_ranks, components_of, pack_bytes
 
 if TYPE_CHECKING:
@@ -198,11 +198,9 @@ class _Behaviour:
                 continue  # workspaces of the quantization
             if any(buffer is getattr(like.grouped, other) for other in names):
                 continue  # current scaling shares its scales between both directions
-            own = buffer.view(len(like.experts), -1)
-            if len(self.experts) < rows:
-                whole = own.new_zeros((rows, own.shape[1]))
-                whole[: len(self.experts)].copy_(own[: len(self.experts)])
-                own = whole
+            own = buffer.view(len(like.experts), -1)[: len(self.experts)]
+            if len(own) < rows:
+                own = torch.cat([own, own.new_zeros((rows - len(own), own.shape[1]))])
             inputs.append(own)
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
@@ -277,8 +275,7 @@ def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None
     """
     own = _te.quantizer_for_keeping(quantizer)
     new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
-    if group_name is not None:
-        mark(new, group_name)
+    mark(new, group_name)
     with torch.no_grad():
         new.quantize_(value)
     return new
@@ -415,16 +412,11 @@ def grouped_cut(
     counts: Collection[int] = (),
     fits: Callable[[int], bool] = lambda dim: True,
 ) -> int:
-    """The dim along which FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
+    """The dim along which ``ranks`` of FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
 
-    Args:
-        shape: tp-local (experts, out, in) or (experts, out).
-        ranks: How many FSDP ranks cut it.
-        counts: How many experts the ranks of ``ep`` hold, which all cut along one dim.
-        fits: Whether an expert may be cut along a dim that divides.
-
-    Returns:
-        0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does.
+    0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does. The shape is
+    tp-local (experts, out, in) or (experts, out); ``counts``: how many experts the ranks of ``ep`` hold, which all cut
+    along one dim; ``fits``: whether an expert may be cut along a dim that divides.
     """
     if all(count % ranks == 0 for count in counts or shape[:1]):
         return 0

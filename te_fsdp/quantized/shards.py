@@ -3,7 +3,7 @@
 Every way to write into a quantized weight asks the tensor for its reduction group (TE 2.20.2
 ``update_quantized`` of the per-tensor quantizers): initialisation, the optimizer's requantization, loading
 from high precision, ``copy_`` and ``quantize_`` by the user. te_fsdp marks the weights of bound modules with
-the weight mesh's group, and the mark sticks (:mod:`te_fsdp.quantized.amax_mark`).
+the weight mesh's group, and the mark sticks (:mod:`te_fsdp.quantized.amax`).
 
 Delayed scaling: a weight's quantizer reads the module's scale and writes the module's amax history, always. TE makes a
 new history when the length changes, as it does in the first forward if ``te.autocast`` has another
@@ -23,8 +23,7 @@ shard of a module, at the latest before its first gather, and the ranks agree on
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,46 +31,31 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import on_any_rank
-from te_fsdp.errors import MeshError, message
+from te_fsdp.errors import MeshError
 from te_fsdp.layout import Box, chunk_range
 from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
-from te_fsdp.quantized.amax_mark import clone_scales_too, drop_group, is_marked, mark, reduce_newest_amax
+from te_fsdp.quantized.amax import clone_scales_too, is_marked, mark, reduce_newest_amax
 from te_fsdp.quantized.components import components_of, keep_rows_alone
 from te_fsdp.quantized.grouped_weight import quantize_experts
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: A parameter by its owner's id and its name there.
 Key: TypeAlias = tuple[int, str]
 
 
-@dataclass(frozen=True)
-class Stashed:
-    """A quantized weight on its way through ``fully_shard``.
-
-    Attributes:
-        module: Owner.
-        name: Parameter name in the owner.
-        quantizer: The weight's own quantizer.
-        whole: The tp-local quantized weight, whose bytes the shards take over.
-        keep_high_precision: Whether the shard shall keep its high-precision value, as the whole weight did.
-    """
+class Stashed(NamedTuple):
+    """A quantized weight on its way through ``fully_shard``: tp-local, its bytes are those of the shards."""
 
     module: nn.Module
     name: str
-    quantizer: Any
     whole: torch.Tensor
-    keep_high_precision: bool
+    quantizer: Any
 
 
 def stash_quantized(model: nn.Module) -> list[Stashed]:
-    """Replace quantized weights on the device by their high-precision values. Local operation.
-
-    Returns:
-        What :func:`restore_quantized` needs.
-    """
+    """Replace quantized weights on the device by their high-precision values. Local operation."""
     stashed = []
     for _, module, name, parameter in places_of(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
@@ -79,7 +63,7 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
             continue
         kept = _te.high_precision_value(local)
         value = local.dequantize() if kept is None else kept.to(local.device)
-        stashed.append(Stashed(module, name, _te.quantizer_of(local).copy(), local, kept is not None))
+        stashed.append(Stashed(module, name, local, _te.quantizer_of(local).copy()))
         module._parameters[name] = successor(parameter, value)
         binding.requantizes = True
     return stashed
@@ -98,7 +82,7 @@ def restore_quantized(stashed: list[Stashed]) -> None:
         local = quantize_shard(value, item.quantizer, binding)
         _copy_bytes(item, parameter, local, binding)
         keep_rows_alone(local)
-        if item.keep_high_precision:
+        if _te.high_precision_value(item.whole) is not None:
             _te.attach_high_precision_value(local, value.cpu())
         item.module._parameters[item.name] = shard = successor(parameter, local)
         # The high-precision one would stay until FSDP2 installs this one.
@@ -159,21 +143,15 @@ def attach_group(local: torch.Tensor, binding: Binding) -> None:
     the weight, and a group that TE has put there is dropped.
     """
     if _te.is_grouped(local):
-        group = experts_group(binding)
-        drop_group(local) if group is None else mark(local, group)
+        mark(local, _experts_group(binding))
         return
     if is_marked(local, binding.weight_group):
         return  # what every gather after the first finds
     if not _te.is_quantized(local):
         return
     clone_scales_too(local)
-    if not _te.one_scale_quantizers(_te.quantizer_of(local)):
-        return
-    group = binding.weight_group
-    if group is None:
-        drop_group(local)
-    else:
-        mark(local, group)
+    if _te.one_scale_quantizers(_te.quantizer_of(local)):
+        mark(local, binding.weight_group)
 
 
 def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> torch.Tensor:
@@ -182,16 +160,10 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
     Collective (max all-reduce of one or two floats) over the weight mesh for formats with one scale per
     tensor, local for the others.
 
-    Args:
-        value: High-precision local shard.
-        quantizer: The module's weight quantizer; left without a group afterwards.
-        binding: Gives the weight mesh.
-
-    Returns:
-        Quantized tensor of ``value``'s shape.
+    The quantizer is left without a group afterwards.
     """
     if value.dim() == 3:
-        return quantize_experts(value, quantizer, experts_group(binding))
+        return quantize_experts(value, quantizer, _experts_group(binding))
     shared = binding.weight_mesh is not None and _te.needs_shared_amax(quantizer)
     if shared:
         _te.reduce_amax_over(quantizer, binding.weight_mesh.get_group())  # type: ignore[union-attr]
@@ -206,13 +178,13 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
     return local
 
 
-def experts_group(binding: Binding) -> str | None:
+def _experts_group(binding: Binding) -> str | None:
     """Name of the group whose ranks hold pieces of the same experts: that of tp, and FSDP2's if it cuts within them."""
     rule = binding.rules.get("weight")
+    mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
     if binding.cut_within and binding.weight_mesh is not None:
-        return binding.weight_mesh.get_group().group_name
-    cut = rule is not None and rule.shard_dim is not None and binding.tp_mesh is not None
-    return binding.tp_mesh.get_group().group_name if cut else None  # type: ignore[missing-attribute]
+        mesh = binding.weight_mesh
+    return None if mesh is None else mesh.get_group().group_name
 
 
 def requantize(local: torch.Tensor, binding: Binding) -> None:
@@ -246,14 +218,8 @@ def quantize_whole(
     """Write a value into a quantized parameter, with the scale that the whole weight has.
 
     Collective over the ranks that hold pieces of the weight (maximum of one or two floats) for formats with one scale
-    per tensor.
-
-    Args:
-        module: The parameter's owner.
-        name: Its name there.
-        local: Its local tensor.
-        value: float32, of the local shape.
-        keep_delayed_scale: For delayed scaling: use the scale that is there, instead of the one of this value.
+    per tensor. The value is float32, of the shape of ``local``. ``keep_delayed_scale``: use delayed scaling's scale
+    that is there, instead of the one of this value.
     """
     binding = binding_of(module)
     if _te.is_grouped(local):  # every expert has a scale of its own
@@ -291,13 +257,6 @@ def _group_of_whole(parameter: torch.Tensor | None, binding: Binding | None) -> 
     return mesh.get_group(cuts[0]) if cuts else None
 
 
-def remember_shard(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
-    """Remember a shard while its module holds it; in forward the module holds the gathered weight. Local operation."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None and _torch.local_of(parameter) is local:
-            binding.shards[name] = weakref.ref(local)
-
-
 def follow_history(binding: Binding, module: nn.Module) -> None:
     """Point the quantizers of a module's weights, gathered and not, at its scale and history. Local operation."""
     tensors = [(n, _torch.local_of(p)) for n, p in module._parameters.items() if p is not None]
@@ -324,96 +283,74 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
         MeshError: On all ranks, if on any of them the weight mesh does not consist of the ranks that hold this
             weight's pieces.
     """
-    local = _torch.local_of(parameter)
     if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.cut_within:
         return  # every expert lies whole on one rank
-    if binding.weight_mesh_agreed or not (_is_shared(local) or _will_be_shared(local, module, name)):
+    if binding.weight_mesh_agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
         return
-    if binding.weight_mesh is None and (binding.tp_mesh is None or binding.tp_mesh.size() == 1):
-        binding.weight_mesh = _shard_axis(binding, name, parameter)
+    mesh, axes = parameter.device_mesh, _fsdp_axes(binding, name, parameter)
+    without_tp = binding.tp_mesh is None or binding.tp_mesh.size() == 1
+    if binding.weight_mesh is None and without_tp and axes and mesh.size(axes[0]) > 1:
+        # FSDP2 asks for names on 2-D meshes.
+        binding.weight_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axes[0]]]  # type: ignore[unsupported-operation]
     _agree(binding, name, parameter)
 
 
 def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
     """The same before a gather of a module's weight, for shards that came to the module by another way.
 
-    Also remembers the shards of delayed scaling (:func:`remember_shard`).
-
-    Args:
-        binding: The module's.
-        module: Owner of the weight.
-        local: The shard about to be gathered.
+    Also remembers a shard of delayed scaling while its module holds it: in forward that holds the gathered weight.
     """
-    if _te.has_delayed_scale(local):
-        remember_shard(binding, module, local)
-    if binding.weight_mesh_agreed or not _is_shared(local):
+    is_delayed = _te.has_delayed_scale(local)
+    if binding.weight_mesh_agreed and not is_delayed:
         return
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, DTensor) and _torch.local_of(parameter) is local:
+        if parameter is None or _torch.local_of(parameter) is not local:
+            continue
+        if is_delayed:
+            binding.shards[name] = weakref.ref(local)
+        is_open = isinstance(parameter, DTensor) and not binding.weight_mesh_agreed
+        if is_open and _has_one_scale(local, module, name):
             _agree(binding, name, parameter)
-            return
 
 
 def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
-    problem = _problem(binding, name, parameter)
-    if on_any_rank(problem is not None, parameter.device_mesh):
-        raise MeshError(problem or _elsewhere(binding, name))
+    """Raise on all ranks if on any the weight mesh contradicts the parameter's own mesh. Collective over that."""
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert at is not None
+    # What cuts the weight: FSDP2's shard axis, and tp, which is the last axis of a bound parameter.
+    axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
+    index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
+    want = sorted(mesh.mesh[index].flatten().tolist())
+    own = binding.weight_mesh
+    have = [dist.get_rank()] if own is None else sorted(own.mesh.flatten().tolist())
+    if on_any_rank(have != want, mesh):
+        expected, got, why = (
+            "on every rank the ranks that hold pieces of the weight",
+            "others on another rank",
+            "",
+        )
+        if have != want:
+            expected = f"ranks {want}, the {len(want)} that hold pieces of it (FSDP shard x tp)"
+            got = "None" if own is None else f"ranks {have}"
+            why = "Pieces of one weight would be quantized with different scales, or scales of other weights mixed in"
+        raise MeshError(
+            f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
+            expected=expected,
+            got=got,
+            why=why,
+            fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
+        )
     binding.weight_mesh_agreed = True
 
 
-def _is_shared(local: torch.Tensor) -> bool:
-    return _te.is_quantized(local) and bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
-
-
-def _will_be_shared(local: torch.Tensor, module: nn.Module, name: str) -> bool:
-    quantizer = _te.weight_quantizer(module, name) if local.is_meta else None
+def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
+    """Whether a weight has, or on meta will have, one scale, of which ranks hold pieces together."""
+    quantizer = _te.weight_quantizer(module, name) if local.is_meta else _te.quantizer_of(local)
     return quantizer is not None and bool(_te.one_scale_quantizers(quantizer))
 
 
-def _axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:
-    """Mesh axes that cut the weight: tp, which is the last one of a bound parameter, and FSDP2's shard axis."""
-    own, count = binding.whole_mesh(name), parameter.device_mesh.ndim
-    first = count - (0 if own is None else own.ndim)
-    found = [i for i, p in enumerate(parameter.placements[:first]) if _torch.shard_dim_of(p) is not None]
-    return [*found, *([count - 1] if binding.tp_mesh is not None else [])]
-
-
-def _shard_axis(binding: Binding, name: str, parameter: DTensor) -> DeviceMesh | None:
-    """The 1-D mesh of FSDP2's shard axis, the only one that cuts where tp does not; ``None`` if of size 1."""
-    mesh = parameter.device_mesh
-    tp_axis = mesh.ndim - 1 if binding.tp_mesh is not None else None
-    axes = [axis for axis in _axes(binding, name, parameter) if axis != tp_axis]
-    if not axes or mesh.size(axes[0]) == 1:
-        return None
-    if mesh.ndim == 1:
-        return mesh
-    assert mesh.mesh_dim_names is not None  # FSDP2 asks for names on 2-D meshes
-    return mesh[mesh.mesh_dim_names[axes[0]]]
-
-
-def _problem(binding: Binding, name: str, parameter: DTensor) -> str | None:
-    """The error text of a weight mesh that contradicts the parameter's own mesh, ``None`` if it does not."""
-    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert at is not None
-    axes = _axes(binding, name, parameter)
-    index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
-    want = sorted(mesh.mesh[index].flatten().tolist())
-    have = [dist.get_rank()] if binding.weight_mesh is None else binding.weight_mesh.mesh.flatten().tolist()
-    if sorted(have) == want:
-        return None
-    return message(
-        f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
-        expected=f"ranks {want}, the {len(want)} that hold pieces of it (FSDP shard x tp)",
-        got=f"ranks {sorted(have)}" if binding.weight_mesh is not None else "None",
-        why="Pieces of one weight would be quantized with different scales, or scales of other weights mixed in",
-        fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
-    )
-
-
-def _elsewhere(binding: Binding, name: str) -> str:
-    return message(
-        f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
-        expected="on every rank the ranks that hold pieces of the weight",
-        got="others on another rank",
-        fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
-    )
+def _fsdp_axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:
+    """Mesh axes along which FSDP2 cuts the weight."""
+    own = binding.whole_mesh(name)
+    first = parameter.placements[: parameter.device_mesh.ndim - (0 if own is None else own.ndim)]
+    return [axis for axis, placement in enumerate(first) if _torch.shard_dim_of(placement) is not None]

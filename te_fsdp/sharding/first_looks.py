@@ -27,7 +27,7 @@ from te_fsdp.all_ranks import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, InitError, MeshError, OrderError, PlacementError, shorten
 from te_fsdp.modules.initialize import MEANT, checksum, is_constant, refuse_equal_shards
 from te_fsdp.parameters import facts_of, label_of, places_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN
 from te_fsdp.sharding.materialize import holding_groups, own_groups
 from te_fsdp.sharding.state import mark_gathered, refuse_assigned, refuse_hooks, shard_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.move.start import comm_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.sharding.state import ShardingState
 from te_fsdp.step_hooks import held_by
 

@@ -25,7 +25,7 @@ import torch
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import noted
-from te_fsdp.quantized.optimizer_steps import write_all
+from te_fsdp.quantized.amax import write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard, rows_of_state
 from te_fsdp.sharding.outer_gather import install_by_unit, start_install

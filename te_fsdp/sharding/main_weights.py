@@ -30,7 +30,7 @@ from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call, is_capturing
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.parameters import require_model, require_optimizer
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.first_looks import refuse_unfit
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
 from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in

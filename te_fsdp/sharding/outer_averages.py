@@ -31,7 +31,7 @@ from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, OptimizerShard, Part, start_gather
 from te_fsdp.sharding.outer_overlap_reduce import EarlyAverages
 from te_fsdp.sharding.state import state_of

@@ -32,9 +32,16 @@ import torch
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.errors import PlacementError
 from te_fsdp.move.pending import Pending, UnitGather
-from te_fsdp.quantized.amax_mark import largest_of, take_delayed_scale
+from te_fsdp.quantized.amax import (
+    Scaled,
+    cast,
+    has_current_scale,
+    largest_of,
+    shared_scales,
+    take_delayed_scale,
+    write_all,
+)
 from te_fsdp.quantized.components import block_of, buffers_of_parts, finish_writing
-from te_fsdp.quantized.optimizer_steps import Scaled, cast, has_current_scale, shared_scales, write_all
 from te_fsdp.sharding.outer_collectives import OptimizerShard, Part, start_gather
 from te_fsdp.sharding.state import state_of
 

@@ -25,7 +25,7 @@ from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, PrecisionError, require_flags
 from te_fsdp.parameters import label_of, require_optimizer
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.main_parameters import MAIN, MainParameters
 from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard
 from te_fsdp.sharding.outer_gather import (

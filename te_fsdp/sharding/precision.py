@@ -25,7 +25,7 @@ from te_fsdp import _fsdp2_patches, _te, _torch
 from te_fsdp.errors import PrecisionError
 from te_fsdp.move.start import COMM_DTYPES, GradComm, set_comm
 from te_fsdp.parameters import facts_of, is_replicated, places_of, plan_of, successor
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.comm_units import OuterGroup, install_comm
 
 if TYPE_CHECKING:

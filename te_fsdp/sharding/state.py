@@ -23,7 +23,7 @@ from te_fsdp import _fsdp2, _te, _torch, parameters
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.move.pending import PendingGathers
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,7 @@ from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.agree import are_equal
 from te_fsdp.errors import MeshError, OrderError, shorten
 from te_fsdp.parameters import facts_of
-from te_fsdp.quantized.optimizer_steps import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.comm_units import gather_anew
 from te_fsdp.sharding.first_looks import before_first_step
 from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refuse_edited, remember

@@ -16,7 +16,7 @@ from te_fsdp import _fsdp2, _patches, _te
 from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks
-from te_fsdp.quantized.amax_mark import make_marks_stick
+from te_fsdp.quantized.amax import make_marks_stick
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/upstream.md").read_text()

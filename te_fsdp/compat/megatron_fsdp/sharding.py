@@ -37,7 +37,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.move.start import comm_of
-from te_fsdp.quantized.optimizer_steps import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding import reductions
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.grad_norm import report_nan

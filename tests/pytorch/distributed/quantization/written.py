@@ -172,7 +172,7 @@ def group_ranks(tensor: torch.Tensor) -> list[int] | None:
     """Ranks over which TE would reduce the amax of a write into this tensor."""
     import torch.distributed as dist
 
-    from te_fsdp.quantized.amax_mark import marked_group
+    from te_fsdp.quantized.amax import marked_group
 
     name = marked_group(tensor)
     (part,) = (part for part in parts_of(tensor) if hasattr(part, "_scale_inv") or part is tensor)
