@@ -119,9 +119,7 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
 
 
 def tell_attention(model: nn.Module, meshes: Meshes) -> None:
-    """``fully_shard``'s part: "p2p" where the user has not chosen, after :func:`check_attention`. Local operation."""
-    if meshes.cp is None:
-        return
+    """``fully_shard``'s part with ``cp``: "p2p" where the user has not chosen, after :func:`check_attention`. Local."""
     ranks = [_ranks_of(module) for module in _attentions(model).values()]
     if None in ranks:
         set_context_parallel(model, meshes)

@@ -152,13 +152,9 @@ class PendingGathers:
         all else            that reads or writes parameters waits for all
 
     Waiting is a local operation: ranks may use other units, or wait in another order.
-
-    Attributes:
-        watched: Whether the model's state dicts wait for them.
     """
 
     def __init__(self) -> None:
-        self.watched = False
         self._pending: dict[str, list[tuple[nn.Module, Pending[None]]]] = {}
         self._side = SideStream()
 

@@ -126,7 +126,8 @@ def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) ->
     """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
     if state.on_meta:
         _check_initialised(state)
-    state.pending_gathers.before_forward(name, unit)
+    if state.pending_gathers is not None:
+        state.pending_gathers.before_forward(name, unit)
     if name in state.aside:
         show_gathered(state, name, unit)
     if _torch.in_backward():  # recomputed activations

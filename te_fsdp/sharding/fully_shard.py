@@ -137,7 +137,10 @@ def fully_shard(
 
 def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
     """What must hold on all ranks alike. Collective over the world."""
-    check_attention(plan.model, plan.meshes)
+    # Attention may have been told of ranks where the meshes have no ``cp``.
+    told = (getattr(module, "cp_group", None) is not None for module in plan.model.modules())
+    if plan.meshes.cp is not None or any(told):
+        check_attention(plan.model, plan.meshes)
     _refuse_fused(fused, plan)
     check_same_model(plan)
     check_replicas(plan)
@@ -272,7 +275,8 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
         _reduce_whole(plan, state)
     state.model.__dict__[KEY] = state
     mark(state)
-    tell_attention(state.model, state.meshes)
+    if state.meshes.cp is not None:
+        tell_attention(state.model, state.meshes)
     watch_inputs(
         state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
     )

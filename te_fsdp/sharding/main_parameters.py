@@ -141,7 +141,7 @@ class MainParameters:
             return None
         state = state_of(parameter)
         if state is not None:  # may have new weights on their way
-            state.pending_gathers.wait()
+            state.wait_for_gathers()
         if shard is not None and not low:
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
             return shard.distributed(shard.of(local.detach()).contiguous())

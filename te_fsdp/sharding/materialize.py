@@ -197,7 +197,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
 
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
-    state.pending_gathers.wait()
+    state.wait_for_gathers()
     _refuse_conversion(state, args[0])
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():

@@ -31,7 +31,7 @@ import torch
 
 from te_fsdp import _fsdp2, _te, _torch
 from te_fsdp.errors import PlacementError
-from te_fsdp.move.pending import Pending, UnitGather
+from te_fsdp.move.pending import Pending, PendingGathers, UnitGather
 from te_fsdp.quantized.amax import (
     Scaled,
     cast,
@@ -241,20 +241,21 @@ def install_by_unit(cut: Cut) -> None:
     start_install([*left.values()], scales=scales).wait()
     for state, gathers in begins:
         if gathers:
+            assert state.pending_gathers is not None  # since watch_state_dicts
             state.pending_gathers.begin(gathers, state.meshes.device)
 
 
 def watch_state_dicts(state: ShardingState) -> None:
     """Let state dicts of a model, and of parts of it, wait for its new weights. Local operation."""
-    if not state.pending_gathers.watched:
-        state.pending_gathers.watched = True
+    if state.pending_gathers is None:
+        state.pending_gathers = PendingGathers()
         for module in state.model.modules():
             module.register_state_dict_pre_hook(functools.partial(_wait, state))
             module.register_load_state_dict_pre_hook(functools.partial(_wait, state))
 
 
 def _wait(state: ShardingState, *unused: Any) -> None:
-    state.pending_gathers.wait()
+    state.wait_for_gathers()
 
 
 def may_be_sent_later(shard: OptimizerShard) -> bool:

@@ -353,7 +353,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     """
     state = required_state(model, "start_param_gather")
     refuse_in_backward("start_param_gather")
-    state.pending_gathers.wait()
+    state.wait_for_gathers()
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
         show_gathered(state, name, unit)
@@ -397,7 +397,7 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     """
     state = required_state(model, "release_params")
     refuse_in_backward("release_params")
-    state.pending_gathers.wait()
+    state.wait_for_gathers()
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
         if name in state.gathers:

@@ -59,7 +59,7 @@ def refuse_gathered(step: Step) -> None:
 def wait_for_new_weights(step: Step) -> None:
     """Wait for new weights of the step before; note whose step it is, for :func:`te_fsdp.sharding.state.recover`."""
     for state, _ in step.models:
-        state.pending_gathers.wait()
+        state.wait_for_gathers()
         state.stepping = weakref.ref(step.optimizer)
         remember(step.optimizer)
         clear_with(step.optimizer, state)

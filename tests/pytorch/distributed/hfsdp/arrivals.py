@@ -69,7 +69,8 @@ def under_way(model: nn.Module) -> list[str]:
     """Units whose new weights nobody has waited for."""
     from te_fsdp.sharding.state import sharding_state
 
-    return list(sharding_state(model).pending_gathers._pending)
+    pending = sharding_state(model).pending_gathers
+    return [] if pending is None else list(pending._pending)
 
 
 def compare(checks: harness.Comparisons, what: str, ours: Trainer, theirs: Trainer) -> None:

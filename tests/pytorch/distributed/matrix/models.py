@@ -25,9 +25,12 @@ def recipe_of(name: str) -> Any:
         "hybrid_nvfp4": _zoo("mxfp8_fwd_nvfp4_bwd_factory"),
     }
     if name in factories:
-        from transformer_engine.common.recipe import CustomRecipe
+        from transformer_engine.common.recipe import CustomRecipe, MMParams
 
-        return CustomRecipe(qfactory=factories[name])
+        recipe = CustomRecipe(qfactory=factories[name])
+        # Hopper multiplies float8 blocks so or not at all; stock GroupedLinear asks the recipe (docs/upstream.md).
+        recipe.fp8_gemm_fprop = MMParams(use_split_accumulator=True)
+        return recipe
     return shared.recipe_of(name)
 
 
